@@ -147,9 +147,9 @@ def ask(
 
     screen = Screen(theme=profile.theme)
     if resume is None and "model" not in profile.model_fields_set:
-        from sirchat.ui.startup import say_toy
+        from sirchat.ui.startup import explain_toy_model
 
-        say_toy(screen)
+        explain_toy_model(screen)
     holds_all = store is None and is_piped and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
         from sirchat.cli.asking import ask_server

@@ -122,12 +122,12 @@ def load_server(
 ) -> "ChatServer":
     """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
     from sirchat.ui.screen import Screen
-    from sirchat.ui.startup import say_toy
+    from sirchat.ui.startup import explain_toy_model
     from sirchat.ui.status import loading_bar
 
     screen = Screen(theme=profile.theme)
     if "model" not in profile.model_fields_set:
-        say_toy(screen)
+        explain_toy_model(screen)
     with loading_bar(screen, profile.model) as report, quick_start():
         with interruptible_imports():
             policy_class(profile.policy)

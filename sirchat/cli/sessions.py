@@ -16,7 +16,7 @@ from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.ui.typed_input import Typed
+    from sirchat.ui.typed_input import TypedHistory
 
 sessions_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
@@ -211,7 +211,7 @@ def _removal(ident: str) -> _Removal:
     return _Removal(path, displayable_line(description), frozenset(messages), relatives)
 
 
-def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
+def _typed_lines(messages: frozenset[str]) -> tuple["TypedHistory | None", int]:
     """The history of typed lines, None if there is none, and how many of them are messages."""
     if not paths.history_file().is_file():
         return None, 0

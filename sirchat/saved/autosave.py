@@ -21,9 +21,9 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.saved_state import facts_of, saved_head
-from sirchat.saved.saved_tensors import attention_tensors, row_tensors, state_tensors
-from sirchat.saved.session_list import remove_session, tells_of
+from sirchat.saved.saved_state import make_head, session_metadata
+from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
+from sirchat.saved.session_list import remove_session, reveals_text
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20  # with `save_kv: auto`, keys and values are saved only up to this size
@@ -84,7 +84,7 @@ class Autosave:
         writing fails.
         """
         if self._epoch != self._session.epoch:
-            self._leave()
+            self._leave_file()
         saved = self._session.save()
         turns = _turns_of(self._session)
         if not turns and self._store is None:
@@ -93,7 +93,9 @@ class Autosave:
         if store.name != self.name:
             store.rename(self.name)
         if self._erasures != self._session.erasures or self._is_replaced:
-            facts = facts_of(self._session.model, self._family) if self._is_replaced else None
+            facts = (
+                session_metadata(self._session.model, self._family) if self._is_replaced else None
+            )
             rewrite(store, self._session, facts, self.more)
             self._erasures, self._is_replaced = self._session.erasures, False
             self._file = _Contents(turns, saved.rows, None)
@@ -106,7 +108,7 @@ class Autosave:
         elif _is_same_state(head, self._file.head):  # saved keys and values stay valid
             store.check_place()
         else:
-            store.save_head(head)
+            store.save_state(head)
         self._file = _Contents(turns, saved.rows, head)
 
     def save_kv(self) -> bool:
@@ -121,10 +123,10 @@ class Autosave:
         stamp = secrets.token_hex(8)
         received = self._session.ledger.attention.checkpoint(rows.positions)
         saved = self._session.save()
-        tensors = row_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
+        tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
         head = self._head(saved, stamp)
-        self._store.save_head(head)
+        self._store.save_state(head)
         self._file = replace(self._file, head=head)
         return True
 
@@ -135,9 +137,9 @@ class Autosave:
                 self.update()
                 self.save_kv()
         finally:
-            self.abandon()
+            self.close_without_saving()
 
-    def abandon(self) -> None:
+    def close_without_saving(self) -> None:
         """Close the session's file without saving anything more."""
         if self._store is not None:
             self._store.close()
@@ -161,8 +163,8 @@ class Autosave:
         copy.begin()
         return copy
 
-    def follow(self) -> None:
-        """After a reset, go on in this file; otherwise the next update begins a new one."""
+    def keep_file_after_reset(self) -> None:
+        """After a reset, go on in this file; without this call, an update begins a new file."""
         self._epoch = self._session.epoch
 
     def replace_session(self, session: Session) -> None:
@@ -171,14 +173,14 @@ class Autosave:
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
-    def unname(self, said: str, *, whole: bool) -> bool:
-        """Remove the name if it tells the text `said`, to be erased; returns whether it did."""
-        if not tells_of(self.name, said, whole=whole):
+    def drop_revealing_name(self, said: str, *, whole: bool) -> bool:
+        """Remove the chat's name if it reveals the erased text `said`; return whether it did."""
+        if not reveals_text(self.name, said, whole=whole):
             return False
         self.name = ""
         return True
 
-    def _leave(self) -> None:
+    def _leave_file(self) -> None:
         """Leave the file as it is; the next update begins a new one."""
         self.close()
         self._store, self._epoch, self._file = None, self._session.epoch, _NOTHING
@@ -186,10 +188,10 @@ class Autosave:
 
     def _new(self) -> SessionStore:
         folder = paths.private_dir(self._folder)
-        return SessionStore.create(folder, facts_of(self._session.model, self._family))
+        return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
     def _head(self, saved: EngineState, stamp: str = "") -> Head:
-        head = saved_head(saved, self._session, stamp)
+        head = make_head(saved, self._session, stamp)
         return replace(head, fields=head.fields | self.more)
 
     def _truncate(self, store: SessionStore, turns: list[SavedTurn], saved: EngineState) -> None:
@@ -221,7 +223,7 @@ def rewrite(
     Nothing of the old contents stays in any file. `more` are further values for the head.
     """
     saved = session.save()
-    head = saved_head(saved, session)
+    head = make_head(saved, session)
     head = replace(head, fields=head.fields | (more or {}))
     store.replace(_turns_of(session), saved.rows, head, facts)
 

@@ -70,17 +70,20 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to a locked file, in a transaction; it stays open unless the block fails."""
+    """Context manager: locks a file, and yields its connection, in a transaction.
+
+    The connection stays open after the block, unless the block fails.
+    """
     with ExitStack() as undo:
         connection = undo.enter_context(closing(connect(path)))
         lock(connection)
-        undo.callback(unsign, path)
-        _sign(path)
+        undo.callback(remove_holder_file, path)
+        _write_holder_file(path)
         yield connection
         undo.pop_all()
 
 
-def unsign(path: Path) -> None:
+def remove_holder_file(path: Path) -> None:
     """Remove the file that says who has the session open, while it is still locked."""
     with suppress(OSError):
         path.with_suffix(HOLDER).unlink(missing_ok=True)
@@ -104,7 +107,7 @@ def is_session(connection: sqlite3.Connection) -> bool:
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SessionError if the file is no session, or has a newer format, or wrong tables."""
     if not is_session(connection):
-        raise no_session(path)
+        raise not_a_session(path)
     version = _pragma(connection, "user_version")
     if version > FORMAT:
         raise SessionError(
@@ -120,7 +123,7 @@ def check_contents(connection: sqlite3.Connection, path: Path) -> None:
     """Raise DamagedSessionError if SQLite, or the check sums, find the file damaged."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
-    written = _written(connection)
+    written = _saved_sums(connection)
     if written is None and _pragma(connection, "user_version") < 2:
         return  # the first format has no sums
     if written != {table: _sum(connection, table) for table in _SUMS}:
@@ -132,13 +135,13 @@ def refuse_missing(path: Path) -> None:
         raise SessionError(f"there is no saved session {path}")
 
 
-def no_session(path: Path) -> SessionError:
+def not_a_session(path: Path) -> SessionError:
     return SessionError(f"{path} is not a saved session of sirchat")
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite and the operating system into a SessionError about `path`."""
+def as_session_errors(path: Path) -> Iterator[None]:
+    """Context manager: turns errors of SQLite and the system into a SessionError about `path`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -153,9 +156,9 @@ def result_code(error: sqlite3.Error) -> int:
 
 
 @contextmanager
-def decoding(path: Path) -> Iterator[None]:
-    """Raises DamagedSessionError if data can't be decoded; else as `explained`."""
-    with explained(path):
+def as_damage_errors(path: Path) -> Iterator[None]:
+    """As `as_session_errors`, but turns errors of decoding into DamagedSessionError."""
+    with as_session_errors(path):
         try:
             yield
         except UNDECODABLE:
@@ -163,7 +166,7 @@ def decoding(path: Path) -> Iterator[None]:
 
 
 def require(condition: bool) -> None:
-    """Raise ValueError if the condition is false; `decoding` then reports a damaged file."""
+    """Raise ValueError, which `as_damage_errors` takes for damage, if the condition is false."""
     if not condition:
         raise ValueError
 
@@ -203,7 +206,7 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
     ones are not read again.
     """
     since = {"turns": turns, "rows": rows}
-    before = _written(connection)
+    before = _saved_sums(connection)
     if before is None:  # a file of the first format has no sums
         since, before = {}, {}
     sums = {
@@ -218,11 +221,11 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
         case sqlite3.SQLITE_BUSY:
             other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
             return SessionError(
-                f"{path} is in use by another process{_holder(path)}",
+                f"{path} is in use by another process{_describe_holder(path)}",
                 hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
             )
         case sqlite3.SQLITE_NOTADB:
-            return no_session(path)
+            return not_a_session(path)
         case sqlite3.SQLITE_CORRUPT:
             return DamagedSessionError(path)
         case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
@@ -230,16 +233,16 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
     return SessionError(f"{path} can't be used: {error}")
 
 
-def _sign(path: Path) -> None:
+def _write_holder_file(path: Path) -> None:
     """Write beside a locked file which process has it open, if that can be written."""
     holder = {"pid": os.getpid(), "host": platform.node(), "since": time.time()}
     with suppress(OSError):
-        unsign(path)
+        remove_holder_file(path)
         with paths.open_private(path.with_suffix(HOLDER), "x") as file:
             json.dump(holder, file)
 
 
-def _holder(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     """Words for the process that has the session at `path` open; empty if it is not known."""
     file = path.with_suffix(HOLDER)
     try:
@@ -254,13 +257,13 @@ def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
+def _saved_sums(connection: sqlite3.Connection) -> dict[str, int] | None:
     record = connection.execute("SELECT value FROM about WHERE name = 'sums'").fetchone()
     return None if record is None else dict(json.loads(record[0]))
 
 
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The CRC-32 of a table's records from `since` on, after those `before`."""
+    """The CRC-32 of a table, if `before` is that of its records up to `since`."""
     query = _SUMS[table]
     total = before if since else 0
     for values in connection.execute(query, (since,) if "?" in query else ()):

@@ -22,9 +22,9 @@ from sirchat.errors import SessionError
 from sirchat.saved.database import (
     SUFFIX,
     UNDECODABLE,
+    as_session_errors,
     check_format,
     connect,
-    explained,
     result_code,
 )
 
@@ -84,7 +84,7 @@ def chats_in(folder: Path) -> list[Indexed]:
     return _with_index(folder, _chats)
 
 
-def matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
+def find_matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
     """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
 
     At most `most` get a snippet. `notice` gets a message before many chats are read. Raises
@@ -120,7 +120,7 @@ def remove_from_index(path: Path) -> None:
     index = path.parent / NAME
     if not index.exists():
         return
-    with explained(index):
+    with as_session_errors(index):
         try:
             with _opened(index) as connection:
                 with _writing(connection):
@@ -162,7 +162,7 @@ def _with_index(
             _create(nothing)
             return use(nothing)
     path = folder / NAME
-    with explained(path):
+    with as_session_errors(path):
         try:
             with _opened(path) as connection:
                 _bring_up_to_date(connection, folder, notice)

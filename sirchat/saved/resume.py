@@ -18,8 +18,20 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
-from sirchat.saved.saved_state import check_model, decode_state, facts_of, saved_pins, saved_turns
-from sirchat.saved.saved_tensors import attention_fits, pop_attention, pop_rows, pop_state, rows_fit
+from sirchat.saved.saved_state import (
+    check_model,
+    decode_state,
+    saved_pins,
+    saved_turns,
+    session_metadata,
+)
+from sirchat.saved.saved_tensors import (
+    attention_fits,
+    key_values_fit,
+    pop_attention,
+    pop_key_values,
+    pop_state,
+)
 from sirchat.saved.store import SessionStore
 
 
@@ -34,15 +46,15 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
         raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
         read_again(session, saved_turns(store, head), saved_pins(head))
-        rewrite(store, session, facts_of(session.model, store.meta.get("family", "")))
+        rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
     saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
-    rows, received, state = _kept(store, stamp, session.model, head.seen)
+    rows, received, state = _load_tensors(store, stamp, session.model, head.seen)
     session.load(replace(saved, state=state), conversation, rows, received)
 
 
-def _kept(
+def _load_tensors(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
 ) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
     """The saved keys and values, attention and recurrent state with this stamp.
@@ -57,10 +69,10 @@ def _kept(
     cache.commit(1)
     try:
         state = pop_state(tensors, cache.state)
-        received, rows = pop_attention(tensors), pop_rows(tensors)
+        received, rows = pop_attention(tensors), pop_key_values(tensors)
     except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
         return None, None, ()
-    if not rows_fit(rows, cache.first_written(torch.arange(1), np.arange(1)), seen):
+    if not key_values_fit(rows, cache.first_written(torch.arange(1), np.arange(1)), seen):
         return None, None, ()
     if received is not None and not attention_fits(received, seen):
         received = None

@@ -27,7 +27,7 @@ from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
-from sirchat.saved.database import decoding, require
+from sirchat.saved.database import as_damage_errors, require
 from sirchat.saved.store import Head, SessionStore
 
 _MOST = 2**53
@@ -49,8 +49,11 @@ _VOLATILE = (
 )
 
 
-def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head of `session`; `saved` is its engine's state, `stamp` that of keys and values."""
+def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
+    """Make the head that saves the state of `session`.
+
+    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
+    """
     conversation = session.state
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
@@ -86,7 +89,7 @@ def decode_state(
     Raises SessionError if the data is damaged, contradicts itself, or has a token id that is not
     below `vocabulary`.
     """
-    with decoding(store.path):
+    with as_damage_errors(store.path):
         fields, turns = _Fields.model_validate(head.fields), saved_turns(store, head)
         chat, rows = fields.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), fields.round, vocabulary)
@@ -184,7 +187,7 @@ def fingerprint(model: LoadedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def facts_of(model: LoadedModel, family: str) -> dict[str, Any]:
+def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
     """The facts to save about a session: model, dtype, versions, and `Autosave.family`, if any."""
     return {
         **({"family": family} if family else {}),

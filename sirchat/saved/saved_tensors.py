@@ -15,7 +15,7 @@ _ATTENTION = "attention."
 _STATE = "state."
 
 
-def row_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
+def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
     """The tensors to save for keys and values, by name: 0, 1, ..., and where their rows stand."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
@@ -48,15 +48,18 @@ def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
     }
 
 
-def pop_rows(tensors: dict[str, torch.Tensor]) -> KeyValues:
+def pop_key_values(tensors: dict[str, torch.Tensor]) -> KeyValues:
     """Take the keys and values, which must be all that is left, out of `tensors`."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
 
 
-def rows_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
-    """Whether saved rows fit a model, of which `row` is one, and a stream of `seen` tokens."""
+def key_values_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
+    """Whether saved keys and values fit a model and a stream of `seen` tokens.
+
+    `row` has the keys and values of one token of that model.
+    """
     count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in row.tensors]
     return (
         _ascend(rows.positions, seen)
@@ -69,7 +72,7 @@ def rows_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Take the attention that tokens have received, if any, out of `tensors`."""
+    """Take the attention that tokens have received out of `tensors`; None if it was not saved."""
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sirchat.errors import SessionError, UsageError, format_value, nearest
 from sirchat.saved.database import SUFFIX
-from sirchat.saved.index import MARKS, has_words, matches
+from sirchat.saved.index import MARKS, find_matches, has_words
 from sirchat.saved.session_list import SavedSession, same_name, summary_of
 
 MOST = 20  # chats that a search returns
@@ -57,7 +57,7 @@ def search_sessions(
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    ids, snippets, chats = matches(folder, words, MOST, notice)
+    ids, snippets, chats = find_matches(folder, words, MOST, notice)
     hits = []
     for ident, snippet in zip(ids, snippets, strict=False):
         with suppress(SessionError):  # the chat was removed, or damaged, just now

@@ -22,14 +22,14 @@ from sirchat.saved.database import (
     HOLDER,
     SUFFIX,
     UNDECODABLE,
+    as_damage_errors,
+    as_session_errors,
     check_format,
     connect,
-    decoding,
-    explained,
     is_session,
     lock,
     new_file,
-    no_session,
+    not_a_session,
     refuse_missing,
     result_code,
 )
@@ -62,7 +62,7 @@ class SavedSession:
     model: str
     turns: int  # number of messages
     first: str  # the beginning of the first user message, on one line
-    last: str  # that of the last one
+    last: str  # the beginning of the last user message
     in_use: bool  # whether a process has the session open
     family: str  # the id of the chat from which it was branched, or its own
 
@@ -72,11 +72,11 @@ class Listing(NamedTuple):
 
     sessions: list[SavedSession]
     refused: list[SessionError]
-    unread: int  # number of older files
+    unread: int  # number of older files, which were not asked for
 
 
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
-    """The saved sessions, or the `most` newest, the last written first; it writes nothing."""
+    """The saved sessions, or only the `most` newest; the one written last comes first."""
     refused: list[SessionError] = []
     files = _files(folder)
     sessions = list(_summaries(folder, files[:most], refused))
@@ -86,8 +86,8 @@ def list_sessions(folder: Path, most: int | None = None) -> Listing:
 def find_session(folder: Path, ident: str) -> Path:
     """The file of a saved session, given by its id, its name, or the beginning of its id.
 
-    `last` is the newest that no process has open, or else the newest. Raises SessionError if none
-    or several match.
+    The word `last` means the newest that no process has open, or else the newest. Raises
+    SessionError if none or several match.
     """
     if ident == "last":
         for chat in _unused_first(_summaries(folder, _files(folder), [])):
@@ -115,15 +115,15 @@ def find_session(folder: Path, ident: str) -> Path:
     return folder / f"{matches[0]}{SUFFIX}"
 
 
-def begins_an_id(folder: Path, ident: str) -> bool:
+def is_prefix_of_id(folder: Path, ident: str) -> bool:
     return any(name.removesuffix(SUFFIX).startswith(ident) for name in _files(folder))
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
     """Open a session, given as for `find_session`.
 
-    With `last`, damaged sessions are skipped; returns the errors of those, too. Raises SessionError
-    if none can be opened.
+    If `ident` is "last", damaged sessions are skipped, whose errors are returned, too. Raises
+    SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -144,11 +144,11 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     Returns its open store. Raises SessionError if the name is not allowed or taken, or if the
     session can't be copied.
     """
-    path, name = find_session(folder, ident), free_name(folder, name, "")
+    path, name = find_session(folder, ident), check_name(folder, name, "")
     for _ in range(_COPIES):
         copy = new_file(folder, SUFFIX)
         try:
-            with explained(path):
+            with as_session_errors(path):
                 _copy(path, copy)
             store = SessionStore.open(copy)
             store.branch(name, path.stem)
@@ -162,7 +162,7 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     raise DamagedSessionError(path)
 
 
-def free_name(folder: Path, text: str, own: str) -> str:
+def check_name(folder: Path, text: str, own: str) -> str:
     """Check a name for the session with the id `own` (empty if it has none) and normalize it.
 
     Raises SessionError if it is not allowed, or belongs to another session.
@@ -194,7 +194,7 @@ def remove_session(path: Path) -> None:
     Raises SessionError if it is missing, in use, or not a session.
     """
     refuse_missing(path)
-    with explained(path), closing(connect(path)) as connection:
+    with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
         beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", HOLDER)
@@ -222,7 +222,7 @@ def summary_of(path: Path) -> SavedSession:
     A locked file, or one with an interrupted commit, is read without locks; if that fails, the
     entry is made of the file's name and time.
     """
-    with decoding(path):
+    with as_damage_errors(path):
         try:
             return _summary(path, "mode=ro", in_use=False)
         except sqlite3.OperationalError as error:
@@ -240,10 +240,10 @@ def same_name(name: str, other: str) -> bool:
     return bool(name) and _name_key(name) == _name_key(other)
 
 
-def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name tells a text that is to be erased: if it contains `said`, a part of a turn.
+def reveals_text(name: str, said: str, *, whole: bool) -> bool:
+    """Whether a name reveals the erased text `said`: whether it contains this text.
 
-    With `whole`, `said` is all of a turn, and a name that is a part of it tells it, too.
+    With `whole`, `said` is all of a turn, and a name that is a part of it reveals it, too.
     """
     name_key, said_key = _name_key(name), _name_key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)
@@ -358,7 +358,7 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
     try:
         lock(connection)
         if path.stat().st_size and not is_session(connection):
-            raise no_session(path)
+            raise not_a_session(path)
     except sqlite3.DatabaseError as error:
         if result_code(error) != sqlite3.SQLITE_CORRUPT:
             raise

@@ -25,18 +25,18 @@ from sirchat.saved.database import (
     FORMAT,
     SUFFIX,
     TABLES,
+    as_damage_errors,
+    as_session_errors,
     check_contents,
     check_format,
-    decoding,
-    explained,
     locked,
     make_durable,
     new_file,
     put_sums,
     refuse_missing,
+    remove_holder_file,
     require,
     sync,
-    unsign,
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
@@ -77,7 +77,7 @@ class SessionStore:
         self.path = path
         self._connection = connection
         self.kv = KeysAndValues(path)
-        with decoding(path):
+        with as_damage_errors(path):
             self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about("meta"))
             require(all(isinstance(value, str) for value in self.meta.values()))
@@ -94,7 +94,7 @@ class SessionStore:
         values = [(name, json.dumps(value)) for name, value in about.items()]
         path = new_file(folder, SUFFIX)
         try:
-            with explained(path), locked(path) as connection:
+            with as_session_errors(path), locked(path) as connection:
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={FORMAT}")
                 for table in TABLES:
@@ -115,7 +115,7 @@ class SessionStore:
         Raises SessionError if it is missing, no session, of a newer sirchat, in use, or damaged.
         """
         refuse_missing(path)
-        with decoding(path), locked(path) as connection:
+        with as_damage_errors(path), locked(path) as connection:
             check_format(connection, path)
             check_contents(connection, path)
             make_durable(connection)
@@ -139,7 +139,7 @@ class SessionStore:
         """Close the file and release its lock; a second call does nothing."""
         with suppress(sqlite3.Error):  # an empty journal left behind does no harm
             self._connection.execute("PRAGMA journal_mode=DELETE")
-            unsign(self.path)
+            remove_holder_file(self.path)
         self._connection.close()
 
     def check_place(self) -> None:
@@ -159,18 +159,21 @@ class SessionStore:
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
         with self._transaction(first, head.seen - len(rows)):
-            seen = self._seen()
+            seen = self._count_rows()
             _check_count(rows, head.seen - seen)
             self._put_turns(turns)
             self._put_rows(seen, rows)
             self._put_head(head)
 
-    def save_head(self, head: Head) -> None:
-        """Replace the head alone; ValueError if tokens were read since the session was saved."""
+    def save_state(self, head: Head) -> None:
+        """Replace the head, which has the state, and nothing else.
+
+        Raises ValueError if tokens were read since ledger rows were last saved.
+        """
         with self._transaction(_NONE, _NONE):
-            if head.seen != self._seen():
+            if head.seen != self._count_rows():
                 raise ValueError(
-                    f"the state has {head.seen} tokens, but {self._seen()} rows are saved"
+                    f"the state has {head.seen} tokens, but {self._count_rows()} rows are saved"
                 )
             self._put_head(head)
 
@@ -190,7 +193,7 @@ class SessionStore:
         self.meta, self.name = meta, name
 
     def turns(self) -> list[SavedTurn]:
-        with decoding(self.path):
+        with as_damage_errors(self.path):
             records = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
             turns = [SavedTurn(*record) for record in records]
             for number, turn in enumerate(turns):
@@ -203,25 +206,26 @@ class SessionStore:
 
         Raises SessionError if the saved rows have other fields.
         """
-        with decoding(self.path):
+        with as_damage_errors(self.path):
             saved = self._saved_fields(dtype)
             parts = self._all("SELECT data FROM rows ORDER BY start")
             rows = np.frombuffer(b"".join(data for (data,) in parts), saved)
-            _check_count(rows, self._seen())
+            _check_count(rows, self._count_rows())
             return _with_columns(rows, dtype)
 
     def head(self) -> Head | None:
         """The session's state after its last turn; None for a session without turns."""
-        with decoding(self.path):
+        with as_damage_errors(self.path):
             records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
             return _head(*records[0]) if records else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
         """Delete all turns and rows from an index on; `head` is the state after those that stay."""
         with self._transaction() as connection:
-            if not head.seen == seen <= self._seen():
+            if not head.seen == seen <= self._count_rows():
+                count = self._count_rows()
                 raise ValueError(
-                    f"can't cut {self._seen()} tokens to {seen}: the new state has {head.seen}"
+                    f"can't cut {count} tokens to {seen}: the new state has {head.seen}"
                 )
             connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
@@ -263,7 +267,7 @@ class SessionStore:
         It may change only turns from index `turns` on, and rows from position `rows` on.
         """
         self.check_place()
-        with explained(self.path), self._connection:
+        with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
             yield self._connection
             put_sums(self._connection, turns, rows)
@@ -272,7 +276,7 @@ class SessionStore:
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
 
-    def _seen(self) -> int:
+    def _count_rows(self) -> int:
         """The number of ledger rows (one per token) in the file."""
         records = self._all("SELECT seen FROM head")
         return int(records[0][0]) if records else 0
@@ -339,7 +343,7 @@ class SessionStore:
 
     def _finish_erasing(self) -> None:
         """Rewrite the file after text was deleted; a mark has this done even after a crash."""
-        with explained(self.path):
+        with as_session_errors(self.path):
             if self._about("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")

@@ -23,7 +23,7 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
-from sirchat.saved.database import SUFFIX, decoding, require
+from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import fingerprint, saved_profile
 from sirchat.saved.session_list import remove_session
@@ -79,7 +79,7 @@ class SavedConversation:
     def read(store: SessionStore) -> SavedConversation:
         """The entry for the conversation in an open file; SessionError if it has none."""
         head = store.head()
-        with decoding(store.path):
+        with as_damage_errors(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
             keys = tuple(map(bytes.fromhex, fields.keys))
             turns = store.turns()
@@ -234,7 +234,7 @@ class SavedConversations:
     def _close(self, conversation: ServedConversation) -> Path | None:
         """Close a conversation's file without writing; its path, None if it was never written."""
         if conversation.saving is not None:
-            conversation.saving.abandon()
+            conversation.saving.close_without_saving()
             conversation.saving = None
         saved = self._files.pop(conversation, None)
         return None if saved is None else saved.file.result()

@@ -47,7 +47,7 @@ class AttachedFile:
         return without_surrogates(fenced(displayable_line(self.name), self.text))
 
 
-def with_files(
+def attach_files(
     text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
     """Load the files that a typed `text` names by `@path`; return the message, and the files.
@@ -81,7 +81,7 @@ def open_mention(before: str) -> str | None:
     return match[0][1:] if match else None
 
 
-def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
+def attach_file(rest: str) -> tuple[str, list[AttachedFile]]:
     """The message that `/read FILE [QUESTION]` sends, and its file; UsageError if there is none."""
     name, question = first_name(rest)
     if not name:

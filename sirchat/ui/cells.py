@@ -55,7 +55,7 @@ class StyledRow(NamedTuple):
         return "".join(char for char, _ in self.cells)
 
 
-def shown(text: str) -> str:
+def known_width_line(text: str) -> str:
     """A token's text as one line of known width. Nothing is cached: erased text leaves memory."""
     if text.isascii() and text.isprintable():
         return text
@@ -64,7 +64,7 @@ def shown(text: str) -> str:
 
 def quoted(text: str) -> str:
     """A token's text between double quotes, so that the user sees its spaces."""
-    return f'"{shown(text)}"'
+    return f'"{known_width_line(text)}"'
 
 
 def grid_safe(text: str) -> str:
@@ -79,13 +79,13 @@ def grid_safe(text: str) -> str:
     return "".join(safe)
 
 
-def drop_measured() -> None:
+def clear_width_cache() -> None:
     """Empty the cache in which the library rich keeps texts with their widths: after `/erase`."""
     cached_cell_len.cache_clear()
 
 
 def cut(text: str, width: int) -> str:
-    """Cut `text`, a result of `shown`, to `width` cells; an ellipsis replaces the part cut off."""
+    """Cut a text of known width to `width` cells; an ellipsis replaces the part cut off."""
     if cell_len(text) <= width:
         return text
     return _split(text, max(0, width - 1))[0] + "…"[:width]

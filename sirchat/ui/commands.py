@@ -24,7 +24,7 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.registry import RETRIEVERS
-from sirchat.ui.attaching import describe_size, with_file
+from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import draw_settings, memory_in_words
@@ -35,7 +35,7 @@ from sirchat.ui.switching import ModelSwitching, Switching
 from sirchat.ui.tables import draw_evicted, draw_recalled, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import counted, displayable, displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
-from sirchat.ui.typed_input import Typed
+from sirchat.ui.typed_input import TypedHistory
 from sirchat.ui.why import show_why
 
 _PREFIX = "do_"
@@ -150,7 +150,7 @@ class Commands:
         self,
         session: Session,
         screen: Screen,
-        history: Typed,
+        history: TypedHistory,
         saved_chat: SavedChat,
         trusted: Collection[str] = (),
         models: ModelSwitching | None = None,
@@ -229,26 +229,26 @@ class Commands:
         list the policies."""
         if rest:
             name, *options = rest.split()
-            self._switching.policy(name, options)
+            self._switching.change_policy(name, options)
         else:
             current, others = self._session.profile.policy, ", ".join(policy_choices())
             self._screen.note(f"policy is {current}; other policies: {others}")
 
     def do_budget(self, rest: str) -> None:
         """[TOKENS]: set how many tokens may be held in the cache."""
-        self._switching.setting("/budget", "budget", rest)
+        self._switching.change_setting("/budget", "budget", rest)
 
     def do_decay(self, rest: str) -> None:
         """[FACTOR|auto]: set the factor, at most 1, on surprisal and attention after each round."""
-        self._switching.setting("/decay", "decay", rest)
+        self._switching.change_setting("/decay", "decay", rest)
 
     def do_sinks(self, rest: str) -> None:
         """[TOKENS]: set how many first tokens of the conversation always stay."""
-        self._switching.setting("/sinks", "sinks", rest)
+        self._switching.change_setting("/sinks", "sinks", rest)
 
     def do_recent(self, rest: str) -> None:
         """[TOKENS]: set how many newest tokens always stay, if the policy keeps such a window."""
-        self._switching.setting("/recent", "recent", rest)
+        self._switching.change_setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
         """[on|off|RETRIEVER|WORDS]: restore archived tokens for each of your messages; alone, show
@@ -258,7 +258,7 @@ class Commands:
         if rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
         elif rest or not recalled:
-            self._switching.setting("/recall", "recall", rest)
+            self._switching.change_setting("/recall", "recall", rest)
         else:
             rows, theme = self._session.tokens(list(recalled)), self._screen.theme
             turns = draw_recalled_turns(rows, self._session.recall.turns, theme)
@@ -278,7 +278,7 @@ class Commands:
         """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
         name, value = [*rest.split(None, 1), "", ""][:2]
         if name and value.strip():
-            self._switching.setting("/set", name, value.strip())
+            self._switching.change_setting("/set", name, value.strip())
         else:
             self.do_show(name)
 
@@ -291,11 +291,11 @@ class Commands:
 
     def do_system(self, rest: str) -> None:
         """[TEXT|none]: show the system prompt, or replace it; the new one is read and pinned."""
-        self._switching.setting("/system", "system", rest)
+        self._switching.change_setting("/system", "system", rest)
 
     def do_profile(self, rest: str) -> None:
         """[NAME]: apply all settings of a profile; alone, list the profiles."""
-        self._switching.profile(rest)
+        self._switching.apply_profile(rest)
 
     def do_panel(self, rest: str) -> None:
         """[full|live|turn|on|off]: show all held tokens now, or set when replies show some."""
@@ -304,13 +304,13 @@ class Commands:
             screen.page(draw_panel(snapshot, screen.theme, screen.width))
         else:
             _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
-            self._switching.setting("/panel", "panel", "live" if rest == "on" else rest)
+            self._switching.change_setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_thinking(self, rest: str) -> None:
         """[show|fold|hide]: set how replies show reasoning (<think>); alone, show the last
         reasoning."""
         if rest:
-            self._switching.setting("/thinking", "thinking", rest)
+            self._switching.change_setting("/thinking", "thinking", rest)
             return
         is_open = self._session.template.opens_reasoning
         replies = [turn.text for turn in self._session.turns if turn.role == "assistant"]
@@ -405,7 +405,7 @@ class Commands:
 
     def do_read(self, rest: str) -> Action:
         """FILE [QUESTION]: send a file's text and a question; @FILE in a message does the same."""
-        text, files = with_file(rest)
+        text, files = attach_file(rest)
         self._screen.note(describe_size(files, self._session))
         return Send(text)
 

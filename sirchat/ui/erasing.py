@@ -10,11 +10,11 @@ from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
-from sirchat.ui.cells import drop_measured
+from sirchat.ui.cells import clear_width_cache
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable_line
-from sirchat.ui.typed_input import Typed
+from sirchat.ui.typed_input import TypedHistory
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
 _MOST_NAMED = 5  # such words of an erased turn that stand in other turns
@@ -25,14 +25,16 @@ class Erasing:
     """Runs the command `/erase` in one chat, and remembers what `/erase` showed last."""
 
     def __init__(
-        self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
+        self, session: Session, screen: Screen, history: TypedHistory, saved_chat: SavedChat
     ) -> None:
         self._session, self._screen = session, screen
         self._history, self._saved_chat = history, saved_chat
         self._previewed: tuple[str, bool] | None = None
 
     def run(self, rest: str) -> None:
-        """Show what would be erased, or erase it with `--yes`; alone, what was shown before.
+        """Show what would be erased, or erase it with `--yes`.
+
+        `--yes` without a target erases what was shown before.
 
         Raises UsageError if nothing is named, or nothing in chat or typed lines matches.
         """
@@ -49,14 +51,14 @@ class Erasing:
         if "--yes" in flags:
             self._previewed = None
             self._erase(target, everywhere=everywhere)
-            drop_measured()
+            clear_width_cache()
         else:
             self._preview(target, everywhere=everywhere)
             self._previewed = target, everywhere
 
     def _preview(self, target: str, *, everywhere: bool) -> None:
-        tokens, turns = self._tokens(target)
-        mine, others = self._typed(target)
+        tokens, turns = self._matching_tokens(target)
+        mine, others = self._count_typed_lines(target)
         if not (tokens or turns or mine or others):
             words = displayable_line(target)
             raise UsageError(f"{format_value(words)}: these words are not in this chat")
@@ -77,10 +79,12 @@ class Erasing:
         telling = self._telling_words(target)
         turn = self._turn(target)
         said = session.turns[turn].text if turn is not None and turn >= 0 else ""
-        matches = self._matches(target, everywhere=everywhere)
-        mine, others = self._typed(target)
+        matches = self._line_matcher(target, everywhere=everywhere)
+        mine, others = self._count_typed_lines(target)
         typed = mine + everywhere * others
-        unnamed = self._saved_chat.unname(said or without_quotes(target), whole=turn is not None)
+        unnamed = self._saved_chat.drop_revealing_name(
+            said or without_quotes(target), whole=turn is not None
+        )
         try:
             events = session.erase(target)
         except UsageError:
@@ -94,7 +98,7 @@ class Erasing:
                 self._screen.note(
                     f"{counted(event.tokens, 'token')} erased; the cache holds {holds}"
                 )
-        if (file := self._saved_chat.not_written) is not None:
+        if (file := self._saved_chat.outdated_file) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
         try:
             self._history.erase(matches)
@@ -107,7 +111,7 @@ class Erasing:
                 self._screen.note(f"{counted(typed, 'typed line')} erased")
         self._point_out(telling)
 
-    def _tokens(self, target: str) -> tuple[int, list[int]]:
+    def _matching_tokens(self, target: str) -> tuple[int, list[int]]:
         """The number of tokens that match `target`, and their turns' indices."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
@@ -126,8 +130,8 @@ class Erasing:
         pattern = whole_words(words)
         return [n for n, turn in enumerate(self._session.turns) if pattern.search(turn.text)]
 
-    def _matches(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
-        """Whether a typed line must be erased, as a function."""
+    def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
+        """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
         mine = {turn.text.strip() for turn in turns if turn.role == "user"}
         mine |= self._history.typed_now
@@ -157,10 +161,10 @@ class Erasing:
         except OSError:  # erasing them will fail, too, and say so
             return []
 
-    def _typed(self, target: str) -> tuple[int, int]:
+    def _count_typed_lines(self, target: str) -> tuple[int, int]:
         """The numbers of typed lines that match `target`: of this chat, and of other chats."""
         here, anywhere = (
-            self._matches(target, everywhere=everywhere) for everywhere in (False, True)
+            self._line_matcher(target, everywhere=everywhere) for everywhere in (False, True)
         )
         lines = [line for line in self._lines() if not _COMMAND.match(line)]
         mine = sum(map(here, lines))

@@ -33,7 +33,7 @@ def interruptible_imports() -> Iterator[None]:
 
 
 @contextmanager
-def left_to_child() -> Iterator[None]:
+def leave_ctrl_c_to_child() -> Iterator[None]:
     """Context manager: this program ignores Ctrl-C; only its child (pager, editor) handles it."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
@@ -43,7 +43,9 @@ def left_to_child() -> Iterator[None]:
 
 
 class Interrupt:
-    """Context manager: Ctrl-C sets a flag, which calling the object returns; the third one raises.
+    """Context manager: Ctrl-C sets a flag, which a call of the object returns.
+
+    The third Ctrl-C raises KeyboardInterrupt.
 
     The engine checks the flag between two tokens; a forward pass is never interrupted.
     """

@@ -80,7 +80,7 @@ class SessionLines:
         models = (cell_len(displayable_line(session.model)) for session in sessions)
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
-    def of(self, number: int, width: int) -> list[list[Fragment]]:
+    def lines(self, number: int, width: int) -> list[list[Fragment]]:
         """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
 
         If `width`, in columns, is small, there are two lines, and name and text are on the second.
@@ -120,7 +120,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
                 overflow="ignore",
             )
             for number in range(len(chats.sessions))
-            for line in chats.of(number, width)
+            for line in chats.lines(number, width)
         )
     )
 

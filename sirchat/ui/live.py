@@ -177,7 +177,7 @@ class LiveView:
         else:
             rows = self._take_rows()
             self._region.draw(Group(*self._parts()), above=rows)
-        self._pace.drew(time.perf_counter() - start, self._screen.written - written)
+        self._pace.record_frame(time.perf_counter() - start, self._screen.written - written)
 
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
         if self._screen.is_plain:  # the window may have shrunk
@@ -305,7 +305,7 @@ class Pace:
         """Whether enough time has passed since the last frame to draw another."""
         return time.monotonic() >= self._due
 
-    def drew(self, seconds: float, size: int) -> None:
+    def record_frame(self, seconds: float, size: int) -> None:
         """Record that a frame was drawn: `seconds` is the time that it took, `size` its bytes."""
         wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

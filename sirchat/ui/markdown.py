@@ -120,7 +120,7 @@ class MarkdownLayout:
         if is_open:
             block = _open_table_counted(block)
         drawing = copy(self._empty)  # a new one would make a parser of its own
-        drawing.parsed = _shown(block)
+        drawing.parsed = _with_addresses(block)
         options = self._console.options.update(width=width - 1, height=None)
         drawn = list(self._console.render(drawing, options))
         rows: list[StyledRow] = []
@@ -140,7 +140,7 @@ class MarkdownLayout:
         cells: list[Cell] = []
         for segment in line:
             if segment.text and not segment.control:
-                style = _parameters(segment.style, self._colors) if segment.style else ""
+                style = _sgr_codes(segment.style, self._colors) if segment.style else ""
                 cells += cells_of(displayable(segment.text), style)
         return cells
 
@@ -200,17 +200,17 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
     return [*block[: opens[-1]], *paragraph, *block[closes[-1] + 1 :]]
 
 
-def _shown(tokens: Sequence[Token]) -> list[Token]:
+def _with_addresses(tokens: Sequence[Token]) -> list[Token]:
     """Copies of tokens of which rich hides nothing: addresses become text, line breaks stay."""
     shown = []
     for token in tokens:
         if token.type == "inline":
-            token = token.copy(children=list(_shown_inline(token.children or [])))
+            token = token.copy(children=list(_inline_with_addresses(token.children or [])))
         shown.append(token)
     return shown
 
 
-def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
+def _inline_with_addresses(tokens: Sequence[Token]) -> Iterator[Token]:
     addresses: list[tuple[str, str]] = []
     text = ""
     for token in tokens:
@@ -260,7 +260,7 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 
 
 @cache
-def _parameters(style: Style, colors: ColorSystem) -> str:
+def _sgr_codes(style: Style, colors: ColorSystem) -> str:
     """The numbers of the escape sequence (SGR) that switches `style` on, such as `1;36`."""
     rendered = style.render("x", color_system=colors)
     return rendered.partition("m")[0].removeprefix("\x1b[").rstrip("x")
@@ -279,9 +279,10 @@ class _Flow(markdown.TextElement):
         return cls(flows=token.level == 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._laid_out(self.text)
+        yield self._expand_tabs(self.text)
 
-    def _laid_out(self, text: Text) -> Text:
+    def _expand_tabs(self, text: Text) -> Text:
+        """A copy with spaces for tabs, which is not wrapped if it `flows`, and else folded."""
         text = text.copy()
         text.expand_tabs(8)
         text.no_wrap = self.flows
@@ -309,7 +310,7 @@ class _Code(_Flow):
             text.rstrip()
         else:
             text = Text(code, style=self.style)
-        yield self._laid_out(text)
+        yield self._expand_tabs(text)
 
 
 class _Heading(markdown.Heading):

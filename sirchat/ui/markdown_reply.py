@@ -93,14 +93,14 @@ class MarkdownReply:
         if width != self._width:
             written = self._painter.begin_anew() if self._width else ""
             self._width = self._painter.width = width
-        self._painter.scroll(height)
+        self._painter.freeze_rows_above(height)
         if self._thinks is None:
             self._thinks = self._begins_with_reasoning(is_end=is_end)
         if self._thinks:
             written += self._reasoning(is_end=is_end)
         if self._thinks is False and not self._only_reasoning:
             written += self._blocks(is_end=is_end)
-        self._painter.scroll(height)
+        self._painter.freeze_rows_above(height)
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
@@ -123,7 +123,7 @@ class MarkdownReply:
             inner = text.removeprefix(OPEN).removesuffix(CLOSE)
             text = self._folded(is_over=end >= 0 or is_end) if inner.strip() else ""
         rows = plain_rows(text, self._width, soft=self._soft, style=_DIM) if text else []
-        written = self._painter.paint(self._kept(rows) or rows)
+        written = self._painter.paint(self._keep_final_rows(rows) or rows)
         self._shown = stop
         if end >= 0:
             self._thinks = False
@@ -144,7 +144,7 @@ class MarkdownReply:
         lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
         finished, rest = self._target(length, stop, is_draft=not is_end)
-        kept = self._kept(finished + rest)
+        kept = self._keep_final_rows(finished + rest)
         if kept is None:
             self._painter.commit(len(self._painter.rows))
             self._plain_from = _word_start(self._source, self._shown)
@@ -176,11 +176,11 @@ class MarkdownReply:
         text = self._source[start:stop]
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
-    def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """The rows that can't change any more, then the later rows of `target`.
+    def _keep_final_rows(self, target: list[StyledRow]) -> list[StyledRow] | None:
+        """The final rows (they can't change any more), and then the part of `target` after them.
 
-        None if `target` does not begin with the text of the former. It may break its lines at other
-        places, for example for a wider window; then the text after these rows begins a new row.
+        None if `target` does not begin with the text of the final rows. If it breaks lines at other
+        places, as for a wider window, the text after the final rows begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -264,7 +264,7 @@ class Painter:
         self._y -= count
         self._existing -= count
 
-    def scroll(self, reachable: int) -> None:
+    def freeze_rows_above(self, reachable: int) -> None:
         """Allow changes only in the last `reachable` rows, which are surely still in the window."""
         self.gone = max(self.gone, len(self.rows) - reachable)
 

@@ -24,7 +24,7 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.words import is_mark, said, split_words
 from sirchat.config.values import short
-from sirchat.ui.cells import StyledRun, cut, lay_out, line_of, shown
+from sirchat.ui.cells import StyledRun, cut, known_width_line, lay_out, line_of
 from sirchat.ui.tables import (
     NOTHING_HELD,
     bin_name,
@@ -43,6 +43,11 @@ _ROWS = 3  # most rows of held text
 _BYTES_A_COLUMN = 12  # most bytes of held text, with its colours, for each column of the screen
 _WIDE = 72  # least width for whole sentences; a narrower panel has short labels
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
+# The search for the number of words that fit:
+_LEAST_EXCESS = 1.02  # if too many rows are taken, the runs count as filling this share, or more
+_LEAST_SHARE = 0.1  # runs that fill less count as filling this: the number grows at most tenfold
+_PRECISION = 32  # one word in this number may be missing at the end of the search
+
 _NO_BREAK: Final = "\xa0"  # a space at which no line may be broken
 
 # Of the large panel:
@@ -61,7 +66,7 @@ def draw_compact_panel(
         _title(snapshot, theme, width),
         _gauge(snapshot, theme, width),
         _strip(snapshot.turns, theme, width),
-        _leaving(snapshot, theme, width),
+        _evicted_next_line(snapshot, theme, width),
         *_strongest_words(snapshot, theme, width),
     ]
     if evicted:
@@ -94,7 +99,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 def _headline(snapshot: Snapshot) -> str:
     name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
-    return shown(displayable_line(name))
+    return known_width_line(displayable_line(name))
 
 
 def _gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
@@ -163,8 +168,8 @@ def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     return line_of([label, *cells, StyledRun(summary, theme.quiet)])
 
 
-def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The words that are evicted next, and below which score; or for how many there is room."""
+def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """A line with the words that are evicted next; if there are none, how many tokens have room."""
     parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
     if snapshot.threshold is not None and snapshot.unit:
         least = f"{snapshot.threshold:.2f}"
@@ -192,7 +197,7 @@ def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
 
 
 def _joined(words: Sequence[str]) -> str:
-    return ", ".join(filter(None, map(shown, words)))
+    return ", ".join(filter(None, map(known_width_line, words)))
 
 
 class _Word(NamedTuple):
@@ -211,7 +216,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
         _Word(
             rows[0],
             slots[rows[0].position],
-            [StyledRun(shown(row.text), theme.token(row)) for row in rows],
+            [StyledRun(known_width_line(row.text), theme.token(row)) for row in rows],
             # Punctuation is not counted: a word of nothing else comes last.
             max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
         )
@@ -232,19 +237,19 @@ def _most_that_fit(runs: Callable[[int], list[StyledRun]], count: int, width: in
     few, too_many = 0, count + 1
     while True:
         drawn = runs(count)
-        share = _share_taken(drawn, width)
+        share = _share_of_room(drawn, width)
         lines = lay_out(drawn, width) if share <= 1 else []
         if share <= 1 and len(lines) <= _ROWS:
             best, few = lines, count
         else:
-            too_many, share = count, max(share, 1.02)
-        if too_many - few <= 1 + few // 32:
+            too_many, share = count, max(share, _LEAST_EXCESS)
+        if too_many - few <= 1 + few // _PRECISION:
             return best or lay_out(runs(1), width)[:_ROWS]
-        count = min(max(int(count / max(share, 0.1)), few + 1), too_many - 1)
+        count = min(max(int(count / max(share, _LEAST_SHARE)), few + 1), too_many - 1)
 
 
-def _share_taken(runs: Iterable[StyledRun], width: int) -> float:
-    """The share that the runs take of the cells, or of the bytes, for held text: the larger one."""
+def _share_of_room(runs: Iterable[StyledRun], width: int) -> float:
+    """The share that the runs fill of the room for held text, in cells or in bytes: the larger."""
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:
@@ -277,7 +282,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
             yield from _gap(evicted, 0, "", theme)
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
-            name = shown(ROLE_NAMES.get(first.role, first.role))
+            name = known_width_line(ROLE_NAMES.get(first.role, first.role))
             yield StyledRun(f"{name}:{_NO_BREAK}", theme.role(first.role) + theme.gap)
             yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
         yield from runs[1:]
@@ -292,7 +297,8 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     if not snapshot.recalled_turns:
         return []
     named = [
-        f"turn {turn.turn}" + (f" ({', '.join(map(shown, turn.words))})" if turn.words else "")
+        f"turn {turn.turn}"
+        + (f" ({', '.join(map(known_width_line, turn.words))})" if turn.words else "")
         for turn in snapshot.recalled_turns
     ]
     line = cut(f"recalled for this round: {', '.join(named)}", width)
@@ -353,7 +359,7 @@ def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Style
         if opened and (brackets != opened or evicted):
             yield StyledRun(opened[1], theme.mark)
             opened = None
-        text = shown(row.text)
+        text = known_width_line(row.text)
         yield from _gap(evicted, 0, text, theme)
         if brackets and not opened:
             yield StyledRun(brackets[0], theme.mark)
@@ -372,7 +378,7 @@ def _brackets(row: TokenRow) -> tuple[str, str] | None:
 
 
 def _label(turn: int, role: str, theme: Theme) -> Text:
-    number, name = f"{turn:>4} ", cut(shown(ROLE_NAMES.get(role, role)), _MARGIN - 6)
+    number, name = f"{turn:>4} ", cut(known_width_line(ROLE_NAMES.get(role, role)), _MARGIN - 6)
     label = line_of([StyledRun(cut(number, 6), theme.quiet), StyledRun(name, theme.role(role))])
     label.pad_right(_MARGIN - label.cell_len)
     return label

@@ -116,7 +116,7 @@ class Prompt:
         )
         self._prompt.default_buffer.on_text_changed += self._changed
 
-    def serve(self, completer: Completer, toolbar: Callable[[], str]) -> None:
+    def set_completer(self, completer: Completer, toolbar: Callable[[], str]) -> None:
         """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""
         self._prompt.completer = completer
         self._toolbar = toolbar
@@ -196,9 +196,9 @@ class Prompt:
         app.ttimeoutlen = app.timeoutlen = ESCAPE_SECONDS
         return app.run()
 
-    def press(self, question: str, keys: Collection[str]) -> str:
-        """Show `question`, wait until one of `keys` is pressed, and return it; see `pressed`."""
-        return pressed(question, keys, self._prompt.output, self._prompt.input)
+    def ask_for_key(self, question: str, keys: Collection[str]) -> str:
+        """Show `question` until the user presses one of `keys`, and return that key."""
+        return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
 
     def redraw(self) -> None:
         """Ask the prompt to draw itself again soon; any thread may call this."""
@@ -341,7 +341,7 @@ class Prompt:
             self._pasted = data
 
 
-def pressed(
+def ask_for_key(
     question: str, keys: Collection[str], output: Output, source: Input | None = None
 ) -> str:
     """Show `question` until the user presses one of `keys`, and return that key.

@@ -13,17 +13,17 @@ from sirchat.models.compiling import compile_in_background
 from sirchat.models.devices import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
-from sirchat.ui.attaching import describe_size, with_files
+from sirchat.ui.attaching import attach_files, describe_size
 from sirchat.ui.commands import Action, Commands, Edit, Leave, Send, Summarize, SwitchSession
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
 from sirchat.ui.prompt import Draw, Line
-from sirchat.ui.saved_chat import SavedChat, greet_again
+from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar
 from sirchat.ui.switching import ModelSwitching
-from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
+from sirchat.ui.turn_commands import Retry, edit_in_editor, editor_command, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
@@ -63,7 +63,7 @@ class Chat:
         self._has_asked_to_leave = False
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._switch_to(session)
-        self._prompt.serve(
+        self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
 
@@ -84,7 +84,7 @@ class Chat:
             line = None
 
     def greet(self, events: Iterable[Event]) -> None:
-        """Show the events of the session's start, what answers, and the last turns, if any."""
+        """Show the events of the session's start, the model in use, and the last turns, if any."""
         with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
@@ -96,7 +96,7 @@ class Chat:
             "/help, Esc stops a reply, Ctrl-D leaves"
         )
         if self._session.seen and not self._screen.is_quiet:
-            greet_again(self._session, self._screen)
+            show_resumed_chat(self._session, self._screen)
 
     def _pick(self, count: int, draw: Draw, more: str) -> int | None:
         self._keyboard.keep_typed()
@@ -117,8 +117,8 @@ class Chat:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
             if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
-                return not self._is_leaving()
-            text, files = with_files(line.text, self._screen.note, line.pasted_signs)
+                return not self._ask_whether_to_leave()
+            text, files = attach_files(line.text, self._screen.note, line.pasted_signs)
             if files:
                 self._screen.note(describe_size(files, self._session))
             self._send(text, line)
@@ -132,7 +132,7 @@ class Chat:
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
 
-    def _is_leaving(self) -> bool:
+    def _ask_whether_to_leave(self) -> bool:
         """Ask, only once, whether to leave the chat; True for y, yes or Ctrl-D."""
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
@@ -165,7 +165,7 @@ class Chat:
     def _edit(self, changed: str) -> None:
         """Replace the last message, which the user edits if `changed` is "", and its reply."""
         text = own_message(self._session)
-        changed = changed or self._changed(text)
+        changed = changed or self._let_user_edit(text)
         if changed.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
@@ -175,15 +175,15 @@ class Chat:
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _make_undoable(self) -> None:
-        session = made_undoable(self._session, self._screen, self.saved_chat)
+        session = make_undoable(self._session, self._screen, self.saved_chat)
         if session is not self._session:
             self._switch_to(session)
 
-    def _changed(self, text: str) -> str:
+    def _let_user_edit(self, text: str) -> str:
         """Let the user change `text`; return the changed text, or "" if the user cancels."""
-        if command := editor():
-            with self._keyboard.lent():
-                changed = edited(command, text)
+        if command := editor_command():
+            with self._keyboard.lend_terminal():
+                changed = edit_in_editor(command, text)
             self._history.append_string(changed)
             return changed
         self._keyboard.keep_typed()
@@ -200,23 +200,23 @@ class Chat:
 
         self._turn(made)
         if text and self._screen.terminal is not None:
-            text = self._reviewed(text)
+            text = self._let_user_review(text)
         if text:
             self._turn(lambda stops: pin_summary(self._session, text))
         else:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
-    def _reviewed(self, text: str) -> str:
+    def _let_user_review(self, text: str) -> str:
         """The summary as the user keeps or edits it, or "" if the user drops it."""
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
-                key = self._prompt.press(_REVIEW, "k\red\x1b")
+                key = self._prompt.ask_for_key(_REVIEW, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":
                 return text if key in "k\r" else ""
-            if changed := self._changed(text).strip():
+            if changed := self._let_user_edit(text).strip():
                 return changed
 
     def _send(self, text: str, line: Line) -> None:

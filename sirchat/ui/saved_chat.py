@@ -21,10 +21,10 @@ from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
     MOST_LISTED,
     SavedSession,
-    begins_an_id,
     branches_of,
+    check_name,
     find_session,
-    free_name,
+    is_prefix_of_id,
     list_sessions,
     open_saved_file,
     same_name,
@@ -82,14 +82,14 @@ class SavedChat:
     def update(self) -> None:
         """Write the new part of the chat to disk, and what earlier calls could not write."""
         is_known = bool(self._failure)
-        if not self._is_written() and not is_known:
+        if not self._try_to_write() and not is_known:
             self._screen.error(
                 f"the chat is not saved now: {self._failure}; it goes on, and is saved as soon as "
                 "that works again; /save tries at once"
             )
 
-    def _is_written(self) -> bool:
-        """Write the new part, if the chat is saved; False if the last try to write has failed."""
+    def _try_to_write(self) -> bool:
+        """Write the new part of the chat, if it is saved; False if a part is still not written."""
         try:
             if self._session.profile.save:
                 self._write_new()
@@ -109,7 +109,7 @@ class SavedChat:
             self._screen.note("the chat is saved again")
 
     @property
-    def not_written(self) -> Path | None:
+    def outdated_file(self) -> Path | None:
         """The chat's file, if it is out of date because saving has failed; otherwise None."""
         if not self._failure or not self._saving.id:
             return None
@@ -118,7 +118,7 @@ class SavedChat:
     def close(self) -> None:
         """Write what is not saved yet, with the KV cache, and release the chat's file."""
         try:
-            if not self._is_written():
+            if not self._try_to_write():
                 self._screen.error(f"the end of this chat is not saved: {self._failure}")
             elif self._session.profile.save:
                 self._saving.save_kv()
@@ -127,7 +127,7 @@ class SavedChat:
                 raise
             self._screen.error(f"saved without keys and values: {error}")
         finally:
-            self._saving.abandon()
+            self._saving.close_without_saving()
 
     def say_where(self) -> None:
         """If the chat is saved, print how to resume it; call this after `close`."""
@@ -141,11 +141,11 @@ class SavedChat:
         Raises SessionError, with nothing changed, if the name is invalid or writing fails.
         """
         if name is not None:
-            free_name(sessions_dir(), name, self._saving.id)
+            check_name(sessions_dir(), name, self._saving.id)
         self._begin()
         former = self._saving.name
         if name is not None:  # checked again: a file given up meanwhile keeps its name
-            self._saving.name = free_name(sessions_dir(), name, self._saving.id)
+            self._saving.name = check_name(sessions_dir(), name, self._saving.id)
             self._saving.update()
         self._report_saved(former)
 
@@ -164,11 +164,11 @@ class SavedChat:
         try:
             session = self._resumed(store)
             saving = Autosave(session, store)
-            self._leave("nothing is loaded")
+            self._save_before_leaving("nothing is loaded")
         except BaseException:
             store.close()
             raise
-        self._saving.abandon()
+        self._saving.close_without_saving()
         self._session, self._saving, self._failure = session, saving, ""
         self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
         if not session.profile.save:
@@ -180,7 +180,7 @@ class SavedChat:
 
         If SessionError or UndoError is raised, the old chat goes on.
         """
-        name = free_name(sessions_dir(), name, "")
+        name = check_name(sessions_dir(), name, "")
         is_saved = self._session.profile.save
         if not is_saved or not self._session.turns:
             raise SessionError(
@@ -188,10 +188,10 @@ class SavedChat:
                 hint="send a message first" if is_saved else "/save saves this chat",
             )
         check_rewind(self._session, back)
-        self._leave("no branch is made")
+        self._save_before_leaving("no branch is made")
         old = self._saving
         self._saving = old.branch(name)
-        old.abandon()
+        old.close_without_saving()
         handle = _FIRST if old.id == old.family else old.id
         self._screen.note(
             f"this chat is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays "
@@ -199,7 +199,7 @@ class SavedChat:
             f"/switch {format_value(old.name) if old.name else handle} goes back to it"
         )
         if back and rewind(self._session, back):
-            self._saving.follow()
+            self._saving.keep_file_after_reset()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
             self._screen.note(pins_note(self._session))
 
@@ -252,7 +252,7 @@ class SavedChat:
                 self._screen.note("there are no saved chats")
             older = f" (and {listing.unread:,} older ones)" if listing.unread else ""
             return self._picked(listing.sessions, more=older)
-        if words == "last" or begins_an_id(folder, words):
+        if words == "last" or is_prefix_of_id(folder, words):
             return words
         try:
             result = search_sessions(folder, words, self._screen.note)
@@ -283,17 +283,17 @@ class SavedChat:
             self._screen.page(draw_sessions(chats, self._screen.width))
             self._screen.note(f"/load ID opens one of them{more}")
             return ""
-        number = self._pick(len(sessions), chats.of, more)
+        number = self._pick(len(sessions), chats.lines, more)
         if number is None:
             self._screen.note("nothing is loaded; this chat goes on")
         return "" if number is None else sessions[number].id
 
-    def unname(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it contains `text`, which is about to be erased; was it so?
+    def drop_revealing_name(self, text: str, *, whole: bool) -> bool:
+        """Remove the chat's name if it contains `text`, which is erased; return whether it did.
 
         If `text` is a `whole` turn, a name that is a part of it is removed, too.
         """
-        dropped = self._saving.unname(text, whole=whole)
+        dropped = self._saving.drop_revealing_name(text, whole=whole)
         if dropped:
             self._screen.note(
                 "the chat's name contained the erased text and was removed; "
@@ -319,7 +319,7 @@ class SavedChat:
                 raise
             old, new = self._saving, Autosave(self._session)
             new.begin()
-            old.abandon()
+            old.close_without_saving()
             self._saving = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
             self._write_new()
@@ -361,8 +361,11 @@ class SavedChat:
         resume_session(session, store)
         return session
 
-    def _leave(self, otherwise: str) -> None:
-        """If the chat is saved, save it before another is opened; or else say `otherwise`."""
+    def _save_before_leaving(self, otherwise: str) -> None:
+        """If the setting `save` is on, save the chat, because another one is opened next.
+
+        If that fails, raises SessionError, whose text begins with `otherwise`.
+        """
         if not self._session.profile.save:
             return
         try:
@@ -375,7 +378,7 @@ class SavedChat:
             ) from error
 
 
-def greet_again(session: Session, screen: Screen) -> None:
+def show_resumed_chat(session: Session, screen: Screen) -> None:
     """Print a resumed chat's last turns, its tokens, and settings of replies that differ."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import Event, to_json
-from sirchat.ui.interrupt import left_to_child
+from sirchat.ui.interrupt import leave_ctrl_c_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
@@ -151,7 +151,7 @@ def _paged(text: str) -> bool:
     # Its last line says how to leave. LESSSECURE: no shell, no editor, and no file is written.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1"}
     try:
-        with left_to_child():
+        with leave_ctrl_c_to_child():
             subprocess.run(pager, input=text.encode(), env=environ, check=False)
     except OSError:
         return False

@@ -27,7 +27,7 @@ from sirchat.config.profile_files import set_default
 from sirchat.errors import SettingError
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.prompt import Prompt, pressed
+from sirchat.ui.prompt import Prompt, ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 from sirchat.ui.typed_input import line_input, prompt_output
@@ -96,7 +96,9 @@ def chat(
         line, leaves = None, False
         try:
             if store is None and screen.terminal is not None:
-                prompt.serve(_EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader))
+                prompt.set_completer(
+                    _EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader)
+                )
                 entry.keyboard.keep_typed()
                 try:
                     line = prompt.read(meanwhile=begin_above_the_prompt)
@@ -122,7 +124,7 @@ def chat(
             begun.result().saved_chat.say_where()
 
 
-def say_toy(screen: Screen) -> None:
+def explain_toy_model(screen: Screen) -> None:
     """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
     screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
 
@@ -147,7 +149,7 @@ def choose_model(screen: Screen) -> str | None:
     screen.note("t: tiny" + f"; {more} more in the list of sirchat models" * bool(more))
     keys = {str(number): model.name for number, model in enumerate(offered, 1)}
     keys |= {"\r": offered[0].name, "t": "tiny"}
-    name = keys[pressed("Press a key: ", tuple(keys), prompt_output(screen))]
+    name = keys[ask_for_key("Press a key: ", tuple(keys), prompt_output(screen))]
     try:
         set_default("model", name)
     except SettingError as error:

@@ -84,7 +84,7 @@ def describe_round(
 
 
 def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
-    """For example "recalled 140 tokens of turns 3, 17"; those with most tokens are named."""
+    """Such as "recalled 140 tokens of turns 3, 17"; only the turns with most tokens are named."""
     most = sorted(turns, key=lambda turn: -turn.tokens)[:_NAMED]
     named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
     others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""

@@ -53,7 +53,7 @@ class Switching:
         self._session = session
         self._screen = screen
 
-    def setting(self, source: str, name: str, text: str) -> None:
+    def change_setting(self, source: str, name: str, text: str) -> None:
         """Set a setting or policy option to the value in `text`, or print its value if "" is given.
 
         A SettingError names the command, `source`.
@@ -71,7 +71,7 @@ class Switching:
                 import_typed(str(value))
             self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
 
-    def policy(self, name: str, options: list[str]) -> None:
+    def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy; each of its `options` is a text `NAME=VALUE`."""
         import_typed(name)
         updates: dict[str, object] = {"policy": name}
@@ -79,7 +79,7 @@ class Switching:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
         self._apply("/policy", f"policy is already {name}", **updates)
 
-    def profile(self, name: str) -> None:
+    def apply_profile(self, name: str) -> None:
         """Apply a profile, or print the names of all if "" is given.
 
         What it does not name gets the user's default; settings of the screen stay.
@@ -159,7 +159,7 @@ class Switching:
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Change the settings, and print what has changed; `otherwise`, if nothing has."""
+        """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
         changed: list[str] = []
         evicted = restored = 0
         with Interrupt() as interrupted:

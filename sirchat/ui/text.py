@@ -39,9 +39,10 @@ class DisplayFilter:
         """The part of the next chunk of the stream that may be shown."""
         if self._state is _State.TEXT and not _HIDDEN.search(text):
             return text
-        return "".join(char for char in text if self._shows(char))
+        return "".join(char for char in text if self._take_char(char))
 
-    def _shows(self, char: str) -> bool:
+    def _take_char(self, char: str) -> bool:
+        """Update the state by the next character; return whether this character is shown."""
         if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
             self._state = _State.TEXT
             return True

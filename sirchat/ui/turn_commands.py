@@ -23,7 +23,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.models.progress import Progress
-from sirchat.ui.interrupt import Interrupt, left_to_child
+from sirchat.ui.interrupt import Interrupt, leave_ctrl_c_to_child
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, loading_bar
@@ -51,13 +51,13 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, read_before_last, say, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            after = "" if point is None else _held_then(session, point)
+            after = "" if point is None else _compare_held(session, point)
             _report(event.text, session, screen, after=after)
     return None
 
 
-def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """A session whose last message can be undone: `session` or, if need be, one that reads anew."""
+def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
+    """A session whose last message can be undone: `session`, or a new one that read the chat."""
     if session.undo_points or not _has_message(session):
         return session
 
@@ -130,7 +130,7 @@ def sampling_settings(words: str) -> dict[str, Any]:
     return values
 
 
-def editor() -> list[str]:
+def editor_command() -> list[str]:
     """The words of the user's editor command, from VISUAL or EDITOR; empty if neither is set."""
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     try:
@@ -139,7 +139,7 @@ def editor() -> list[str]:
         return [command]
 
 
-def edited(command: list[str], text: str) -> str:
+def edit_in_editor(command: list[str], text: str) -> str:
     """Open `text` in the user's editor, in a private file; return the text that the user saved.
 
     Raises UsageError if the editor can't be started or fails, or if its file is not text.
@@ -147,7 +147,7 @@ def edited(command: list[str], text: str) -> str:
     number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
     path = Path(name)
     try:
-        with left_to_child():
+        with leave_ctrl_c_to_child():
             with open(number, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
             code = subprocess.run([*command, name], check=False).returncode
@@ -191,8 +191,8 @@ def _read_anew(
     return again
 
 
-def _held_then(session: Session, point: UndoPoint) -> str:
-    """After a change of the budget: whether as many tokens are held as before that message."""
+def _compare_held(session: Session, point: UndoPoint) -> str:
+    """Say whether as many tokens are held as before the undone message; "" at the same budget."""
     if session.budget == point.budget:
         return ""
     held = len(point.checkpoint.cache.held)

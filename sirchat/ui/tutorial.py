@@ -99,7 +99,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
             return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
         output = prompt_output(screen)
         prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
-        prompt.serve(SlashCompleter(lambda: session), lambda: _TOOLBAR)
+        prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)
 
         def read(suggested: str) -> Line | None:
             keyboard.keep_typed()

@@ -40,7 +40,7 @@ class LineInput:
     """The keyboard, the history and the prompt of one chat."""
 
     keyboard: Keyboard
-    history: Typed
+    history: TypedHistory
     prompt: Prompt
 
 
@@ -61,8 +61,8 @@ def prompt_output(screen: Screen) -> Output:
     return create_output(always_prefer_tty=True)
 
 
-def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history of typed lines in a file, or in memory if `complain` says that it can't be."""
+def input_history(complain: Callable[[str], None]) -> TypedHistory:
+    """The history of typed lines: a file or, with a call of `complain`, in memory if that fails."""
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)
@@ -73,7 +73,7 @@ def input_history(complain: Callable[[str], None]) -> Typed:
     return _Private(str(path))
 
 
-class Typed(History):
+class TypedHistory(History):
     """The history of the lines typed at the prompt, in this chat and in earlier ones."""
 
     def __init__(self, *args: Any) -> None:
@@ -96,7 +96,7 @@ class Typed(History):
         self.typed_for = {sent: line for sent, line in self.typed_for.items() if not matches(line)}
 
 
-class InMemory(Typed, InMemoryHistory):
+class InMemory(TypedHistory, InMemoryHistory):
     """A history of typed lines that is lost when the chat ends."""
 
     def erase(self, matches: Callable[[str], bool]) -> None:
@@ -139,7 +139,7 @@ class Keyboard:
                 self._write(_PASTE_OFF + _CURSOR_ON)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend_terminal(self) -> Iterator[None]:
         """Context manager: inside, the terminal is in its usual mode, for example for an editor."""
         self._restore()
         try:
@@ -209,7 +209,7 @@ class Keyboard:
             self._write_now(_PASTE_ON)
 
 
-class _Private(Typed, FileHistory):
+class _Private(TypedHistory, FileHistory):
     """A history in a file that only the user can read; a line that can't be added is ignored."""
 
     def store_string(self, string: str) -> None:

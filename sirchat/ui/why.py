@@ -72,7 +72,7 @@ def describe_use(
 
     `can_retry`: whether to advise `/retry full`. "" if no token is older than the reply.
     """
-    before, had = _before(ranks, paid), _had(ranks, paid)
+    before, had = _read_before_reply(ranks, paid), _held_for_reply(ranks, paid)
     if not before:
         return ""
     if not had:
@@ -127,7 +127,7 @@ def _why(
         return [explained]
     can_retry = _can_retry_full(session)
     use = describe_use(ranks, _named(target, ranks), paid, can_retry=can_retry)
-    if all(rank.state != "held" for rank in ranks) and not _had(ranks, paid):
+    if all(rank.state != "held" for rank in ranks) and not _held_for_reply(ranks, paid):
         return [f"{explained} The {_could_not_use(can_retry)}" if use else explained]
     return list(filter(None, [use, explained]))
 
@@ -137,17 +137,17 @@ def _could_not_use(can_retry: bool) -> str:
     return f"last reply could not use it{advice}."
 
 
-def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+def _read_before_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
     """The tokens that were read before the last reply; without sinks, if there are others."""
     before = [rank for rank in ranks if rank.row.position < paid.start]
     return [rank for rank in before if "sink" not in rank.row.flags] or before
 
 
-def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """Those of `_before` that were held for the reply; or are now, if that is not known."""
+def _held_for_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+    """The tokens read before the last reply and held for it; or held now, if that is not known."""
     return [
         rank
-        for rank in _before(ranks, paid)
+        for rank in _read_before_reply(ranks, paid)
         if (rank.state == "held" if paid.held is None else rank.row.position in paid.held)
     ]
 

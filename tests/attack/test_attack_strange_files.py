@@ -33,7 +33,7 @@ from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import find_session, list_sessions, open_saved_file, remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import load_text_file
-from sirchat.ui.attaching import with_files
+from sirchat.ui.attaching import attach_files
 
 _SPARSE = 10 * 2**30  # bytes
 
@@ -161,7 +161,7 @@ PLACES: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "chat": _as_chat,
     "transcript": _as_transcript,
     "file to read": _with(lambda path: load_text_file(str(path))),
-    "attached": _with(lambda path: with_files(f'see @"{path}", @{path} and', lambda note: None)),
+    "attached": _with(lambda path: attach_files(f'see @"{path}", @{path} and', lambda note: None)),
     "text of a study": _with(lambda path: _load_text(str(path))),
     "conversations": _with(load_dialogues),
     "needle": _with(dialogues_of_file),

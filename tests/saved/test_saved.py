@@ -29,7 +29,7 @@ steps = st.lists(
         st.tuples(st.just("append"), st.lists(texts, max_size=3), st.integers(0, 9)),
         st.tuples(st.just("truncate"), st.integers(0, 9), st.integers(0, 30)),
         st.tuples(st.just("replace"), st.lists(texts, max_size=3), st.integers(0, 9)),
-        st.tuples(st.just("save_head"), st.none(), st.none()),
+        st.tuples(st.just("save_state"), st.none(), st.none()),
         st.tuples(st.just("reopen"), st.none(), st.none()),
     ),
     max_size=8,
@@ -64,9 +64,9 @@ def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopeni
                 turns, seen = said(*what), count
                 head = head_at(seen, logits, **fields, number=number)
                 session.replace(turns, rows_at(range(seen)), head)
-            case "save_head":
+            case "save_state":
                 head = head_at(seen, logits, **fields, number=number)
-                session.save_head(head)
+                session.save_state(head)
             case "reopen":
                 session.close()
                 session = SessionStore.open(session.path)
@@ -148,7 +148,7 @@ def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path)
             lambda: session.truncate(0, 4, head_at(4)),
             lambda: session.truncate(0, 1, head_at(2)),
             lambda: session.replace(said("two"), rows_at(range(5)), head_at(4)),
-            lambda: session.save_head(head_at(2)),
+            lambda: session.save_state(head_at(2)),
         ]
         for act in misfits:
             with pytest.raises(ValueError, match=r"rows|tokens"):

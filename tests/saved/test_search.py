@@ -14,7 +14,7 @@ from session_files import elsewhere, head_at, new, rows_at, said
 from sirchat.errors import SessionError, UsageError
 from sirchat.saved.index import NAME
 from sirchat.saved.search import Hit, search_sessions
-from sirchat.saved.session_list import branches_of, find_session, free_name, remove_session
+from sirchat.saved.session_list import branches_of, check_name, find_session, remove_session
 from sirchat.saved.store import SessionStore
 
 SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
@@ -115,7 +115,7 @@ def test_names_and_branches_are_found_without_reading_every_chat(
     monkeypatch.setattr("sirchat.saved.index._read", fail)
     assert find_session(tmp_path, "MY TRIP") == path
     with pytest.raises(SessionError, match="allowed: a name that no other session has"):
-        free_name(tmp_path, "my trip", own="")
+        check_name(tmp_path, "my trip", own="")
     assert [chat.path for chat in branches_of(tmp_path, path.stem)] == [path]
 
 

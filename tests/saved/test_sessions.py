@@ -285,7 +285,7 @@ def test_a_summary_is_one_after_a_resume(folder: Path, is_old: bool, rebuild: bo
         assert head is not None
         if is_old:
             del head.fields["conversation"]["summaries"]
-            store.save_head(head)
+            store.save_state(head)
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)
     summaries = [turn.is_summary for turn in again.turns]

@@ -246,10 +246,10 @@ class _RunningSession:
         screen = Screen(out, out, theme="none")
         history = InMemory()
         saved_chat = SimpleNamespace(
-            unname=lambda said, whole: False,
+            drop_revealing_name=lambda said, whole: False,
             update=lambda: None,
             replace_session=lambda session: None,
-            not_written=None,
+            outdated_file=None,
         )
         try:
             commands = Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat))

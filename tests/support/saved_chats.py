@@ -63,7 +63,7 @@ class Chat:
         )
 
     def crash(self) -> None:
-        self.saved_chat._saving.abandon()
+        self.saved_chat._saving.close_without_saving()
 
     @property
     def texts(self) -> list[str]:

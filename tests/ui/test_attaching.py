@@ -10,7 +10,7 @@ import pytest
 from chatting import hub_tokenizer, session
 from command import run
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import describe_size, with_file, with_files
+from sirchat.ui.attaching import attach_file, attach_files, describe_size
 from terminal import Terminal
 
 NOTES = "```notes.txt\nbuy milk\n```"
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sent(text: str, pasted_signs: set[int] | None = None) -> tuple[str, list[str]]:
     """The message that is sent, and the notes."""
     notes: list[str] = []
-    return with_files(text, notes.append, pasted_signs or set())[0], notes
+    return attach_files(text, notes.append, pasted_signs or set())[0], notes
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_is_there_and_is_no_text_file_refuses_the_message(folder: Path, wor
 def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
     (folder / "a.txt").write_text("@notes.txt and /read notes.txt", encoding="utf-8")
     assert sent("@a.txt")[0] == "```a.txt\n@notes.txt and /read notes.txt\n```"
-    assert with_file("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
+    assert attach_file("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
     ],
 )
 def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> None:
-    text, (file,) = with_file(rest)
+    text, (file,) = attach_file(rest)
     assert text == message
     assert file.block in message
 
@@ -120,7 +120,7 @@ def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> N
 @pytest.mark.parametrize("rest", ["", '""', "none.txt", "docs", "a b.md"])
 def test_read_refuses_what_it_can_not_read(rest: str) -> None:
     with pytest.raises(UsageError) as caught:
-        with_file(rest)
+        attach_file(rest)
     assert "\n" not in str(caught.value)
 
 
@@ -169,7 +169,7 @@ def test_the_size_is_told_against_the_budget(
     folder: Path, words: int, budget: int, ending: str
 ) -> None:
     (folder / "n.txt").write_text("milk " * words, encoding="utf-8")
-    _, files = with_files("@n.txt", print)
+    _, files = attach_files("@n.txt", print)
     said = describe_size(files, session(budget=budget))
     assert said.startswith("n.txt: ")
     assert said.endswith(f" tokens; the budget is {ending}")
@@ -177,13 +177,13 @@ def test_the_size_is_told_against_the_budget(
 
 def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     (folder / "n.txt").write_text("milk and bread\n" * 9, encoding="utf-8")
-    text, files = with_files("@n.txt", print)
+    text, files = attach_files("@n.txt", print)
     chat = session()
     said = describe_size(files, chat)
     list(chat.read_user(text))
     read = sum(row.role == "user" for row in chat.snapshot().rows)
     assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
-    _, files = with_files("@n.txt @Makefile", print)
+    _, files = attach_files("@n.txt @Makefile", print)
     assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
 
 

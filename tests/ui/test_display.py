@@ -243,7 +243,7 @@ def test_long_or_slow_frames_come_less_often(
     monkeypatch.setattr("sirchat.ui.live.time.monotonic", lambda: now[0])
     frames = Pace()
     assert frames.is_due()
-    frames.drew(seconds, size)
+    frames.record_frame(seconds, size)
     now[0] += wait - 0.001
     assert not frames.is_due()
     now[0] += 0.002

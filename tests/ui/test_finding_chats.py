@@ -38,7 +38,7 @@ def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width
     named(folder, "my trip", "My name is Anna.", "Hello", "Where does Peter live?", "東京" * 60)
     new(folder, "Only this is said", "x", model="A-model-of-a-very-long-name")
     chats = SessionLines(list_sessions(folder).sessions, "another")
-    shown = [["".join(text for _, text in line) for line in chats.of(n, width)] for n in (0, 1)]
+    shown = [["".join(text for _, text in line) for line in chats.lines(n, width)] for n in (0, 1)]
     assert all(cell_len(line) <= width for lines in shown for line in lines)
     assert {len(lines) for lines in shown} == {1 if width >= 120 else 2}
     for session, lines in zip(chats.sessions, shown, strict=True):
@@ -69,7 +69,9 @@ def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) ->
 def test_matches_are_marked_in_the_line_that_was_found(folder: Path) -> None:
     path = new(folder, "x")
     parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
-    (_, line) = SessionLines(list_sessions(folder).sessions, matches={path.stem: parts}).of(0, 80)
+    (_, line) = SessionLines(list_sessions(folder).sessions, matches={path.stem: parts}).lines(
+        0, 80
+    )
     assert line == [("", "    "), ("", "to "), ("match", "Rome"), ("", " by train")]
 
 

@@ -36,7 +36,7 @@ from drawing import (
 )
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Histogram, Snapshot
-from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown
+from sirchat.ui.cells import BASE, StyledRun, grid_safe, known_width_line, lay_out
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.tables import draw_histogram, draw_tokens, significant
 from sirchat.ui.theme import Theme, bucket, intensity, theme_named
@@ -134,7 +134,9 @@ def test_a_compact_panel_has_eight_rows_at_most_and_none_wraps(
 @given(st.lists(TEXTS), st.integers(2, 80))
 def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int) -> None:
     styles_in_turn = [Style(), Style(bold=True)]
-    runs = [StyledRun(shown(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)]
+    runs = [
+        StyledRun(known_width_line(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)
+    ]
     laid = lay_out(runs, width)
     assert "".join(line.plain for line in laid) == "".join(piece.text for piece in runs)
     for line in laid:
@@ -181,7 +183,7 @@ def test_every_shown_character_has_the_same_width_everywhere() -> None:
     ],
 )
 def test_shown(text: str, as_shown: str) -> None:
-    assert shown(text) == as_shown
+    assert known_width_line(text) == as_shown
 
 
 def test_lines_break_after_spaces_and_gaps_stay_whole() -> None:

@@ -24,7 +24,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
-from sirchat.ui.saved_chat import greet_again
+from sirchat.ui.saved_chat import show_resumed_chat
 from sirchat.ui.screen import Screen
 from template_shapes import tokenizer
 
@@ -80,7 +80,7 @@ def by_rebuild(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
         again = Session(load_model(other, device="cpu"), saved_profile(store))
         resume_session(again, store, rebuild=True)
     out = io.StringIO()
-    greet_again(again, Screen(out, out))
+    show_resumed_chat(again, Screen(out, out))
     return again, out.getvalue()
 
 

@@ -12,7 +12,7 @@ from chatting import answer
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.turn_commands import Retry, made_undoable, retry, sampling_settings
+from sirchat.ui.turn_commands import Retry, make_undoable, retry, sampling_settings
 from terminal import Terminal, program
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -97,11 +97,11 @@ def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder
     chat = _gone_on(temperature=0.0)
     with pytest.raises(UndoError):
         _ = chat.session.last_said
-    session = made_undoable(chat.session, chat.screen, chat.saved_chat)
+    session = make_undoable(chat.session, chat.screen, chat.saved_chat)
     assert f"{session.seen:,} tokens of earlier messages were read again" in chat.out.getvalue()
     before = [(turn.role, turn.text) for turn in chat.session.turns]
     assert [(turn.role, turn.text) for turn in session.turns] == before
-    assert made_undoable(session, chat.screen, chat.saved_chat) is session
+    assert make_undoable(session, chat.screen, chat.saved_chat) is session
     list(retry(session, Retry({}), lambda: False))
     assert [(turn.role, turn.text) for turn in session.turns] == before, "at temperature 0"
     list(session.retry(text=SAYINGS[4]))
