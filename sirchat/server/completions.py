@@ -15,7 +15,7 @@ Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
 
 
-async def collected(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
+async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
     """Wait for all parts of a reply; returns its texts, joined to one, and its end."""
     *said, end = [part async for part in parts]
     pieces = [part for part in said if isinstance(part, ReplyText)]
@@ -50,9 +50,9 @@ class CompletionShape:
         self._common = {"id": ident, "created": int(time.time()), "model": model}
         self._calls = 0  # number of calls sent so far
 
-    async def whole(self, parts: Parts) -> dict[str, Any]:
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the response."""
-        said, end = await collected(parts)
+        said, end = await collect_reply(parts)
         fields: dict[str, Any] = {"text": said.text}
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": said.text}

@@ -49,7 +49,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
     def end(self) -> None: ...
 
 
-def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+def static_cache_times(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time transformers' generation with a static cache; yields seconds per token, forever."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -167,7 +167,7 @@ def bench_decode(
     ours, prefill = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
     yield compare(f"decode{other}", ours, lambda: _bare(plain, options), options)
     static = "decode against generate with a static cache"
-    yield compare(static, ours, lambda: static_blocks(plain, options), options)
+    yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
     step = model.decode_step
     if step is not None and step.compiled is not None:

@@ -118,7 +118,7 @@ class LlamaCpp(Worker):
             hint=f"{python} -m pip install llama-cpp-python",
         )
 
-    def again(self) -> LlamaCpp:
+    def restarted(self) -> LlamaCpp:
         """Start a new process of llama.cpp with the same model, and return it.
 
         The model is loaded in the way that worked in this process.

@@ -156,7 +156,7 @@ def bench_model(
     return wrap_model(f"{name} (random weights)", module, None)
 
 
-def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
+def load_unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
     """Load the profile's model in float32 as a module of transformers, for the plain loop."""
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:

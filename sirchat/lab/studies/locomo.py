@@ -25,7 +25,7 @@ import numpy as np
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.lab.studies.intervals import hierarchical_mean
 from sirchat.lab.studies.long_talk import (
@@ -57,7 +57,9 @@ class ReadTalk:
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
         """Ask a question, score the answer, and undo the turn."""
-        text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
+        text, options = question_and_options(
+            question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}")
+        )
         session, evidence = self.session, self.evidence(question)
         found: Record = {"number": question.number, "category": question.category}
         for event in session.ask(text):
@@ -77,7 +79,7 @@ class ReadTalk:
         )
         return found
 
-    def brought_back(
+    def measure_restored_evidence(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
         """Measure how much of the evidence that is not held each retriever would restore."""
@@ -91,7 +93,7 @@ class ReadTalk:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
                 missing = [one for one in missing if len(one)]
                 if missing and question.category != ADVERSARIAL:
-                    ranked = ranked_by_recall(session, asked(question)[0])
+                    ranked = ranked_by_recall(session, question_and_options(question)[0])
                     found.setdefault(question.number, {})[retriever] = {
                         str(n): _came_back(missing, ranked[:n]) for n in counts
                     }
@@ -106,7 +108,9 @@ class ReadTalk:
         return reply
 
 
-def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
+def question_and_options(
+    question: TalkQuestion, rng: Random | None = None
+) -> tuple[str, tuple[str, str]]:
     """The user turn that asks a question, and the options that an adversarial one lists."""
     options = (NOT_MENTIONED, question.adversarial)
     if rng is not None and rng.random() < 0.5:
@@ -244,7 +248,7 @@ class Locomo(Grid):
                     "with commas"
                 )
         for retriever in self.retrievers:
-            changed(self.settings[0], "--retrievers", recall=retriever)
+            changed_profile(self.settings[0], "--retrievers", recall=retriever)
         for setting in self.settings if self.retrievers else ():
             most, bounded = setting.budget - setting.sinks, policy_class(setting.policy).bounded
             if bounded and not 1 <= max(self.counts, default=0) <= most:
@@ -299,7 +303,9 @@ class Locomo(Grid):
         questions, generate = self.questions(one.talk), self.reply_tokens > 0
         answers = [one.answer(each, self.seed, generate=generate) for each in questions]
         retrievers = self.retrievers if bounded else ()
-        back = one.brought_back(questions, retrievers, self.counts) if retrievers else {}
+        back = (
+            one.measure_restored_evidence(questions, retrievers, self.counts) if retrievers else {}
+        )
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Literal
 
 from sirchat.lab.synthetic.bank import TOPICS
-from sirchat.lab.synthetic.facts import item_list, made_up
+from sirchat.lab.synthetic.facts import item_list, made_up_word
 from sirchat.lab.synthetic.texts import WORDS, load
 
 Speaker = Literal["system", "user", "assistant"]
@@ -146,7 +146,7 @@ REPEATABLE = [
 
 def repeat_after_me(rng: Random) -> Round:
     words = [
-        made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
+        made_up_word(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
         for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
     ]
     text = rng.choice((" ".join(words), item_list(words)))
