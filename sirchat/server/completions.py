@@ -28,7 +28,7 @@ async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
     return whole, end
 
 
-def event(content: dict[str, Any], name: str = "") -> str:
+def server_sent_event(content: dict[str, Any], name: str = "") -> str:
     """A server-sent event with `content` as JSON; `name` is its type, "" for none."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
@@ -82,7 +82,7 @@ class CompletionShape:
                 elif part.text or part.tokens or part.calls:
                     yield self._chunk(self._piece(part), self._logprobs(part))
         except RequestError as error:
-            yield event(error.body)
+            yield server_sent_event(error.body)
             return
         yield "data: [DONE]\n\n"
 
@@ -118,4 +118,4 @@ class CompletionShape:
 
     def _event(self, **fields: Any) -> str:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
-        return event({**self._common, "object": kind, **fields})
+        return server_sent_event({**self._common, "object": kind, **fields})

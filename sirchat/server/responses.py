@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.errors import format_value
-from sirchat.server.completions import Parts, collect_reply, event
+from sirchat.server.completions import Parts, collect_reply, server_sent_event
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     MANY,
@@ -357,7 +357,7 @@ class ResponsesShape:
     def _add_event(self, kind: str, **fields: Any) -> None:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        self._told.append(event(numbered, kind))
+        self._told.append(server_sent_event(numbered, kind))
 
 
 def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:

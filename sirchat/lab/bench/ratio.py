@@ -118,7 +118,7 @@ def some_ids(model: LoadedModel, count: int) -> list[int]:
     return ids
 
 
-def timed(block: Callable[[], None], model: LoadedModel) -> float:
+def measure_seconds(block: Callable[[], None], model: LoadedModel) -> float:
     """Call `block`, and return the seconds until the call and the model's device have finished."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()

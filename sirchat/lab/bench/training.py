@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
 from sirchat.lab.training.masks import anchor_mask, block_mask
 from sirchat.models.model import LoadedModel
 
@@ -63,7 +63,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
     while True:
         module.set_attn_implementation("flex_attention" if mask == "blocks" else "sdpa")
-        yield timed(step, model) / tokens
+        yield measure_seconds(step, model) / tokens
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:

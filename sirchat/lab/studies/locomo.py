@@ -95,7 +95,7 @@ class ReadTalk:
                 if missing and question.category != ADVERSARIAL:
                     ranked = ranked_by_recall(session, question_and_options(question)[0])
                     found.setdefault(question.number, {})[retriever] = {
-                        str(n): _came_back(missing, ranked[:n]) for n in counts
+                        str(n): _restored_shares(missing, ranked[:n]) for n in counts
                     }
         switch(session, budget=own.budget, recall=own.recall, recall_n=own.recall_n)
         return found
@@ -144,7 +144,7 @@ def _share(parts: Sequence[Positions], present: Positions) -> float | None:
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
 
 
-def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
+def _restored_shares(missing: Sequence[Positions], chosen: Positions) -> Record:
     halves = [np.isin(one, chosen).mean() >= 0.5 for one in missing]
     return {"share": _share(missing, chosen), "any": float(any(halves)), "all": float(all(halves))}
 
@@ -390,7 +390,7 @@ def tables_of(
             for name in ("nats a token", "token F1", "evidence held")
             if name in columns
         ),
-        *((_back(findings, retrievers, counts),) if retrievers else ()),
+        *((_restored_evidence_table(findings, retrievers, counts),) if retrievers else ()),
     )
 
 
@@ -447,7 +447,7 @@ def _differences(
         if any(others):  # false if only row 0 matches, which has its column already
             columns[f"less {policy}"] = others
     rows: list[tuple[Value, ...]] = [
-        (one.name, *(_less(values, at, others[at]) for others in columns.values()))
+        (one.name, *(_mean_difference(values, at, others[at]) for others in columns.values()))
         for at, one in enumerate(findings)
     ]
     return Table(name, ("setting", *columns), tuple(rows))
@@ -461,7 +461,7 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
     return None
 
 
-def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
+def _mean_difference(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
     """The mean, over questions, of the values in row `at` minus the values in row `other`."""
     if other is None or other == at:
         return None
@@ -485,7 +485,9 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
     return Table(name, ("setting", *columns), tuple(rows), digits=2)
 
 
-def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
+def _restored_evidence_table(
+    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
+) -> Table:
     """A table of the missing evidence that is restored, for each setting and retriever."""
 
     def of(retriever: str, n: int, key: str) -> Measured:

@@ -197,7 +197,7 @@ class Writer:
                 add([*template.assistant(one.text).ids, *template.closing], ANSWER_WEIGHT)
         return self._document(ids, weight)
 
-    def text(self, text: str) -> Document:
+    def text_document(self, text: str) -> Document:
         """Turn a plain text into a training document, with anchor tokens at their places.
 
         The document begins with the BOS token, if the tokenizer has one.
@@ -300,4 +300,6 @@ def packed(documents: Iterable[Document], tokens: int) -> Row:
 
 def _documents(writer: Writer, file: Path) -> Iterator[Document]:
     for one in load_text(file):
-        yield writer.text(one) if isinstance(one, str) else writer.conversation_document(one)
+        yield (
+            writer.text_document(one) if isinstance(one, str) else writer.conversation_document(one)
+        )

@@ -84,12 +84,12 @@ def test_a_conversation_is_read_as_in_a_chat_with_an_anchor_after_each_round() -
 
 def test_ends_of_sentences_are_anchors() -> None:
     text = "It rains. Does it? Yes! It rains in Lisbon, and it is cold."
-    one = Writer(tiny().tokenizer, EP).text(text)
+    one = Writer(tiny().tokenizer, EP).text_document(text)
     assert tiny().tokenizer.decode(one.ids[1:]) == text
     anchors = [i for i, flag in zip(one.ids, one.is_anchor, strict=True) if flag]
     assert len(anchors) == 4
     assert all(ends_sentence(tiny().tokenizer.decode([i])) for i in anchors)
-    each = Writer(tiny().tokenizer, Anchors("ac", "sentence", 2048)).text(text)
+    each = Writer(tiny().tokenizer, Anchors("ac", "sentence", 2048)).text_document(text)
     assert each.ids.count(2048) == 4
     assert each.ids[-1] == 2048
 
