@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from sirchat.server.cluster import app, conversation_key, owner
+from sirchat.server.cluster import app, conversation_key, replica_of
 
 _NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 _QUESTIONS = ("Where am I from?", "What do I like?", "And what else?", "Who am I?", "Goodbye.")
@@ -38,7 +38,7 @@ class Conversation:
 
     def __init__(self, name: str) -> None:
         self.messages = [{"role": "user", "content": f"My name is {name}."}]
-        self.replica = owner(conversation_key({"messages": self.messages}), 2)
+        self.replica = replica_of(conversation_key({"messages": self.messages}), 2)
         self.seen = 0
 
     def ask(self, then: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.config.profile import FIXED, Profile, parse_size
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampling
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
@@ -113,7 +113,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
     Raises SettingError if a value is not allowed, does not work with this model, or can't be set
     during a chat. As in all checks here, the message begins with `source`, such as "/budget".
     """
-    after = changed(before, source, **updates)
+    after = changed_profile(before, source, **updates)
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))

@@ -19,9 +19,9 @@ from typer.main import get_command
 from sirchat import __version__
 from sirchat.cli.chat import Feed, Format, Json, JsonTokens, Quiet, ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag, with_settings
+from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag_error, with_settings
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
-from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
+from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
@@ -134,7 +134,7 @@ def main() -> None:
     try:
         _run()
     except SystemExit as leaving:
-        leave_opening(leaving)
+        exit_while_loading(leaving)
         raise
     finally:
         leave_terminal()
@@ -204,7 +204,7 @@ def start(
     about_transcripts = [name for name, value in transcript.items() if value not in (False, "auto")]
     if server != "off":
         if command is not None:
-            raise misplaced_flag("--server", command)
+            raise misplaced_flag_error("--server", command)
         raise UsageError(
             "--server no longer opens a chat",
             hint="sirchat opens one here; sirchat ask --server URL asks a server, and any program "
@@ -219,7 +219,7 @@ def start(
         more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
         misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
         if misplaced:
-            raise misplaced_flag(_flag(misplaced[0]), command)
+            raise misplaced_flag_error(_flag(misplaced[0]), command)
         return
     for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
         if used and resume is None:
@@ -237,10 +237,12 @@ def start(
 
 
 def _run() -> None:
-    end_in_order()
+    install_exit_handlers()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     try:
-        code = app(args=_with_defaults(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
+        code = app(
+            args=_translate_arguments(sys.argv[1:]), prog_name="sirchat", standalone_mode=False
+        )
         sys.exit(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
@@ -255,11 +257,11 @@ def _run() -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(*_described(error))
+        _fail(*_message_and_exit_code(error))
 
 
-def _described(error: Exception) -> tuple[str, int]:
-    """The line that says what is wrong, and the exit code."""
+def _message_and_exit_code(error: Exception) -> tuple[str, int]:
+    """The error message, and the exit code of the program."""
     if isinstance(error, SirchatError):
         return str(error), error.exit_code
     if isinstance(error, OSError):
@@ -275,7 +277,7 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _with_defaults(arguments: list[str]) -> list[str]:
+def _translate_arguments(arguments: list[str]) -> list[str]:
     """The arguments, with flags of other programs replaced by those of sirchat.
 
     A `--resume` without a value, before the command's name, becomes `--resume=last`.

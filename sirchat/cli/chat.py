@@ -15,12 +15,12 @@ from sirchat.cli.flags import (
     Trust,
     complete_session,
     open_session,
-    profile_of,
-    quick_start,
+    profile_from_flags,
     with_settings,
+    without_garbage_collection,
 )
 from sirchat.config.profile import FIXED, Profile
-from sirchat.config.profile_files import changed, load_profile, trusted_policies
+from sirchat.config.profile_files import changed_profile, load_profile, trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
 from sirchat.memory.policies import import_typed
@@ -74,7 +74,7 @@ def open_chat(
     """
     later: dict[str, Any] = {}
     if resume is None:
-        profile, store = profile_of(flags), None
+        profile, store = profile_from_flags(flags), None
     else:
         profile, store, later = _saved_settings(resume, flags, at_once=rebuild, branch=branch)
     from sirchat.ui.screen import Screen
@@ -85,10 +85,10 @@ def open_chat(
         with _closed_terminal_ends_chat():
             name = choose_model(screen)
         if name is not None:
-            profile = profile_of({**flags, "model": name})
+            profile = profile_from_flags({**flags, "model": name})
 
     def opened(report: "Progress | None") -> "Session":
-        with quick_start():
+        with without_garbage_collection():
             with interruptible_imports():
                 import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
             return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
@@ -131,7 +131,7 @@ def ask(
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
     flags, resume = before["flags"] | flags, resume or before["resume"]
     json, trust = json or before["json"], trust_remote_code or before["trust"]
-    text, is_piped = _message(" ".join(question or []))
+    text, is_piped = _read_question(" ".join(question or []))
     needs_own = {"--resume": resume is not None, "--trust-remote-code": trust, "--json": json}
     for flag in (flag for flag, is_given in needs_own.items() if is_given):
         if server not in ("auto", "off"):
@@ -139,10 +139,10 @@ def ask(
     later: dict[str, Any] = {}
     store: SessionStore | None = None
     if resume is None:
-        profile = profile_of(flags)
+        profile = profile_from_flags(flags)
     else:
         profile, store, later = _saved_settings(resume, flags, at_once=False)
-    with quick_start(), interruptible_imports():
+    with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.screen import Screen
 
     screen = Screen(theme=profile.theme)
@@ -156,7 +156,7 @@ def ask(
 
         if ask_server(server, profile, text, screen, holds_all=holds_all):
             return
-    with quick_start(), interruptible_imports():
+    with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
 
@@ -188,7 +188,7 @@ def replay(
     """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
     from sirchat.text.transcript import iter_turns, one_conversation
 
-    profile = profile_of(flags)
+    profile = profile_from_flags(flags)
     is_input = str(file) == "-"
     name = "standard input" if is_input else str(file)
     try:
@@ -219,8 +219,12 @@ def tutorial(
     Nothing is saved. If input or output is no terminal, the tutorial does not wait for Enter.
     The exit code is then 1 if a step has an unexpected result.
     """
-    profile = profile_of({}, loads_model=False)
-    with meanwhile("loading tiny"), quick_start(), interruptible_imports():
+    profile = profile_from_flags({}, loads_model=False)
+    with (
+        show_while_importing("loading tiny"),
+        without_garbage_collection(),
+        interruptible_imports(),
+    ):
         from sirchat.chat.session import Session
         from sirchat.models.load import load_model
         from sirchat.ui.screen import Screen
@@ -237,7 +241,7 @@ def tutorial(
 
 
 @contextmanager
-def meanwhile(what: str) -> Iterator[None]:
+def show_while_importing(what: str) -> Iterator[None]:
     """Context manager: show the text `what` in the terminal while libraries are imported."""
     err = sys.stderr
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
@@ -263,8 +267,8 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
         raise BrokenPipeError from error
 
 
-def _message(question: str) -> tuple[str, bool]:
-    """The text from standard input and the question, and whether the former is there.
+def _read_question(question: str) -> tuple[str, bool]:
+    """Join text from standard input and the question; also returns whether there was such text.
 
     UsageError if both are empty, or if standard input is too long or not UTF-8.
     """
@@ -333,7 +337,7 @@ def _saved_settings(
         went_on = f"continuing with session {store.name or store.id}"
         sys.stderr.write(f"{displayable_line(f'sirchat: {error}; {went_on}')}\n")
     try:
-        return changed(saved_profile(store, trusted), "--resume", **first), store, rest
+        return changed_profile(saved_profile(store, trusted), "--resume", **first), store, rest
     except SirchatError:
         store.close()
         raise

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import complete_model, quick_start
+from sirchat.cli.flags import complete_model, without_garbage_collection
 from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
@@ -53,7 +53,7 @@ def doctor(
     """
     model = resolve(None, {}, os.environ).model if model is None else model
     require(model)
-    with quick_start():
+    with without_garbage_collection():
         from sirchat.models.doctor import examine
 
     results = []
@@ -131,7 +131,7 @@ def completion(
 
 def man() -> None:
     """Print the manual page in the format roff, which man reads."""
-    typer.echo("\n".join(_page()))
+    typer.echo("\n".join(_manual_lines()))
 
 
 def size_of(path: Path) -> str:
@@ -146,30 +146,34 @@ def size_of(path: Path) -> str:
     return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
 
 
-def _page() -> Iterator[str]:
+def _manual_lines() -> Iterator[str]:
     yield f'.TH SIRCHAT 1 "" "sirchat {__version__}"'
     yield from (".SH NAME", f"sirchat \\- {_NAME}", ".SH SYNOPSIS")
     for line in _USES:
-        yield from (".nf", _escaped(line), ".fi")
-    yield from (".SH DESCRIPTION", *map(_escaped, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
+        yield from (".nf", _escape_roff(line), ".fi")
+    yield from (".SH DESCRIPTION", *map(_escape_roff, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
     for commands in groups().values():
         for name, meaning in commands.items():
-            yield from (".TP", f".B {name}", _escaped(f"{meaning}; for example:"), ".br")
-            yield _escaped(EXAMPLES[name])
+            yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
+            yield _escape_roff(EXAMPLES[name])
     yield ".SH SETTINGS"
     yield "Set them by flags, lines of a profile, variables SIRCHAT_NAME, or /set in a chat."
     for name, field in Profile.model_fields.items():
         if name != "description":
             flag = "option KEY=VALUE" if name == "policy_options" else name.replace("_", "-")
-            yield from (".TP", f".B {_escaped('--' + flag)}", _escaped(field.description or ""))
+            yield from (
+                ".TP",
+                f".B {_escape_roff('--' + flag)}",
+                _escape_roff(field.description or ""),
+            )
     yield ".SH EXIT STATUS"
     for code, meaning in _STATUS:
         yield from (".TP", f".B {code}", meaning)
     yield ".SH FILES"
-    yield _escaped("sirchat paths lists all files of sirchat, and says how to remove them.")
+    yield _escape_roff("sirchat paths lists all files of sirchat, and says how to remove them.")
 
 
-def _escaped(text: str) -> str:
+def _escape_roff(text: str) -> str:
     """Escape a line for roff, which would take a dot or quote at its start for a command."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

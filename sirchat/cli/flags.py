@@ -71,12 +71,12 @@ def complete_session(incomplete: str) -> list[str]:
     return _completer(lambda: names)(incomplete)
 
 
-def misplaced_flag(flag: str, command: str) -> UsageError:
+def misplaced_flag_error(flag: str, command: str) -> UsageError:
     """The error for a flag that stands before a subcommand but must stand after it."""
     return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
 
 
-def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
+def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
     """A profile of flags, environment variables and profile files; flags take precedence.
 
     If `loads_model`, the model must exist: a wrong name is an error before any slow import.
@@ -95,7 +95,7 @@ def open_session(
 
     A wrong name of a policy is an error before any slow import.
     """
-    with quick_start():
+    with without_garbage_collection():
         with interruptible_imports():
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
@@ -107,7 +107,7 @@ def open_session(
 
 
 @contextmanager
-def quick_start() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Context manager: Python's garbage collection is off.
 
     While a model loads, it would take 1/6 of the time, and free nothing.

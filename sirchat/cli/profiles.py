@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import profile_of, with_settings
-from sirchat.config.profile_files import init_profile, list_profiles, profile_path, show
+from sirchat.cli.flags import profile_from_flags, with_settings
+from sirchat.config.profile_files import init_profile, list_profiles, profile_as_yaml, profile_path
 from sirchat.memory.policies import import_typed, policy_class, policy_names
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
@@ -43,8 +43,8 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Show every setting of a profile, as YAML."""
-    profile = profile_of({**flags, "profile": name}, loads_model=False)
-    typer.echo(displayable(show(profile)), nl=False)
+    profile = profile_from_flags({**flags, "profile": name}, loads_model=False)
+    typer.echo(displayable(profile_as_yaml(profile)), nl=False)
 
 
 @profiles_app.command("path")

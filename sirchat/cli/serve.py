@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import Debug, Trust, load, profile_of, quick_start, with_settings
+from sirchat.cli.flags import (
+    Debug,
+    Trust,
+    load,
+    profile_from_flags,
+    with_settings,
+    without_garbage_collection,
+)
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import policy_class
@@ -85,8 +92,8 @@ def serve(
             hint="set SIRCHAT_API_KEY, or give --api-key",
         )
     seconds = _seconds(idle)
-    profile = profile_of(flags)
-    with _listening(host, port) as listener, private_socket(profile.model) as private:
+    profile = profile_from_flags(flags)
+    with _bind_tcp_socket(host, port) as listener, private_socket(profile.model) as private:
         limits = conversations, saved, queue
         server = load_server(profile, trust_remote_code, limits, host, api_key)
         sockets = [listener, *([private] if private is not None else [])]
@@ -101,9 +108,9 @@ def private_socket(model: str) -> Iterator[socket.socket | None]:
     """
     path = paths.server_socket(model)
     listener = None
-    if hasattr(socket, "AF_UNIX") and not _answers(path):
+    if hasattr(socket, "AF_UNIX") and not _is_server_listening(path):
         with suppress(OSError):
-            listener = _bound(path)
+            listener = _bind_unix_socket(path)
     if listener is None:
         yield None
         return
@@ -128,7 +135,7 @@ def load_server(
     screen = Screen(theme=profile.theme)
     if "model" not in profile.model_fields_set:
         explain_toy_model(screen)
-    with loading_bar(screen, profile.model) as report, quick_start():
+    with loading_bar(screen, profile.model) as report, without_garbage_collection():
         with interruptible_imports():
             policy_class(profile.policy)
             from sirchat.models.ending_thread import in_ending_thread
@@ -154,7 +161,7 @@ def _seconds(text: str) -> float:
     return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     """A TCP socket bound to this host and port; SirchatError if this fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -171,7 +178,7 @@ def _listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _bound(path: Path) -> socket.socket:
+def _bind_unix_socket(path: Path) -> socket.socket:
     """A Unix socket at `path`, to which only its owner can connect; OSError if this fails."""
     paths.private_dir(path.parent)
     path.unlink(missing_ok=True)  # of a server that was killed
@@ -187,7 +194,7 @@ def _bound(path: Path) -> socket.socket:
     return listener
 
 
-def _answers(path: Path) -> bool:
+def _is_server_listening(path: Path) -> bool:
     """Whether a server listens at the Unix socket `path`."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1)

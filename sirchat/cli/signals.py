@@ -22,14 +22,14 @@ def prepare_streams() -> str:
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, _nothing(number, mode))
+            setattr(sys, name, _open_null_device(number, mode))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     return "standard output is closed" if closed else ""
 
 
-def end_in_order() -> None:
+def install_exit_handlers() -> None:
     """Let SIGTERM and SIGHUP raise SystemExit(128 + number), unless `nohup` has them ignored."""
     leave = _Leave()
     sys.unraisablehook = leave.send_again
@@ -56,7 +56,7 @@ def leave_terminal() -> None:
                 signal.signal(getattr(signal, name), _leave_at_once)
 
 
-def leave_opening(leaving: SystemExit) -> None:
+def exit_while_loading(leaving: SystemExit) -> None:
     """End the process at once if a thread still loads a model, as Python can't stop it."""
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(thread.name != opening.THREAD for thread in threading.enumerate()):
@@ -137,8 +137,8 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _nothing(number: int, mode: str) -> Any:
-    """The null device as this file descriptor, which a file opened later would get otherwise."""
+def _open_null_device(number: int, mode: str) -> Any:
+    """Open the null device as file descriptor `number`, so that no later file gets this number."""
     opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if opened != number:
         os.dup2(opened, number)

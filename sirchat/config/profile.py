@@ -34,7 +34,7 @@ _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
 
-def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings, by name, that an earlier version of sirchat has written."""
     renamed = {
         FORMER_NAMES.get(key, key): value for key, value in values.items() if key not in _RETIRED
@@ -53,8 +53,8 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 class Profile(BaseModel):
     """All settings of a conversation; immutable.
 
-    `resolve` and `changed` make profiles, and raise SettingError for a value that is not allowed;
-    the constructor raises pydantic's ValidationError. The text under a setting describes it.
+    `resolve` and `changed_profile` make profiles, and raise SettingError for a value that is not
+    allowed; the constructor raises ValidationError. The text under a setting describes it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -266,7 +266,7 @@ def _describe_settings() -> None:
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """The error for settings `keys` that break a `rule`; `merged` makes a SettingError of it."""
+    """The error for settings `keys` that break a `rule`; `merge_layers` converts it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sirchat import paths
-from sirchat.config.profile import Profile, with_new_names
+from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.config.values import (
-    allowed,
-    choices,
+    allowed_in_words,
+    allowed_values,
     parse_value,
     parse_yaml,
     require_setting,
@@ -56,14 +56,14 @@ class ProfileInfo:
     shipped: bool  # whether it comes with sirchat
 
 
-def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with new values; SettingError begins with `source`, such as `/budget`."""
+def changed_profile(profile: Profile, source: str, /, **updates: object) -> Profile:
+    """A copy of `profile` with new values; a SettingError's message begins with `source`."""
     new = Layer(updates, lambda key: source)
     check_values(new)
-    return merged([Layer(profile.model_dump(), lambda key: source), new])
+    return merge_layers([Layer(profile.model_dump(), lambda key: source), new])
 
 
-def merged(layers: Iterable[Layer]) -> Profile:
+def merge_layers(layers: Iterable[Layer]) -> Profile:
     """Combine layers, of which later ones win; another policy drops the options of earlier layers.
 
     Raises SettingError if two settings don't fit together.
@@ -109,7 +109,7 @@ def resolve(
     if chosen:
         files.append(profile_path(chosen))
     layers = [Layer(_load(path, trusted), _named(path)) for path in files]
-    return merged([*layers, _environment_layer(environ), _flag_layer(given)])
+    return merge_layers([*layers, _environment_layer(environ), _flag_layer(given)])
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
@@ -145,7 +145,7 @@ def list_profiles() -> list[ProfileInfo]:
     ]
 
 
-def show(profile: Profile, mark: str = "") -> str:
+def profile_as_yaml(profile: Profile, mark: str = "") -> str:
     """All settings as YAML, with descriptions as comments, and `mark` before each value."""
     values = profile.model_dump()
     return "\n".join(
@@ -166,7 +166,7 @@ def init_profile(name: str) -> Path:
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.private_dir(path.parent)
-        text = f"{_HOW_TO_SET}\n{show(Profile(), mark='#')}"
+        text = f"{_HOW_TO_SET}\n{profile_as_yaml(Profile(), mark='#')}"
         paths.write_private(path, text, replaces=False)
     except FileExistsError:
         raise SettingError(
@@ -226,12 +226,12 @@ def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
     if get_origin(setting_types(key)[0]) is not dict:
         inner = []  # pydantic names the member of a union here, not a key of a mapping
-    name, may_be, value = key, allowed(key), detail["input"]
+    name, may_be, value = key, allowed_in_words(key), detail["input"]
     if inner:
         name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
     if "[key]" in inner:
         name, may_be = f"{key}: a name", "text"
-    hint = nearest(value, choices(key)) if isinstance(value, str) and not inner else ""
+    hint = nearest(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
     message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
     return SettingError(message, hint=hint)
 
@@ -314,7 +314,7 @@ def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
         raise SettingError(
             f"{path}: a profile must be a mapping, with one `setting: value` in each line"
         )
-    values = with_new_names(values)
+    values = rename_old_settings(values)
     check_values(Layer(values, _named(path)))
     policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values

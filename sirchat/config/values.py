@@ -161,7 +161,7 @@ def as_typed(value: object) -> str:
     return str(value)
 
 
-def short(value: float | str) -> str:
+def short_number(value: float | str) -> str:
     """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
 
@@ -175,7 +175,7 @@ def is_option(name: str, text: str, policy: str) -> bool:
     if name not in Profile.model_fields:
         return True
     has_option = name in (field.name for field in fields(policies.policy_class(policy)))
-    listed = choices(name)
+    listed = allowed_values(name)
     return has_option and bool(listed) and text not in listed
 
 
@@ -184,7 +184,7 @@ def policy_choices() -> list[str]:
     return sorted({*policies.policy_names(), *policies.ALIASES})
 
 
-def choices(key: str) -> list[str]:
+def allowed_values(key: str) -> list[str]:
     """The allowed values of a setting; empty if they can't be listed, as for a number."""
     if key == "policy":
         return policy_choices()
@@ -196,19 +196,19 @@ def choices(key: str) -> list[str]:
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
-def allowed(key: str) -> str:
+def allowed_in_words(key: str) -> str:
     """The allowed values of a setting in words, such as `a number, above 0 and at most 1`."""
     if key == "policy":
         return f"one of {', '.join(policy_choices())}, or package.module:Class"
     if key == "recall":
-        return f"one of {', '.join(choices(key))}"
+        return f"one of {', '.join(allowed_values(key))}"
     if key == "temperature":
         return f"0, or a number, at least {LEAST_TEMPERATURE} and at most 10"
     if key == "archive_limit":
         return "a size such as 512MiB or 2GiB"
     kind, *others = setting_types(key)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(choices(key))}"
+        return f"one of {', '.join(allowed_values(key))}"
     limits = _limits(key)
     words = {
         bool: "true or false",

@@ -21,7 +21,7 @@ from sirchat.chat.pinned_summary import PREFIX
 from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
-from sirchat.config.profile import Profile, with_new_names
+from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
@@ -159,7 +159,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     head = store.head()
     try:
         saved = head.fields.get("profile") if head else {}
-        values = with_new_names(saved) if isinstance(saved, dict) else saved
+        values = rename_old_settings(saved) if isinstance(saved, dict) else saved
         profile = Profile.model_validate(values)
     except ValueError:
         raise SessionError(

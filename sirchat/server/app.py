@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
@@ -52,7 +52,7 @@ from sirchat.server.requests import (
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
-from sirchat.server.tools import as_said, calls_in_reply
+from sirchat.server.tools import call_parser_for, role_text_pairs
 
 Result = TypeVar("Result")
 Shape = CompletionShape | ResponsesShape | OllamaShape  # makes the JSON of one reply
@@ -106,21 +106,21 @@ class ChatServer:
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
         self._loaded, self._profile = conversations.model, conversations.profile
-        self._names = names_of(conversations.model.name)
+        self._names = model_names(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
         self._responses, self._formats = KeptResponses(), Formats()
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
-                Route("/v1/models", self._models),
+                Route("/v1/models", self._list_models),
                 *SessionRoutes(self.replies, conversations).routes,
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/responses", self._respond, methods=["POST"]),
-                Route("/api/chat", self._ollama, methods=["POST"]),
-                Route("/api/tags", self._tags),
+                Route("/v1/responses", self._create_response, methods=["POST"]),
+                Route("/api/chat", self._ollama_chat, methods=["POST"]),
+                Route("/api/tags", self._list_ollama_models),
                 Route("/api/version", self._version),
-                Route("/v1/completions", self._continue, methods=["POST"]),
+                Route("/v1/completions", self._complete_text, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
             exception_handlers={
@@ -133,7 +133,7 @@ class ChatServer:
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
         return JSONResponse({"object": "list", "data": [{"id": self.model, **model}]})
 
@@ -141,21 +141,21 @@ class ChatServer:
         asked = parse_request(await read_body(request), ChatRequest)
         return await self._answer(request, asked, CompletionShape(asked, self.model))
 
-    async def _continue(self, request: Request) -> Response:
+    async def _complete_text(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), TextRequest)
         return await self._answer(request, asked, CompletionShape(asked, self.model))
 
-    async def _respond(self, request: Request) -> Response:
+    async def _create_response(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ResponsesRequest)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
-        return await self._answer(request, asked.chat(before), shape)
+        return await self._answer(request, asked.as_chat_request(before), shape)
 
-    async def _ollama(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), OllamaRequest).chat()
+    async def _ollama_chat(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), OllamaRequest).as_chat_request()
         return await self._answer(request, asked, OllamaShape(self.model))
 
-    async def _tags(self, request: Request) -> Response:
+    async def _list_ollama_models(self, request: Request) -> Response:
         since = datetime.fromtimestamp(self._since, UTC).isoformat()
         model = {"name": self.model, "model": self.model, "modified_at": since, "digest": ""}
         return JSONResponse({"models": [{**model, "details": {"family": "sirchat"}}]})
@@ -177,28 +177,33 @@ class ChatServer:
             )
         parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
         try:
-            await _unless_gone(request, parts.begin())
+            await _await_unless_disconnected(request, parts.begin())
             if asked.stream:
                 return _EventStream(shape.events(parts), shape.media, parts)
-            return JSONResponse(await _unless_gone(request, shape.whole(parts)))
+            return JSONResponse(
+                await _await_unless_disconnected(request, shape.whole_response(parts))
+            )
         except BaseException:
             parts.cancel()
             raise
 
     def _history(self, asked: ReplyRequest) -> History:
         if isinstance(asked, TextRequest):
-            return History.alone("text", asked.prompt)
+            return History.of_single_message("text", asked.prompt)
         assert isinstance(asked, ChatRequest)
         if asked.sirchat_ask is not None:
-            profile = self._own_profile(asked.sirchat_ask)
-            return History.alone("user", asked.messages[-1].text, profile)
+            profile = self._profile_for_ask(asked.sirchat_ask)
+            return History.of_single_message("user", asked.messages[-1].text, profile)
         system = self._profile.system if asked.system is None else asked.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, as_said(asked.turns), written)
+        return History.of(system, role_text_pairs(asked.turns), written)
 
-    def _own_profile(self, asked: OwnSession) -> Profile:
-        """The settings of `sirchat ask`; RequestError if they need the model loaded otherwise."""
+    def _profile_for_ask(self, asked: OwnSession) -> Profile:
+        """The settings that a `sirchat ask` sends for its question, with the model's defaults.
+
+        RequestError if one of them would need this server's model to be loaded in another way.
+        """
         try:
             profile = Profile(**asked.settings)
         except ValidationError:
@@ -220,14 +225,14 @@ class ChatServer:
         settings = asked.settings()
         for name, value in settings.items():
             try:
-                changed(self._profile, "the request", **{name: value})
+                changed_profile(self._profile, "the request", **{name: value})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:
             settings.setdefault("seed", secrets.randbelow(2**63))
         own = asked.sirchat.given()
         try:
-            profile = changed(self._profile, "sirchat", **own)
+            profile = changed_profile(self._profile, "sirchat", **own)
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
@@ -236,14 +241,14 @@ class ChatServer:
             return options
         form = None
         if (schema := asked.response_format.schema_of_reply) is not None:
-            form = partial(self._formats.json, schema)
+            form = partial(self._formats.json_format, schema)
         if called := asked.called_tools:
             is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
-            form = partial(self._formats.calls, called, 1 if is_one else _MOST_CALLS)
-        return replace(options, logprobs=asked.logprobs, calls=calls_in_reply(asked), format=form)
+            form = partial(self._formats.tool_call_format, called, 1 if is_one else _MOST_CALLS)
+        return replace(options, logprobs=asked.logprobs, calls=call_parser_for(asked), format=form)
 
 
-def names_of(model: str) -> tuple[str, ...]:
+def model_names(model: str) -> tuple[str, ...]:
     """The names by which clients may call a model: its full name, and its part after the last /."""
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
 
@@ -303,8 +308,8 @@ class _EventStream(StreamingResponse):
             self._parts.cancel()
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; RequestError if the client closes the connection before."""
+async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Wait for the result of `work`; RequestError if the client closes the connection first."""
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -109,42 +109,44 @@ class Router:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """The response of the replica that has the conversation; a list is that of all."""
+        """The response of the replica that has the conversation; for the list, of all replicas."""
         try:
             body, path = await read_body(request), request.url.path
-            given = _parsed(body)
+            given = _parse_object(body)
             if path == _SESSIONS:
                 return await self._overview(request)
             if path.startswith(_SESSIONS) or given.get("previous_response_id") is not None:
-                return await self._of_any(request, body)
-            number = owner(conversation_key(given), len(self._replicas))
-            return await self._ask(number, request, body)
+                return await self._ask_each_until_found(request, body)
+            number = replica_of(conversation_key(given), len(self._replicas))
+            return await self._forward(number, request, body)
         except RequestError as error:
             return await show_error(request, error)
 
     async def _overview(self, request: Request) -> Response:
-        """The conversations of all replicas; the error of one that has no list."""
+        """The list of all replicas' conversations; if a replica returns an error, that error."""
         numbers = range(len(self._replicas))
-        responses = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
+        responses = await asyncio.gather(
+            *(self._forward(number, request, b"") for number in numbers)
+        )
         lists = []
         for response in responses:
-            body = await _whole(response)
+            body = await _read_response(response)
             if response.status_code != 200:
                 return Response(body, response.status_code, dict(response.headers))
             lists.append(json.loads(body))
         data = [conversation for each in lists for conversation in each["data"]]
         return JSONResponse(lists[0] | {"data": data})
 
-    async def _of_any(self, request: Request, body: bytes) -> Response:
-        """The first response that is not 404, for a request that names what it wants by its id."""
+    async def _ask_each_until_found(self, request: Request, body: bytes) -> Response:
+        """Ask one replica after another; returns the first response that is not 404, if any."""
         for number in range(len(self._replicas)):
-            response = await self._ask(number, request, body)
+            response = await self._forward(number, request, body)
             if response.status_code != 404:
                 return response
-            told = await _whole(response)
+            told = await _read_response(response)
         return Response(told, 404, dict(response.headers))
 
-    async def _ask(self, number: int, request: Request, body: bytes) -> StreamingResponse:
+    async def _forward(self, number: int, request: Request, body: bytes) -> StreamingResponse:
         """The response of one replica, as a stream; RequestError if the replica has died."""
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         scope |= {"root_path": "", "headers": [tuple(pair) for pair in request.scope["headers"]]}
@@ -188,7 +190,7 @@ def conversation_key(given: Mapping[str, Any]) -> bytes:
     return sha256(json.dumps(texts).encode()).digest()
 
 
-def owner(key: bytes, count: int) -> int:
+def replica_of(key: bytes, count: int) -> int:
     """Which of `count` replicas has the conversations with this key of `conversation_key`.
 
     With one replica more, each stays or moves to the new one (rendezvous hashing, Thaler and
@@ -235,11 +237,11 @@ def app(settings: Mapping[str, Any]) -> Any:
     return router.bind(*replicas)
 
 
-async def _whole(response: StreamingResponse) -> bytes:
+async def _read_response(response: StreamingResponse) -> bytes:
     return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
+def _parse_object(body: bytes) -> dict[str, Any]:
     """A request's body; {} if it is no JSON object, which the replica answers with an error."""
     try:
         given = json.loads(body)

@@ -15,7 +15,7 @@ Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
 
 
-async def collected(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
+async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
     """Wait for all parts of a reply; returns its texts, joined to one, and its end."""
     *said, end = [part async for part in parts]
     pieces = [part for part in said if isinstance(part, ReplyText)]
@@ -28,7 +28,7 @@ async def collected(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
     return whole, end
 
 
-def event(content: dict[str, Any], name: str = "") -> str:
+def server_sent_event(content: dict[str, Any], name: str = "") -> str:
     """A server-sent event with `content` as JSON; `name` is its type, "" for none."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
@@ -50,9 +50,9 @@ class CompletionShape:
         self._common = {"id": ident, "created": int(time.time()), "model": model}
         self._calls = 0  # number of calls sent so far
 
-    async def whole(self, parts: Parts) -> dict[str, Any]:
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the response."""
-        said, end = await collected(parts)
+        said, end = await collect_reply(parts)
         fields: dict[str, Any] = {"text": said.text}
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": said.text}
@@ -82,7 +82,7 @@ class CompletionShape:
                 elif part.text or part.tokens or part.calls:
                     yield self._chunk(self._piece(part), self._logprobs(part))
         except RequestError as error:
-            yield event(error.body)
+            yield server_sent_event(error.body)
             return
         yield "data: [DONE]\n\n"
 
@@ -118,4 +118,4 @@ class CompletionShape:
 
     def _event(self, **fields: Any) -> str:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
-        return event({**self._common, "object": kind, **fields})
+        return server_sent_event({**self._common, "object": kind, **fields})

@@ -30,7 +30,7 @@ class History:
 
     Attributes:
         system: the system prompt.
-        messages: role and text of each message, as `tools.as_said` writes them.
+        messages: role and text of each message, as `tools.role_text_pairs` writes them.
         keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
         tools: the tools that the model may call, as JSON; "" if there are none.
         profile: the settings of a session that answers this request alone; None for the server's.
@@ -46,7 +46,7 @@ class History:
     def of(
         cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
     ) -> History:
-        """Compute the keys; lone surrogates, which no tokenizer can read, are replaced."""
+        """The history of these messages, with computed keys; lone surrogates are replaced."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -58,17 +58,17 @@ class History:
         return cls(system, read, tuple(keys), tools)
 
     @classmethod
-    def alone(cls, role: str, text: str, profile: Profile | None = None) -> History:
-        """A message that no conversation continues, and that is not continued: its keys are random.
+    def of_single_message(cls, role: str, text: str, profile: Profile | None = None) -> History:
+        """The history of one message that is in no conversation: random keys match no others.
 
-        The role `text` is that of a text which the model continues, without a chat template.
+        The role `text` is for a text that the model continues, without a chat template.
         """
         keys = secrets.token_bytes(), secrets.token_bytes()
         return cls(None, ((role, without_surrogates(text)),), keys, profile=profile)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key of messages, of which the last has this role and text; `key` is that before it."""
+    """The key (hash) of a message list: `key` is that of the list without its last message."""
     said = text.strip() if role == "assistant" else text  # clients often remove blanks around it
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
 
@@ -106,13 +106,13 @@ class ServedConversation:
         self.keys.append(key_after(self.keys[-1], role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
-    def fork(self, history: History) -> int:
-        """How many messages of `history` need not be read again; the last one always is."""
-        return shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
+    def count_shared(self, history: History) -> int:
+        """How many messages of `history` need not be read again; the last one always must."""
+        return count_shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well `history` can be continued here; a greater tuple is better."""
-        shared = self.fork(history)
+        """How well this conversation suits to continue `history`; a greater tuple is better."""
+        shared = self.count_shared(history)
         return shared, shared == len(self.roles), not self.is_busy
 
     def is_answered_again(self, history: History) -> bool:
@@ -123,17 +123,17 @@ class ServedConversation:
     def copy(self) -> ServedConversation | None:
         """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
         session = copied(self.session, KV_BYTES)
-        return None if session is None else self.in_session(session)
+        return None if session is None else self.with_session(session)
 
-    def in_session(self, session: Session) -> ServedConversation:
-        """This conversation, under another id, in a session that has read the same messages."""
+    def with_session(self, session: Session) -> ServedConversation:
+        """A copy, under a new id, that uses `session`, which has read the same messages."""
         return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
 
-    def take_back(self) -> None:
+    def undo_last_question(self) -> None:
         """Undo the last user message and what follows; `is_exact` is whether this was possible."""
-        self.is_exact = self.back_to(self._last_question)
+        self.is_exact = self.undo_to(self._last_question)
 
-    def back_to(self, count: int) -> bool:
+    def undo_to(self, count: int) -> bool:
         """Undo all messages after the first `count`; pins stay. False if that is not possible."""
         turns = self.roles[count:].count("user")
         if turns > len(self.session.undo_points):
@@ -157,7 +157,7 @@ class ServedConversation:
         return len(self.roles) - 1 - self.roles[::-1].index("user")
 
 
-def shared_messages(
+def count_shared_messages(
     keys: Sequence[bytes], roles: Sequence[str], history: History, undoable: int
 ) -> int:
     """How many messages of `history` a conversation with these keys and roles need not read again.

@@ -21,23 +21,26 @@ _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class Formats:
-    """Makes the formats of replies for one model; the first one prepares its vocabulary."""
+    """Makes the formats of replies for one model, whose vocabulary is prepared at first use."""
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
-    def json(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
-        """A reply that is JSON by this schema; RequestError if schema or model can't be used."""
+    def json_format(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
+        """The format of a reply in JSON by this schema; RequestError if that is not possible."""
         return self._format(
             session,
             "response_format",
             lambda matcher: matcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS),
         )
 
-    def calls(self, tools: Sequence[FunctionFields], most: int, session: Session) -> ReplyFormat:
-        """A reply of one to `most` calls of these tools.
+    def tool_call_format(
+        self, tools: Sequence[FunctionFields], most: int, session: Session
+    ) -> ReplyFormat:
+        """The format of a reply that consists of one to `most` calls of these tools.
 
-        RequestError if the chat template does not write calls as JSON, or as in `json`.
+        RequestError if the chat template does not write calls as JSON, or if the model or a schema
+        can't be used.
         """
         template = session.template
         form = template.call_form() if isinstance(template, ToolTemplate) else None
@@ -94,21 +97,21 @@ def _grammar(
     ]
     for number, tool in enumerate(tools):
         begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments)}: '
-        schema = json.dumps(_closed(tool.parameters) | {"x-guidance": _BLANKS})
+        schema = json.dumps(_forbid_other_arguments(tool.parameters) | {"x-guidance": _BLANKS})
         lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
         lines.append(f"arguments{number}: %json {schema}")
     return "\n".join(lines)
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of a tool's arguments, which allows only those that it names if it is plain."""
+def _forbid_other_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments; a simple one then allows only arguments that it names."""
     # small models would invent more and more arguments
     is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
     return {"additionalProperties": False, **schema} if is_plain else schema
 
 
 class ReplyFormat:
-    """Says which ids may follow those of the reply so far: a mask, bool [V].
+    """Called with the ids of the reply so far, returns which ids may follow: a mask, bool [V].
 
     `matcher` is llguidance's, which reads the ids one after another; `size` is V.
     """

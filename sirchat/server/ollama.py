@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sirchat.server.completions import Parts, collected
+from sirchat.server.completions import Parts, collect_reply
 from sirchat.server.replies import ReplyEnd
 from sirchat.server.requests import (
     MANY,
@@ -24,7 +24,7 @@ from sirchat.server.requests import (
     Name,
     RequestError,
     Tool,
-    checked,
+    make_request,
 )
 from sirchat.server.tools import ToolCall, call_id
 
@@ -88,8 +88,8 @@ class OllamaRequest(Fields):
     stream: bool = True
     sirchat: MemorySettings = MemorySettings()
 
-    def chat(self) -> ChatRequest:
-        """As a request of OpenAI's chat API; RequestError if a value is not allowed."""
+    def as_chat_request(self) -> ChatRequest:
+        """This request as one of OpenAI's chat API; RequestError if a value is not allowed."""
         options = self.options.model_dump(exclude_none=True)
         budget, memory = options.pop("num_ctx", None), self.sirchat
         if budget is not None:
@@ -109,7 +109,7 @@ class OllamaRequest(Fields):
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         fields |= {_RENAMED.get(name, name): value for name, value in options.items()}
-        return checked(ChatRequest, fields)
+        return make_request(ChatRequest, fields)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat request, in which each call and each result has an id."""
@@ -139,10 +139,10 @@ class OllamaShape:
         self._model = model
         self._begun = time.monotonic_ns()
 
-    async def whole(self, parts: Parts) -> dict[str, Any]:
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
         first = time.monotonic_ns()
-        said, end = await collected(parts)
+        said, end = await collect_reply(parts)
         return self._piece(said.text, said.calls) | self._end(end, first)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
@@ -160,7 +160,7 @@ class OllamaShape:
     def _piece(self, text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
-            message["tool_calls"] = [_shown(call) for call in calls]
+            message["tool_calls"] = [_ollama_call(call) for call in calls]
         now = datetime.now(UTC).isoformat()
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
@@ -179,7 +179,7 @@ class OllamaShape:
         }
 
 
-def _shown(call: ToolCall) -> dict[str, Any]:
+def _ollama_call(call: ToolCall) -> dict[str, Any]:
     try:
         given = json.loads(call.arguments)
     except ValueError:

@@ -18,7 +18,7 @@ from sirchat.server.saved_conversations import SavedConversation, SavedConversat
 
 
 class BusyError(Exception):
-    """A conversation is in use, or memory has no place for another: try again after a reply."""
+    """A conversation is in use, or memory has no place for another; to be tried again later."""
 
 
 class ConversationPool:
@@ -47,18 +47,18 @@ class ConversationPool:
         None if the conversation that fits best is busy, or if memory has no place for another.
         """
         best = max(reversed(self._held), key=lambda held: held.fitness(history), default=None)
-        shared = 0 if best is None else best.fork(history)
-        if self._disk is not None and (saved := self._disk.best(history, shared)) is not None:
+        shared = 0 if best is None else best.count_shared(history)
+        if self._disk is not None and (saved := self._disk.best_match(history, shared)) is not None:
             if not self._make_room():
                 return None
             if (best := self._load(saved)) is None:
                 return self.take(history)  # `saved` is no longer listed
-            shared = best.fork(history)
+            shared = best.count_shared(history)
         if best is None or not shared:
-            return self._use(self._new(history))
+            return self._begin_use(self._new(history))
         if best.is_busy:
             return None
-        return self._use(self._at(best, history, shared) or self._new(history))
+        return self._begin_use(self._rewind(best, history, shared) or self._new(history))
 
     def find(self, ident: str) -> ServedConversation:
         """The conversation with this id, loaded if it is only on disk.
@@ -118,7 +118,7 @@ class ConversationPool:
         if not conversation.is_exact or not conversation.roles:
             self._drop(conversation)
             if self._disk is not None:
-                self._disk.give_up(conversation)
+                self._disk.keep_last_saved(conversation)
             free()
         elif self._disk is None:
             free()
@@ -130,11 +130,11 @@ class ConversationPool:
         if self._disk is not None:
             for conversation in self._held:
                 is_whole = conversation.is_exact and conversation.roles
-                (self._disk.put_away if is_whole else self._disk.give_up)(conversation)
+                (self._disk.move_to_disk if is_whole else self._disk.keep_last_saved)(conversation)
             self._disk.end()
         self._held = []
 
-    def _at(
+    def _rewind(
         self, conversation: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
         """A conversation that has read the first `shared` messages of `history` and nothing else.
@@ -148,10 +148,10 @@ class ConversationPool:
             copy = conversation.copy() if self._make_room(besides=conversation) else None
             if copy is None and self._disk is not None:  # the other branch goes to the disk
                 self._drop(conversation)
-                self._disk.put_away(conversation).file.result()
-                copy = conversation.in_session(conversation.session)
+                self._disk.move_to_disk(conversation).file.result()
+                copy = conversation.with_session(conversation.session)
             conversation = copy or conversation
-        return conversation if conversation.back_to(shared) else None
+        return conversation if conversation.undo_to(shared) else None
 
     def _new(self, history: History) -> ServedConversation | None:
         if not self._make_room():
@@ -160,7 +160,7 @@ class ConversationPool:
         session = Session(self.model, history.profile or own)
         return ServedConversation(session, [history.keys[0]], [])
 
-    def _use(self, conversation: ServedConversation | None) -> ServedConversation | None:
+    def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:
             self._drop(conversation)
             self._held.append(conversation)
@@ -189,7 +189,7 @@ class ConversationPool:
             return False
         self._drop(leaving)
         if self._disk is not None:
-            self._disk.put_away(leaving)
+            self._disk.move_to_disk(leaving)
         return True
 
     def _drop(self, conversation: ServedConversation) -> None:

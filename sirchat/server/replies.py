@@ -16,7 +16,7 @@ from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of, results_of
+from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key, results_from_json
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
 
 
@@ -77,7 +77,7 @@ class ReplyOptions:
     is_plain: bool = False
     holds_all: bool = False
 
-    def memory_of(self, conversation: ServedConversation) -> dict[str, Any]:
+    def memory_settings_for(self, conversation: ServedConversation) -> dict[str, Any]:
         """The memory settings for this reply: the request's, the conversation's, the server's."""
         own = self.own | ({"policy_options"} if "policy" in self.own else set())
         set_before = {k: v for k, v in conversation.settings.items() if k not in own}
@@ -96,7 +96,7 @@ def generate_reply(
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
-    memory = {} if options.is_plain else options.memory_of(conversation)
+    memory = {} if options.is_plain else options.memory_settings_for(conversation)
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
@@ -107,11 +107,11 @@ def generate_reply(
             allowed = None if options.format is None else options.format(session)
             for role, text in history.messages[len(conversation.roles) : -1]:
                 read = session.read_user if role in ("user", "tool") else session.read_reply
-                for _ in read(_prepared(session, role, text), gone):
+                for _ in read(_prepare_text(session, role, text), gone):
                     yield None
                 conversation.add(role, text)
                 if gone():
-                    conversation.take_back()
+                    conversation.undo_last_question()
                     return
             yield from _answer(conversation, history, options, gone, cached, allowed)
         except (ContextFullError, SettingError, RequestError):
@@ -129,31 +129,34 @@ def _set_template(session: Session, history: History) -> None:
     if not history.tools and {"tool", "calls"}.isdisjoint(role for role, _ in history.messages):
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
-        with _refused("tools"):
+        with _refuse_template_errors("tools"):
             session.use_template(ToolTemplate(model.tokenizer, model.anchors, history.tools))
 
 
-def _prepared(session: Session, role: str, text: str) -> str:
-    """A message's text as the session stores it; the template gets the ids of calls and results."""
+def _prepare_text(session: Session, role: str, text: str) -> str:
+    """The text of a message as the session stores it.
+
+    The chat template gets the ids of tool calls, or of their results, if this message has any.
+    """
     template = session.template
     if not isinstance(template, ToolTemplate):
         return text
     template.following = None  # left by a turn that was refused before it was read
     if role not in ("tool", "calls"):
         return text
-    with _refused("messages"):
+    with _refuse_template_errors("messages"):
         if role == "tool":
-            results = results_of(text)
+            results = results_from_json(text)
             template.following = template.results(results)
             return "\n".join(result["content"] for result in results)
-        said, calls = calls_of(text)
+        said, calls = calls_from_key(text)
         template.following = template.calls(said, calls)
         return calls_as_text(said, [call["function"] for call in calls])
 
 
 @contextmanager
-def _refused(param: str) -> Iterator[None]:
-    """Context manager: what the chat template can't render is a RequestError about this field."""
+def _refuse_template_errors(param: str) -> Iterator[None]:
+    """Context manager: an error of the chat template becomes a RequestError about field `param`."""
     try:
         yield
     except ModelError as error:
@@ -172,13 +175,13 @@ def _answer(
     session, pieces, notes = conversation.session, _Pieces(conversation.session, options), []
     role, question = history.messages[-1]
     asked = done = plain = None
-    text = _prepared(session, role, question)
+    text = _prepare_text(session, role, question)
     if options.is_plain:
         plain = PlainReply(session)
         if options.holds_all:
             hold_all(session, text)
         notes = [event.text for event in session.start() if isinstance(event, Notice)]
-    for event in session.ask(text, lambda: gone() or pieces.are_ended, allowed=allowed):
+    for event in session.ask(text, lambda: gone() or pieces.has_ended, allowed=allowed):
         if isinstance(event, Choosing):
             yield event.token
             continue
@@ -205,7 +208,7 @@ def _answer(
     conversation.is_exact = not (role == "text" or options.is_plain or is_cut)
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
-        conversation.take_back()
+        conversation.undo_last_question()
     if options.is_plain:
         end.memory["notes"] = notes
     yield replace(end, finish="tool_calls") if calls and end.finish == "stop" else end
@@ -274,10 +277,10 @@ class _Pieces:
         self.said = ""
 
     @property
-    def are_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
         calls = self._options.calls
-        return self.stops.is_found or (calls is not None and calls.are_complete)
+        return self.stops.is_found or (calls is not None and calls.has_ended)
 
     def begin(self) -> None:
         """The next generated token is the first one of the reply."""

@@ -76,7 +76,7 @@ class ReplyThread:
         """Add a reply; RequestError if there are too many, or if the thread is ending."""
         with self._changed:
             if self._is_ending:
-                raise _ending()
+                raise _ending_error()
             if len(self._waiting) + len(self._running) >= self._most:
                 raise RequestError(
                     "too many requests are waiting; try again later",
@@ -100,11 +100,11 @@ class ReplyThread:
             self._changed.notify()
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `work` between two steps; after BusyError again when a reply ends."""
+        """Let the thread call `work` between two steps; if that raises BusyError, again later."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
-                raise _ending()
+                raise _ending_error()
             self._asked.append((work, result))
             self._changed.notify()
         return result
@@ -130,10 +130,10 @@ class ReplyThread:
                     self._advance(reply)
             self._read_chosen()
         for reply in (*self._running, *self._waiting):
-            reply.send(_ending())
+            reply.send(_ending_error())
         self._call()
         for _, result in self._later:
-            result.set_exception(_ending())
+            result.set_exception(_ending_error())
         self._is_saving = True
         self._conversations.end()
 
@@ -158,7 +158,7 @@ class ReplyThread:
             except BusyError:
                 self._later.append((work, result))
             except Exception as error:  # whatever a policy's scores raise
-                result.set_exception(_as_answer(error))
+                result.set_exception(_error_for_client(error))
 
     def _begin(self) -> None:
         """Begin each waiting reply for which a conversation is free; drop those cancelled."""
@@ -170,7 +170,7 @@ class ReplyThread:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)
             except Exception as error:
                 taken, reply.is_cancelled = None, True
-                reply.send(_as_answer(error))  # the client sees only this first error
+                reply.send(_error_for_client(error))  # the client sees only this first error
             if taken is None and not reply.is_cancelled:
                 continue
             with self._changed:
@@ -222,7 +222,7 @@ class ReplyThread:
             self._finish(reply)
         except Exception as error:  # whatever a model raises
             self._finish(reply)
-            reply.send(_as_answer(error))
+            reply.send(_error_for_client(error))
         else:
             if isinstance(part, ReplyEnd):
                 self._finish(reply)
@@ -242,11 +242,11 @@ class ReplyThread:
             self._conversations.release(ended, self.wake)
 
 
-def _ending() -> RequestError:
+def _ending_error() -> RequestError:
     return RequestError("the server is ending", status=503)
 
 
-def _as_answer(error: Exception) -> RequestError:
+def _error_for_client(error: Exception) -> RequestError:
     """The error that the client gets; it is logged if it is not the request's fault."""
     if isinstance(error, RequestError):
         return error

@@ -68,8 +68,8 @@ class RequestError(Exception):
         self.headers = headers or {}
 
 
-def shallow(value: Any) -> Any:
-    """Return a JSON value; PydanticCustomError if it is nested too deeply."""
+def refuse_deep_nesting(value: Any) -> Any:
+    """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
     level = [value]
     for _ in range(_DEEPEST):
         nested = [item for item in level if isinstance(item, dict | list)]
@@ -81,7 +81,9 @@ def shallow(value: Any) -> Any:
     raise PydanticCustomError("deep", "lists and objects are nested too deeply")
 
 
-def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
+def join_text_parts(
+    content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()
+) -> Any:
     """Join a list of text parts, of one of these `kinds`, to one text; return all else unchanged.
 
     Further fields of parts with names in `extra` are ignored. PydanticCustomError for other parts.
@@ -97,7 +99,7 @@ def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
-Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
+Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
 class Fields(BaseModel):
@@ -162,7 +164,7 @@ class ChatMessage(Fields):
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
-    content: Annotated[str | None, BeforeValidator(joined)] = None
+    content: Annotated[str | None, BeforeValidator(join_text_parts)] = None
     tool_calls: list[CallFields] = Field(default=[])
     tool_call_id: CallId | None = None
     name: Name | None = None
@@ -367,11 +369,11 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
-    return checked(kind, _with_effect(given, kind.model_fields))
+    return make_request(kind, _fields_with_effect(given, kind.model_fields))
 
 
-def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """Make a request of this kind; RequestError for the first problem."""
+def make_request(kind: type[Request], fields: dict[str, Any]) -> Request:
+    """Make a request of this kind from its fields; RequestError names the first wrong field."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -380,7 +382,7 @@ def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
     return request
 
 
-def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
+def _fields_with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
     """The fields of a request that have an effect; `offered` are those that it supports.
 
     Raises RequestError if an unsupported field of `_NEUTRAL` has a value that would have one.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.errors import format_value
-from sirchat.server.completions import Parts, collected, event
+from sirchat.server.completions import Parts, collect_reply, server_sent_event
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     MANY,
@@ -32,8 +32,8 @@ from sirchat.server.requests import (
     Name,
     RequestError,
     ToolName,
-    checked,
-    joined,
+    join_text_parts,
+    make_request,
 )
 from sirchat.server.tools import ToolCall
 
@@ -50,7 +50,9 @@ _Content = Annotated[
     str,
     BeforeValidator(
         partial(
-            joined, kinds=("input_text", "output_text"), extra=("annotations", "logprobs", "parsed")
+            join_text_parts,
+            kinds=("input_text", "output_text"),
+            extra=("annotations", "logprobs", "parsed"),
         )
     ),
 ]
@@ -71,7 +73,7 @@ class InputMessage(_Item):
     content: _Content
 
     def message(self) -> ChatMessage:
-        """As a message of a chat request."""
+        """This item as a message of a chat request."""
         return ChatMessage(role=self.role, content=self.content)  # type: ignore[arg-type]
 
 
@@ -85,7 +87,7 @@ class CalledFunction(_Item):
     parsed_arguments: Any = None
 
     def message(self) -> ChatMessage:
-        """As a message of a chat request."""
+        """This item as a message of a chat request."""
         return _reply("", [ToolCall(self.call_id, self.name, self.arguments)])
 
 
@@ -97,7 +99,7 @@ class FunctionOutput(_Item):
     output: _Content
 
     def message(self) -> ChatMessage:
-        """As a message of a chat request."""
+        """This item as a message of a chat request."""
         return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
 
 
@@ -107,7 +109,7 @@ class FunctionTool(FunctionFields):
     type: Literal["function"]
 
     def tool(self) -> dict[str, Any]:
-        """As a tool of a chat request."""
+        """This function as a tool of a chat request."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
@@ -133,7 +135,7 @@ class TextOptions(Fields):
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
-        """As the field `response_format` of a chat request."""
+        """The format as the field `response_format` of a chat request."""
         given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
@@ -176,8 +178,8 @@ class ResponsesRequest(Fields):
     parallel_tool_calls: bool = True
     sirchat: MemorySettings = MemorySettings()
 
-    def chat(self, before: list[ChatMessage]) -> ChatRequest:
-        """As a chat request, after the messages `before`; RequestError if it can't be answered."""
+    def as_chat_request(self, before: list[ChatMessage]) -> ChatRequest:
+        """A chat request: messages `before`, then those given; RequestError if not possible."""
         messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
             if messages[0].role == "system":
@@ -195,7 +197,7 @@ class ResponsesRequest(Fields):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
         }
-        return checked(ChatRequest, fields)
+        return make_request(ChatRequest, fields)
 
 
 class KeptResponses:
@@ -258,22 +260,22 @@ class ResponsesShape:
             "usage": None,
         }
 
-    async def whole(self, parts: Parts) -> dict[str, Any]:
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
-        said, end = await collected(parts)
+        said, end = await collect_reply(parts)
         self._add(said)
         return self._done(end)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
         """Yield the server-sent events of the response, while it is generated."""
         begun = self._response("in_progress")
-        self._tell("response.created", response=begun)
-        self._tell("response.in_progress", response=begun)
+        self._add_event("response.created", response=begun)
+        self._add_event("response.in_progress", response=begun)
         try:
             async for part in parts:
                 if isinstance(part, ReplyEnd):
                     response = self._done(part)
-                    self._tell(f"response.{response['status']}", response=response)
+                    self._add_event(f"response.{response['status']}", response=response)
                 else:
                     self._add(part)
                 while self._told:
@@ -282,38 +284,42 @@ class ResponsesShape:
             problem = error.body["error"]
             failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
             self._items = []
-            self._tell("response.failed", response=self._response("failed") | {"error": failed})
+            self._add_event(
+                "response.failed", response=self._response("failed") | {"error": failed}
+            )
             while self._told:
                 yield self._told.popleft()
 
     def _add(self, part: ReplyText) -> None:
-        """Add a part of the reply, and tell of it."""
+        """Add a part of the reply, and the events that report it."""
         if part.text:
             if not self._place:
-                self._open()
-            self._tell("response.output_text.delta", **self._place, delta=part.text, logprobs=[])
+                self._begin_message()
+            self._add_event(
+                "response.output_text.delta", **self._place, delta=part.text, logprobs=[]
+            )
         for call in part.calls:
-            self._call(call)
+            self._add_call(call)
         said = self._said
         self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
 
-    def _open(self) -> None:
-        """Begin the message with the reply's text."""
+    def _begin_message(self) -> None:
+        """Begin the output item that has the reply's text."""
         index, item = len(self._items), self._message("in_progress", [])
         self._place = {"item_id": self._message_id, "output_index": index, "content_index": 0}
         self._items.append(item)
-        self._tell("response.output_item.added", output_index=index, item=item)
-        self._tell("response.content_part.added", **self._place, part=_text(""))
+        self._add_event("response.output_item.added", output_index=index, item=item)
+        self._add_event("response.content_part.added", **self._place, part=_text(""))
 
-    def _close(self, status: str) -> None:
-        """End the message with the reply's text."""
+    def _end_message(self, status: str) -> None:
+        """End the output item that has the reply's text."""
         index, part = self._place["output_index"], _text(self._said.text)
         self._items[index] = item = self._message(status, [part])
-        self._tell("response.output_text.done", **self._place, text=part["text"], logprobs=[])
-        self._tell("response.content_part.done", **self._place, part=part)
-        self._tell("response.output_item.done", output_index=index, item=item)
+        self._add_event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+        self._add_event("response.content_part.done", **self._place, part=part)
+        self._add_event("response.output_item.done", output_index=index, item=item)
 
-    def _call(self, call: ToolCall) -> None:
+    def _add_call(self, call: ToolCall) -> None:
         """Add a call of a tool."""
         called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
         ident, index = f"fc_{secrets.token_hex(24)}", len(self._items)
@@ -322,18 +328,18 @@ class ResponsesShape:
         place = {"item_id": ident, "output_index": index}
         told = {"arguments": call.arguments, "name": call.name}
         self._items.append(item)
-        self._tell("response.output_item.added", output_index=index, item=begun)
-        self._tell("response.function_call_arguments.delta", **place, delta=call.arguments)
-        self._tell("response.function_call_arguments.done", **place, **told)
-        self._tell("response.output_item.done", output_index=index, item=item)
+        self._add_event("response.output_item.added", output_index=index, item=begun)
+        self._add_event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        self._add_event("response.function_call_arguments.done", **place, **told)
+        self._add_event("response.output_item.done", output_index=index, item=item)
 
     def _done(self, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of the complete response, which is kept for later requests."""
         status = "incomplete" if end.finish == "length" else "completed"
         if not self._items:  # the reply is empty
-            self._open()
+            self._begin_message()
         if self._place:
-            self._close(status)
+            self._end_message(status)
         if self._asked.store:
             new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
             self._kept.add(self._id, self._before, new)
@@ -348,10 +354,10 @@ class ResponsesShape:
         item = {"id": self._message_id, "type": "message", "role": "assistant"}
         return {**item, "status": status, "content": content}
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _add_event(self, kind: str, **fields: Any) -> None:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        self._told.append(event(numbered, kind))
+        self._told.append(server_sent_event(numbered, kind))
 
 
 def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:

@@ -28,7 +28,12 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import fingerprint, saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
-from sirchat.server.conversation import History, ServedConversation, first_words, shared_messages
+from sirchat.server.conversation import (
+    History,
+    ServedConversation,
+    count_shared_messages,
+    first_words,
+)
 
 MOST_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
 
@@ -90,7 +95,7 @@ class SavedConversation:
                 count = messages
             require(len(keys) == len(fields.roles) + 1)
         keys, roles = keys[: count + 1], tuple(fields.roles[:count])
-        file = _written(store.path)
+        file = _finished_future(store.path)
         return SavedConversation(fields.id, keys, roles, fields.settings, first_words(turns), file)
 
 
@@ -120,14 +125,14 @@ class SavedConversations:
         """The entry with this id; None if there is none, or if it is in memory."""
         return next((saved for saved in self.all if saved.id == ident), None)
 
-    def best(self, history: History, shared: int) -> SavedConversation | None:
-        """The entry that has read most of `history`, and more than `shared` messages of it.
+    def best_match(self, history: History, shared: int) -> SavedConversation | None:
+        """The entry whose conversation has read most messages of `history`, without undo.
 
-        Only conversations that can be continued without undo count.
+        None if no conversation has read more than `shared` messages of it.
         """
         best = None
         for saved in reversed(self.all):
-            count = shared_messages(saved.keys, saved.roles, history, 0)
+            count = count_shared_messages(saved.keys, saved.roles, history, 0)
             if count > shared:
                 best, shared = saved, count
         return best
@@ -161,8 +166,8 @@ class SavedConversations:
 
         self._writer.submit(write)
 
-    def put_away(self, conversation: ServedConversation) -> SavedConversation:
-        """Let the writing thread write a conversation that leaves memory; returns its entry."""
+    def move_to_disk(self, conversation: ServedConversation) -> SavedConversation:
+        """Let the writing thread save a conversation that leaves memory; returns its new entry."""
 
         def write() -> Path | None:
             self._write(conversation, with_kv=True)
@@ -172,8 +177,8 @@ class SavedConversations:
         self.all.append(saved)
         return saved
 
-    def give_up(self, conversation: ServedConversation) -> None:
-        """List a conversation that leaves memory as it was after its last finished turn."""
+    def keep_last_saved(self, conversation: ServedConversation) -> None:
+        """Give up the unsaved part of a conversation that leaves memory; its file stays listed."""
         if (saved := self._files.get(conversation)) is not None:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
@@ -221,7 +226,7 @@ class SavedConversations:
             else:
                 saving.update()
             path = self._folder / f"{saving.id}{SUFFIX}"
-            self._files[conversation] = SavedConversation.of(conversation, _written(path))
+            self._files[conversation] = SavedConversation.of(conversation, _finished_future(path))
             conversation.is_outdated = False
             if with_kv:
                 saving.save_kv()
@@ -265,7 +270,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
     }
 
 
-def _written(path: Path) -> Future[Path | None]:
+def _finished_future(path: Path) -> Future[Path | None]:
     file: Future[Path | None] = Future()
     file.set_result(path)
     return file

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from sirchat.server.requests import ChatMessage, ChatRequest, shallow
+from sirchat.server.requests import ChatMessage, ChatRequest, refuse_deep_nesting
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -53,8 +53,8 @@ class CallParser:
         self.calls: list[ToolCall] = []
 
     @property
-    def are_complete(self) -> bool:
-        """Whether the reply must end, because it has the only call that it may have."""
+    def has_ended(self) -> bool:
+        """Whether the reply must end: it has a call, and it may have only one."""
         return self._only_one and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -71,7 +71,7 @@ class CallParser:
     def rest(self) -> tuple[str, list[ToolCall]]:
         """The text and the calls that were held back, at the end of the reply."""
         before, left = len(self.calls), self._waiting
-        if self.are_complete:
+        if self.has_ended:
             self.is_cut = bool(left.strip())
             return "", []
         if left.startswith(OPEN):
@@ -84,7 +84,7 @@ class CallParser:
 
     def _next(self) -> str | None:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
-        if self.are_complete:
+        if self.has_ended:
             return None
         at = self._waiting.find(OPEN)
         if at > 0:
@@ -110,7 +110,7 @@ class CallParser:
         while left:
             try:
                 call, end = json.JSONDecoder().raw_decode(left)
-                shallow(call)
+                refuse_deep_nesting(call)
             except (ValueError, RecursionError):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
@@ -134,7 +134,7 @@ def call_id(number: int) -> str:
     return f"call{number:05}"
 
 
-def calls_in_reply(asked: ChatRequest) -> CallParser | None:
+def call_parser_for(asked: ChatRequest) -> CallParser | None:
     """A parser for calls in the reply to `asked`; None if the reply must not call tools."""
     if not asked.tools or asked.tool_choice == "none":
         return None
@@ -145,7 +145,7 @@ def calls_in_reply(asked: ChatRequest) -> CallParser | None:
     return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
 
 
-def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
+def role_text_pairs(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
     """Convert messages to pairs of role and text; successive results of tools become one message.
 
     The role is `user`, `assistant`, `tool` (results) or `calls` (a reply that calls tools). For
@@ -171,12 +171,12 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
 
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
     """A reply that calls tools as JSON, the same however a client writes blanks and arguments."""
-    written = [[call.id, call.name, _value(call.arguments)] for call in calls]
+    written = [[call.id, call.name, _parse_arguments(call.arguments)] for call in calls]
     key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
     return without_surrogates(key)
 
 
-def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
+def calls_from_key(key: str) -> tuple[str, list[dict[str, Any]]]:
     """Text and calls that `calls_key` has written, in the form that chat templates need."""
     text, calls = json.loads(key)
     return text, [
@@ -185,8 +185,8 @@ def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
-def results_of(text: str) -> list[dict[str, str]]:
-    """Results of tools, from JSON as `as_said` writes it, in the form that chat templates need."""
+def results_from_json(text: str) -> list[dict[str, str]]:
+    """Results of tools in the form for chat templates; `text` is JSON by `role_text_pairs`."""
     return [
         {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
         for ident, name, said in json.loads(text)
@@ -197,9 +197,9 @@ def _begins(text: str, opening: str) -> bool:
     return text.startswith(opening) or opening.startswith(text)
 
 
-def _value(arguments: str) -> Any:
+def _parse_arguments(arguments: str) -> Any:
     """The arguments of a call; the text itself if it is not valid JSON."""
     try:
-        return shallow(json.loads(arguments))
+        return refuse_deep_nesting(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments

@@ -21,7 +21,7 @@ from sirchat.chat.reasoning import thought
 from sirchat.chat.session import Session
 from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import policy_choices, short
+from sirchat.config.values import policy_choices, short_number
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.ui.attaching import attach_file, describe_size
@@ -339,7 +339,7 @@ class Commands:
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {short(session.profile.decay)}"
+            f"decay {short_number(session.profile.decay)}"
             + f"; {at_control} replies ended at a control token, which is not shown"
             * bool(at_control)
         )

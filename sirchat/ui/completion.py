@@ -15,7 +15,7 @@ from sirchat.chat.settings import options_of
 from sirchat.chat.summary import WAYS
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
-from sirchat.config.values import choices, policy_choices
+from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -135,7 +135,7 @@ class SlashCompleter(Completer):
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
-            yield from ((value, _value_help(setting, value)) for value in choices(setting))
+            yield from ((value, _value_help(setting, value)) for value in allowed_values(setting))
 
 
 def _saved_chats() -> Iterator[Selection]:

@@ -23,7 +23,7 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.words import is_mark, said, split_words
-from sirchat.config.values import short
+from sirchat.config.values import short_number
 from sirchat.ui.cells import StyledRun, cut, known_width_line, lay_out, line_of
 from sirchat.ui.tables import (
     NOTHING_HELD,
@@ -98,7 +98,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _headline(snapshot: Snapshot) -> str:
-    name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
+    name = " · ".join((snapshot.policy, f"decay {short_number(snapshot.decay)}", snapshot.model))
     return known_width_line(displayable_line(name))
 
 

@@ -14,7 +14,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
-from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
+from sirchat.config.values import allowed_in_words, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.policies import import_typed
@@ -147,7 +147,7 @@ class Switching:
         if name in Profile.model_fields:
             field = Profile.model_fields[name]
             value = as_typed(getattr(profile, name))
-            return f"{name} is {value}: {field.description} Allowed: {allowed(name)}."
+            return f"{name} is {value}: {field.description} Allowed: {allowed_in_words(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 

@@ -19,7 +19,7 @@ from command import run
 from saved_chats import SAYINGS, Chat
 from sirchat.chat.settings import build_cache_settings, build_sampling
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed, load_profile, show
+from sirchat.config.profile_files import changed_profile, load_profile, profile_as_yaml
 from sirchat.config.values import as_typed, parse_option, parse_value
 from sirchat.errors import SettingError, SirchatError, TranscriptError
 from sirchat.text.transcript import FORMATS, parse_transcript
@@ -50,14 +50,14 @@ def test_every_value_of_a_setting_is_taken_or_refused_in_one_line() -> None:
     def read(random: Random) -> None:
         key, text = random.choice(_KEYS), value(random)
         parse_option(text)
-        use(changed(Profile(), "--set", **{key: parse_value(key, text)}))
+        use(changed_profile(Profile(), "--set", **{key: parse_value(key, text)}))
 
     attack(read, 1500)
 
 
 @pytest.mark.slow
 def test_every_profile_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
-    path, whole = tmp_path / "odd.yaml", show(Profile()).encode()
+    path, whole = tmp_path / "odd.yaml", profile_as_yaml(Profile()).encode()
 
     def read(random: Random) -> None:
         if random.random() < 0.4:
@@ -70,14 +70,14 @@ def test_every_profile_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
             data = "\n".join(lines).encode("utf-8", "surrogatepass")
         path.write_bytes(data)
         values = load_profile(str(path))
-        use(changed(Profile(), "odd", **values))
+        use(changed_profile(Profile(), "odd", **values))
 
     attack(read, 400)
 
 
 def test_an_error_shows_no_control_character_of_a_value() -> None:
     with pytest.raises(SettingError, match=r"\\u009b2J\\u007f") as caught:
-        changed(Profile(), "--set", positions="\x9b2J\x7f")
+        changed_profile(Profile(), "--set", positions="\x9b2J\x7f")
     refuse_odd_display(str(caught.value))
 
 

@@ -12,13 +12,13 @@ from chatting import tiny
 from command import run
 from sirchat.chat.model_defaults import SOUND, with_model_defaults
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import Layer, merged
+from sirchat.config.profile_files import Layer, merge_layers
 from sirchat.models.model import LoadedModel
 
 
 def profile(**values: object) -> Profile:
     """A profile in which these settings are set, and no others."""
-    return merged([Layer(values, str)])
+    return merge_layers([Layer(values, str)])
 
 
 @pytest.fixture

@@ -150,9 +150,9 @@ def ended(program: str) -> tuple[int, str, str]:
     begin = """
 import os, signal, sys, time
 from contextlib import suppress
-from sirchat.cli.signals import end_in_order
+from sirchat.cli.signals import install_exit_handlers
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-end_in_order()
+install_exit_handlers()
 """
     done = subprocess.run(
         [sys.executable, "-c", begin + program], capture_output=True, text=True, timeout=60

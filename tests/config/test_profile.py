@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from sirchat import paths
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import (
-    changed,
+    changed_profile,
     init_profile,
     list_profiles,
     load_profile,
+    profile_as_yaml,
     profile_path,
     resolve,
-    show,
 )
 from sirchat.config.values import parse_value, policy_choices
 from sirchat.errors import SettingError
@@ -156,7 +156,7 @@ def test_each_source_is_named_as_the_user_knows_it() -> None:
     with pytest.raises(SettingError, match=r"^SIRCHAT_DECAY: decay can't be 3; it must be"):
         resolve(None, {}, {"SIRCHAT_DECAY": "3"})
     with pytest.raises(SettingError, match=r"^/decay: decay can't be 3; it must be"):
-        changed(Profile(), "/decay", decay=3)
+        changed_profile(Profile(), "/decay", decay=3)
 
 
 def test_an_int_is_accepted_as_a_float() -> None:
@@ -178,13 +178,13 @@ def test_settings_must_fit_the_budget_and_the_last_one_set_is_blamed() -> None:
         resolve("small", {"sinks": 49}, {})
     assert resolve("small", {"sinks": 48}, {}).sinks == 48
     with pytest.raises(SettingError, match=r"^/budget: budget can't be 31; recent \(32\) must"):
-        changed(Profile(), "/budget", budget=31)
-    assert changed(Profile(), "/budget", budget=32).budget == 32
+        changed_profile(Profile(), "/budget", budget=31)
+    assert changed_profile(Profile(), "/budget", budget=32).budget == 32
 
 
 def test_a_live_change_makes_a_checked_copy() -> None:
     before = Profile()
-    assert changed(before, "/budget", budget=512).budget == 512
+    assert changed_profile(before, "/budget", budget=512).budget == 512
     assert before.budget == 1024
     with pytest.raises(ValidationError):
         before.budget = 3
@@ -193,8 +193,10 @@ def test_a_live_change_makes_a_checked_copy() -> None:
 def test_another_policy_drops_the_options_of_the_old_one() -> None:
     reservoir = resolve("reservoir", {}, {})
     assert reservoir.policy_options == {"sample": 192}
-    assert changed(reservoir, "/policy", policy="reservoir").policy_options == {"sample": 192}
-    assert changed(reservoir, "/policy", policy="entropy").policy_options == {}
+    assert changed_profile(reservoir, "/policy", policy="reservoir").policy_options == {
+        "sample": 192
+    }
+    assert changed_profile(reservoir, "/policy", policy="entropy").policy_options == {}
     assert resolve("reservoir", {"policy": "sink"}, {}).policy_options == {}
 
 
@@ -298,12 +300,12 @@ def test_sirllm_profiles_have_the_papers_values(name: str, budget: int, decay: f
 @one_folder
 def test_what_is_shown_reads_back_as_the_same_profile(model: str, system: str | None) -> None:
     profile = Profile(model=model, system=system, decay=1e-7, policy_options={"1e3": "no"})
-    write("shown", show(profile))
+    write("shown", profile_as_yaml(profile))
     assert resolve("shown", {}, {}) == profile
 
 
 def test_every_setting_is_described_where_it_is_shown() -> None:
-    shown = show(Profile()).splitlines()
+    shown = profile_as_yaml(Profile()).splitlines()
     for key in Profile.model_fields:
         comment = shown[[line.split(":")[0] for line in shown].index(key) - 1]
         assert comment.startswith("# ")

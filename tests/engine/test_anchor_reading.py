@@ -25,7 +25,7 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
-from sirchat.lab.training.masks import block_mask, position_in_document, visible
+from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
@@ -48,7 +48,7 @@ FAMILIES = {  # tokens that are read; windows count held rows, so these texts st
 
 @given(st.lists(st.booleans(), min_size=1, max_size=24))
 def test_the_mask_is_equation_4_entry_by_entry(is_anchor: list[bool]) -> None:
-    found = visible(torch.tensor([is_anchor]))[0, 0]
+    found = anchor_mask(torch.tensor([is_anchor]))[0, 0]
     sequence = [sum(is_anchor[:i]) for i in range(len(is_anchor))]
     for i in range(len(is_anchor)):
         for j in range(len(is_anchor)):
@@ -65,7 +65,7 @@ def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
     lots = torch.Generator().manual_seed(0)
     is_anchor = torch.rand(2, 300, generator=lots) < 0.1
     document = (torch.rand(2, 300, generator=lots) < 0.02).long().cumsum(1)
-    dense = visible(is_anchor, document, sinks=sinks)
+    dense = anchor_mask(is_anchor, document, sinks=sinks)
     made = block_mask(is_anchor, document, sinks=sinks)
     assert made.shape == (2, 1, 300, 300)
     at = torch.arange(300)
@@ -80,7 +80,7 @@ def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
     is_anchor, is_kept, begins = (data.draw(bits) for _ in range(3))
     sinks = data.draw(st.integers(0, 3))
     document = np.cumsum(begins).tolist()
-    found = visible(
+    found = anchor_mask(
         torch.tensor([is_anchor]), torch.tensor([document]), torch.tensor([is_kept]), sinks=sinks
     )[0, 0]
     places = position_in_document(torch.tensor([document]))[0].tolist()
@@ -136,7 +136,7 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int)
             pass
         start = end
     anchors = torch.tensor([[is_anchor(one) for one in ids]])
-    mask = visible(anchors, sinks=sinks)[0, 0]
+    mask = anchor_mask(anchors, sinks=sinks)[0, 0]
     with torch.inference_mode():
         logits = model.module(
             input_ids=torch.tensor([ids]),

@@ -18,7 +18,7 @@ from chatting import session
 from families import HELD, loaded
 from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, RecallSettings, TurnRef
@@ -342,7 +342,7 @@ def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_th
     model = loaded("falcon")
     for changes, instead in (({"policy": "attention"}, "entropy"), ({"attention": "on"}, "auto")):
         with pytest.raises(SettingError, match="does not expose its attention") as error:
-            check_policy(changed(Profile(), "flag", **changes), model, "--policy")
+            check_policy(changed_profile(Profile(), "flag", **changes), model, "--policy")
         assert instead in str(error.value)
     check_policy(Profile(policy="entropy"), model, "--policy")
     engine = Engine(model, memory(Entropy(recent=8)))

@@ -8,7 +8,7 @@ import torch
 from families import loaded
 from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError
@@ -54,7 +54,7 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("policy", ["knorm", "keydiff", "vase"])
 def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
-    profile = changed(Profile(), "flag", policy=policy)
+    profile = changed_profile(Profile(), "flag", policy=policy)
     check_policy(profile, loaded("llama"), "policy")
     with pytest.raises(SettingError, match="compressed keys"):
         check_policy(profile, loaded("deepseek-mla"), "policy")
@@ -62,7 +62,7 @@ def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
 
 def test_h2o_is_refused_there_only_with_the_values() -> None:
     model = loaded("deepseek-mla")
-    check_policy(changed(Profile(), "flag", policy="h2o"), model, "policy")
-    profile = changed(Profile(), "flag", policy="h2o", policy_options={"values": True})
+    check_policy(changed_profile(Profile(), "flag", policy="h2o"), model, "policy")
+    profile = changed_profile(Profile(), "flag", policy="h2o", policy_options={"values": True})
     with pytest.raises(SettingError, match="compressed keys"):
         check_policy(profile, model, "policy")

@@ -15,7 +15,7 @@ from families import loaded
 from scorers import predicted, random_scorer
 from sirchat.chat.settings import check_policy, switched
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError
@@ -96,7 +96,7 @@ def test_the_rows_of_highest_predicted_score_stay() -> None:
 
 def test_the_policy_is_refused_in_one_line_with_the_command_that_trains_a_scorer() -> None:
     model = replace(tiny(), scorer=Scorer())
-    wanted = changed(Profile(), "flag", policy="learned")
+    wanted = changed_profile(Profile(), "flag", policy="learned")
     with pytest.raises(SettingError) as error:
         check_policy(wanted, model, "--policy")
     text = (

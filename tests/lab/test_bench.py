@@ -182,7 +182,7 @@ def test_sirllms_code_evicts_and_decays_before_each_turn(endless: str, tmp_path:
     model = bench_model(endless, "cpu", "float32")
     with SirLLM(warm_program(tmp_path / "python")) as code:
         code.load(model, held=20)
-        blocks = code.reading(model, BenchOptions(cache=16, rounds=2))
+        blocks = code.time_reading(model, BenchOptions(cache=16, rounds=2))
         assert next(blocks) > 0
     ids = some_ids(model, 16)
     assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [

@@ -11,7 +11,7 @@ from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
 from sirchat.chat.settings import check_recall
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 
 BY_WORDS = ["bm25", "hybrid", "words"]
@@ -177,10 +177,10 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
 )
 def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        changed(Profile(), "/set", **settings)
+        changed_profile(Profile(), "/set", **settings)
 
 
 @pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
 @pytest.mark.parametrize("retriever", BY_WORDS)
 def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
-    check_recall(changed(Profile(), "flag", recall=retriever), loaded(family), "--recall")
+    check_recall(changed_profile(Profile(), "flag", recall=retriever), loaded(family), "--recall")

@@ -15,7 +15,7 @@ from recall_rounds import find, memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 
@@ -43,7 +43,7 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
 def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> None:
     model = loaded(family)
     with pytest.raises(SettingError, match="recall can't be 'attention'") as error:
-        check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
+        check_recall(changed_profile(Profile(), "flag", recall="attention"), model, "--recall")
     assert "mips" in str(error.value)
     engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)
     assert engine.residency.recalled

@@ -26,8 +26,8 @@ from families import loaded
 from recall_rounds import as_if_at_zero
 from sirchat.chat.events import Recalled
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
-from sirchat.config.values import allowed
+from sirchat.config.profile_files import changed_profile
+from sirchat.config.values import allowed_in_words
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import Retrieval, cells
 from sirchat.memory.archive import Archive
@@ -209,9 +209,9 @@ def my_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     """Settings, their checks and their help, a chat and the studies know it by its file alone."""
-    assert my_newest in allowed("recall")
+    assert my_newest in allowed_in_words("recall")
     with pytest.raises(SettingError, match="recall my-newest requires recall_query=turn"):
-        changed(Profile(), "/set", recall=my_newest, recall_query="recent")
+        changed_profile(Profile(), "/set", recall=my_newest, recall_query="recent")
     rows = {cell.row for cell in cells(Retrieval(Profile(), retrievers=(my_newest,)))}
     assert f"{my_newest}, span 2" in rows
     assert not any("surprisal" in row for row in rows)

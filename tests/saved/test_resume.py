@@ -10,7 +10,7 @@ import pytest
 
 from command import run
 from saved_chats import SAYINGS, Chat, saved
-from sirchat.cli.app import _with_defaults
+from sirchat.cli.app import _translate_arguments
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import input_history
 from terminal import Terminal
@@ -87,11 +87,11 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(
 
 
 def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
-    assert _with_defaults(["--resume"]) == ["--resume=last"]
-    assert _with_defaults(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
-    assert _with_defaults(["--resume", "x"]) == ["--resume", "x"]
-    assert _with_defaults(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
-    assert _with_defaults([]) == []
+    assert _translate_arguments(["--resume"]) == ["--resume=last"]
+    assert _translate_arguments(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _translate_arguments(["--resume", "x"]) == ["--resume", "x"]
+    assert _translate_arguments(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _translate_arguments([]) == []
 
 
 @pytest.mark.slow

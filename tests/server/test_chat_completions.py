@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chatting import babbler, session, tiny
 from serving import Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
-from sirchat.server.app import names_of
+from sirchat.server.app import model_names
 from sirchat.server.conversation import History
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import ReplyOptions, ReplyText, StopStrings, generate_reply
@@ -143,8 +143,8 @@ def test_fields_that_change_nothing_are_accepted(server: Served) -> None:
 
 
 def test_the_model_has_its_name_and_one_without_folders(server: Served) -> None:
-    assert names_of("/models/a/b.gguf") == ("/models/a/b.gguf", "b.gguf")
-    assert names_of("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    assert model_names("/models/a/b.gguf") == ("/models/a/b.gguf", "b.gguf")
+    assert model_names("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
     assert [entry["id"] for entry in server.client.get("/v1/models").json()["data"]] == ["tiny"]
     response = server.post(ASKED, model="gpt-4o")
     assert response.status_code == 404
@@ -263,7 +263,7 @@ def test_what_was_said_when_the_client_left_is_kept() -> None:
     text = "".join(pieces)
     assert 0 < len(text) < len(told([user("My name is Anna.")]))
     longer = [("user", "My name is Anna."), ("assistant", text), ("user", NAME)]
-    assert conversation.fork(History.of(None, longer)) == 2
+    assert conversation.count_shared(History.of(None, longer)) == 2
 
 
 def test_a_message_that_was_being_read_when_the_client_left_is_taken_back() -> None:

@@ -19,7 +19,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.server import cluster
 from sirchat.server.app import Limits
-from sirchat.server.cluster import Replica, Router, conversation_key, owner
+from sirchat.server.cluster import Replica, Router, conversation_key, replica_of
 
 NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 ASKED = "What is my name?"
@@ -168,7 +168,7 @@ def test_how_a_conversation_begins_is_its_key_in_each_shape() -> None:
 
 def test_a_further_replica_takes_its_share_of_the_conversations_and_no_other_moves() -> None:
     keys = [conversation_key({"prompt": str(number)}) for number in range(600)]
-    before, after = ([owner(key, count) for key in keys] for count in (2, 3))
+    before, after = ([replica_of(key, count) for key in keys] for count in (2, 3))
     assert all(new in (old, 2) for old, new in zip(before, after, strict=True))
     assert all(150 < after.count(number) < 250 for number in range(3))
 

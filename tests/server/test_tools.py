@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer, tiny
 from serving import Served, assistant, cached, refusal, served, system, told, user
 from sirchat.models.model import wrap_model
-from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
+from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key
 from sirchat.text.other_templates import ToolTemplate
 from template_shapes import WEATHER, script, tool_tiny, tool_tokenizer
 
@@ -150,7 +150,7 @@ def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatc
 
 def test_arguments_that_are_nested_deeply_are_text() -> None:
     deep = '{"a":' * 100 + "1" + "}" * 100
-    _, (call,) = calls_of(calls_key("", [ToolCall("a", "weather", deep)]))
+    _, (call,) = calls_from_key(calls_key("", [ToolCall("a", "weather", deep)]))
     assert call["function"]["arguments"] == deep
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.input.vt100 import Vt100Input
 
-from sirchat.cli.chat import meanwhile
+from sirchat.cli.chat import show_while_importing
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal, program
@@ -181,7 +181,7 @@ def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
     terminal = Pressed()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(KeyboardInterrupt), meanwhile("loading tiny"):
+    with pytest.raises(KeyboardInterrupt), show_while_importing("loading tiny"):
         pass
     assert terminal.getvalue() == "loading tiny\r\x1b[2K"
 

@@ -23,7 +23,7 @@ from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.lab.bench.peers import DECAY, LlamaCpp, SirLLM, turns
-from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
@@ -49,7 +49,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
     def end(self) -> None: ...
 
 
-def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+def static_cache_times(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time transformers' generation with a static cache; yields seconds per token, forever."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -100,7 +100,9 @@ def repeated_blocks(
 
     while True:
         guesses = PromptLookup() if lookup else None
-        yield timed(partial(_generate, engine, sampler, len(text), guesses), model) / len(text)
+        yield measure_seconds(partial(_generate, engine, sampler, len(text), guesses), model) / len(
+            text
+        )
 
 
 class _Reciting(Sampler):
@@ -145,7 +147,7 @@ def reading_bytes(size: int, model: LoadedModel, options: BenchOptions) -> Itera
             torch.mv(matrix, vector)
 
     while True:
-        yield timed(block, model) / options.block
+        yield measure_seconds(block, model) / options.block
 
 
 _ARCHIVE = 2**30  # the archive's default limit in bytes
@@ -167,7 +169,7 @@ def bench_decode(
     ours, prefill = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
     yield compare(f"decode{other}", ours, lambda: _bare(plain, options), options)
     static = "decode against generate with a static cache"
-    yield compare(static, ours, lambda: static_blocks(plain, options), options)
+    yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
     step = model.decode_step
     if step is not None and step.compiled is not None:
@@ -184,14 +186,14 @@ def bench_decode(
     budgets = f"prefill under a budget of {small.cache:,} against one of {options.cache:,}"
     yield compare(budgets, lambda: _our_prefill(model, small, options.cache), prefill, options)
     if peer is not None:
-        decoding = partial(peer.decoding, model, options)
+        decoding = partial(peer.time_decoding, model, options)
         measured = compare("decode against llama.cpp", ours, decoding, options)
         yield replace(measured, note=peer.note)
-        reading = partial(peer.reading, some_ids(model, options.cache))
+        reading = partial(peer.time_reading, some_ids(model, options.cache))
         yield compare("prefill against llama.cpp", prefill, reading, options)
     if sirllm is not None:
         name = "reading turns under a full budget, against SirLLM's code"
-        theirs = partial(sirllm.reading, plain, options)
+        theirs = partial(sirllm.time_reading, plain, options)
         yield compare(name, partial(_our_turns, model, options), theirs, options)
     without = partial(ours, archive=0)
     yield compare("decode with an archive against decode without", ours, without, options)
@@ -257,7 +259,7 @@ def generated_blocks(
     while engine.resident < options.cache:
         _generate(engine, sampler, 1)
     while True:
-        yield timed(block, model) / options.block
+        yield measure_seconds(block, model) / options.block
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
@@ -278,7 +280,7 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
                     logits = model.module(input_ids=ids, **argument).logits
                     token = int(logits[0, -1].argmax())
 
-        yield timed(block, model) / options.block
+        yield measure_seconds(block, model) / options.block
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
@@ -286,7 +288,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
-        yield timed(partial(_prefill, engine, ids), model) / len(ids)
+        yield measure_seconds(partial(_prefill, engine, ids), model) / len(ids)
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
@@ -301,7 +303,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
     read(2 * options.cache)
     while True:
-        yield timed(partial(read, options.block), model) / options.block
+        yield measure_seconds(partial(read, options.block), model) / options.block
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
@@ -314,7 +316,7 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
             with torch.inference_mode():
                 model.module(input_ids=prompt, logits_to_keep=1, **argument)
 
-        yield timed(block, model) / options.cache
+        yield measure_seconds(block, model) / options.cache
 
 
 def reply_times(
@@ -327,8 +329,8 @@ def reply_times(
         _prefill(engine, ids)
         _generate(engine, Sampler(Sampling()), 1)
 
-    first = timed(block, model)
-    rest = timed(partial(_generate, engine, Sampler(Sampling()), length), model)
+    first = measure_seconds(block, model)
+    rest = measure_seconds(partial(_generate, engine, Sampler(Sampling()), length), model)
     return first, rest / max(1, length)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.decode import bench_decode
 from sirchat.lab.bench.peers import peer_for
-from sirchat.lab.bench.ratio import BenchOptions, bench_model, bench_record, unpacked
+from sirchat.lab.bench.ratio import BenchOptions, bench_model, bench_record, load_unpacked
 from sirchat.lab.bench.recall import bench_recall
 from sirchat.lab.bench.record import machine
 from sirchat.lab.bench.report import start_record
@@ -31,7 +31,7 @@ def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> di
     with peer_for(profile.model, llama_cpp, options.cache) as peer:
         model = bench_model(profile.model)
         use_compiled(model, profile.compile)
-        bare = unpacked(model, profile)
+        bare = load_unpacked(model, profile)
         speeds = list(bench_decode(model, options, bare=bare, peer=peer))
     searches = list(bench_recall(model, options, [_ARCHIVED], _RETRIEVERS))
     return {

@@ -118,14 +118,14 @@ class LlamaCpp(Worker):
             hint=f"{python} -m pip install llama-cpp-python",
         )
 
-    def again(self) -> LlamaCpp:
+    def restarted(self) -> LlamaCpp:
         """Start a new process of llama.cpp with the same model, and return it.
 
         The model is loaded in the way that worked in this process.
         """
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
-    def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    def time_decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         """Time how llama.cpp decodes a block of tokens; yields seconds per token, forever."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
@@ -133,7 +133,7 @@ class LlamaCpp(Worker):
             self.ask("read", start)
             yield self.ask("decode", block) / options.block
 
-    def reading(self, ids: Sequence[int]) -> Iterator[float]:
+    def time_reading(self, ids: Sequence[int]) -> Iterator[float]:
         """Time how llama.cpp reads `ids` into an empty cache; yields seconds per token, forever."""
         while True:
             yield self.ask("read", list(ids)) / len(ids)
@@ -202,7 +202,7 @@ class SirLLM(Worker):
                 "where FOLDER is SirLLM's code",
             ) from None
 
-    def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    def time_reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         """Time how SirLLM's code reads turns into a full cache; yields seconds per token, forever.
 
         The method `load` must have been called before.

@@ -118,7 +118,7 @@ def some_ids(model: LoadedModel, count: int) -> list[int]:
     return ids
 
 
-def timed(block: Callable[[], None], model: LoadedModel) -> float:
+def measure_seconds(block: Callable[[], None], model: LoadedModel) -> float:
     """Call `block`, and return the seconds until the call and the model's device have finished."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def bench_model(
     return wrap_model(f"{name} (random weights)", module, None)
 
 
-def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
+def load_unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
     """Load the profile's model in float32 as a module of transformers, for the plain loop."""
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:

@@ -19,7 +19,7 @@ from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.engine.types import EngineState
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
@@ -44,7 +44,7 @@ def bench_recall(
     """
     if model.tokenizer is None:
         raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
-    profile = changed(
+    profile = changed_profile(
         Profile(),
         "bench",
         budget=options.cache,

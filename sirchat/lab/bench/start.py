@@ -111,7 +111,7 @@ def _ours(arguments: Sequence[str], long: int) -> StartFigures:
 
 def _other(peer: LlamaCpp, long: int) -> StartFigures:
     begun = time.perf_counter()
-    with peer.again() as fresh:
+    with peer.restarted() as fresh:
         fresh.ask("read", list(range(10, 10 + SHORT)))
         first = time.perf_counter() - begun
         resident, peak = int(fresh.ask("resident")), int(fresh.ask("peak"))

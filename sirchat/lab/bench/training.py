@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, some_ids, timed
-from sirchat.lab.training.masks import block_mask, visible
+from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
+from sirchat.lab.training.masks import anchor_mask, block_mask
 from sirchat.models.model import LoadedModel
 
 Mask = Literal["none", "dense", "blocks"]
@@ -51,7 +51,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
     def step() -> None:
         seen = None
         if mask == "dense":
-            seen = visible(is_anchor, sinks=1)
+            seen = anchor_mask(is_anchor, sinks=1)
         elif mask == "blocks":
             seen = block_mask(is_anchor, torch.zeros_like(ids), sinks=1)
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -63,7 +63,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
     while True:
         module.set_attn_implementation("flex_attention" if mask == "blocks" else "sdpa")
-        yield timed(step, model) / tokens
+        yield measure_seconds(step, model) / tokens
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:

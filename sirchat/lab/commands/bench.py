@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sirchat.cli.flags import Debug, misplaced_flag
+from sirchat.cli.flags import Debug, misplaced_flag_error
 from sirchat.config.profile import Profile, parse_size
-from sirchat.config.profile_files import changed, resolve
+from sirchat.config.profile_files import changed_profile, resolve
 from sirchat.errors import UsageError
 from sirchat.lab.commands.study_flags import Json, whole_numbers
 
@@ -127,7 +127,7 @@ def bench(
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
         if name != "debug" and source is not None and source.name == "COMMANDLINE":
-            raise misplaced_flag(f"--{name}", context.invoked_subcommand)
+            raise misplaced_flag_error(f"--{name}", context.invoked_subcommand)
 
 
 @bench_app.command()
@@ -165,7 +165,7 @@ def decode(
     profile = _profile(model, device, dtype, quantize=quantize, compile=compile)
     from sirchat.lab.bench.decode import bench_decode
     from sirchat.lab.bench.peers import peer_for, sirllm_by
-    from sirchat.lab.bench.ratio import BenchOptions, unpacked
+    from sirchat.lab.bench.ratio import BenchOptions, load_unpacked
     from sirchat.models.compiling import use_compiled
     from sirchat.models.devices import use_threads
 
@@ -174,7 +174,7 @@ def decode(
     with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
         loaded = _load(profile)
         use_compiled(loaded, profile.compile)
-        bare = unpacked(loaded, profile)
+        bare = load_unpacked(loaded, profile)
         _measure(partial(bench_decode, bare=bare, peer=peer, sirllm=code), options, loaded, json)
 
 
@@ -310,7 +310,9 @@ def recall(
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.recall import bench_recall
 
-    names = [changed(profile, "--retrievers", recall=one).recall for one in retrievers.split(",")]
+    names = [
+        changed_profile(profile, "--retrievers", recall=one).recall for one in retrievers.split(",")
+    ]
     measure = partial(bench_recall, sizes=sizes, retrievers=names)
     _measure(measure, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
 
@@ -407,7 +409,7 @@ def make_model(
 def _profile(model: str, device: str = "auto", dtype: str = "auto", **more: str) -> Profile:
     profile = resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
     for name, value in more.items():
-        profile = changed(profile, f"--{name.replace('_', '-')}", **{name: value})
+        profile = changed_profile(profile, f"--{name.replace('_', '-')}", **{name: value})
     return profile
 
 

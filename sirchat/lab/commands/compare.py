@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import Debug, Trust, load, profile_of, with_settings
+from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.study_flags import (
@@ -73,7 +73,7 @@ def compare(
     shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
     shown.
     """
-    profile = repeatable(profile_of(flags))
+    profile = repeatable(profile_from_flags(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)
     if html is not None:
@@ -135,7 +135,7 @@ def _settings(
     decays = as_typed(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
         for value in values.split(","):  # checked one by one, so that the error names the flag
-            changed(profile, flag, **{key: parse_value(key, value)})
+            changed_profile(profile, flag, **{key: parse_value(key, value)})
     return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
 
 

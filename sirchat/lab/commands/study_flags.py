@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from sirchat.cli.flags import Debug, Trust, load, profile_of, with_settings
+from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import import_typed, policy_class
@@ -103,7 +103,7 @@ def study(
         def command(flags: dict[str, Any], **values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON}
             cells = {key: values.pop(key) for key in grid}
-            profile = repeatable(profile_of(flags))
+            profile = repeatable(profile_from_flags(flags))
             compared = _compared(profile, **cells) if grid else {"profile": profile}
             options = {key: _parsed(one, values[key]) for key, one in flags_of_study.items()}
             made = _maker(of)(**compared, **options, **fixed)
@@ -149,7 +149,7 @@ def settings_of(
     settings: list[Profile] = []
     for values in product(*(axes | swept).values()):
         given = dict(zip(axes | swept, values, strict=True))
-        setting = changed(profile, "eval", **_settings_used(given, profile.policy_options))
+        setting = changed_profile(profile, "eval", **_settings_used(given, profile.policy_options))
         if setting not in settings:
             settings.append(setting)
     if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:

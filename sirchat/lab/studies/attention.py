@@ -25,7 +25,7 @@ from sirchat.lab.studies.study import NumberedStudy, RunUnit, fields_of
 from sirchat.lab.synthetic.dialogue import Dialogue, dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS
 from sirchat.lab.synthetic.rounds import Message, Style
-from sirchat.lab.training.masks import visible
+from sirchat.lab.training.masks import anchor_mask
 from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal
@@ -280,7 +280,7 @@ def _read_rounds(model: LoadedModel, rounds: list[tuple[Message, Message]], targ
     with eager_attention(model.module) as module:
         out = module(
             input_ids=torch.tensor([ids], device=model.device),
-            attention_mask=model.mask(visible(is_anchor, sinks=sinks)[0, 0]),
+            attention_mask=model.mask(anchor_mask(is_anchor, sinks=sinks)[0, 0]),
             use_cache=False,
             output_attentions=True,
         )

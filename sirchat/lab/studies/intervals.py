@@ -17,7 +17,7 @@ from sirchat.lab.studies.report import Estimate
 _Z = 1.959964  # 95 %
 
 
-def wilson(right: int, total: int) -> tuple[float, float]:
+def wilson_interval(right: int, total: int) -> tuple[float, float]:
     """Wilson's 95 % score interval (low, high) of the share `right / total`.
 
     The interval is (0, 1) if `total` is 0.
@@ -86,11 +86,11 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
     values = np.concatenate(clusters) if clusters else np.empty(0)
     if len(values) < 2:
         return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf)
-    low, high = np.quantile(_drawn_twice(clusters), [0.025, 0.975])
+    low, high = np.quantile(_hierarchical_sample_means(clusters), [0.025, 0.975])
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+def _hierarchical_sample_means(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """The means [RESAMPLES] of all samples of the hierarchical bootstrap."""
     rng = np.random.default_rng(0)
     sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)

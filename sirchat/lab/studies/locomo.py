@@ -25,7 +25,7 @@ import numpy as np
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.lab.studies.intervals import hierarchical_mean
 from sirchat.lab.studies.long_talk import (
@@ -57,7 +57,9 @@ class ReadTalk:
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
         """Ask a question, score the answer, and undo the turn."""
-        text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
+        text, options = question_and_options(
+            question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}")
+        )
         session, evidence = self.session, self.evidence(question)
         found: Record = {"number": question.number, "category": question.category}
         for event in session.ask(text):
@@ -77,7 +79,7 @@ class ReadTalk:
         )
         return found
 
-    def brought_back(
+    def measure_restored_evidence(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
         """Measure how much of the evidence that is not held each retriever would restore."""
@@ -91,9 +93,9 @@ class ReadTalk:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
                 missing = [one for one in missing if len(one)]
                 if missing and question.category != ADVERSARIAL:
-                    ranked = ranked_by_recall(session, asked(question)[0])
+                    ranked = ranked_by_recall(session, question_and_options(question)[0])
                     found.setdefault(question.number, {})[retriever] = {
-                        str(n): _came_back(missing, ranked[:n]) for n in counts
+                        str(n): _restored_shares(missing, ranked[:n]) for n in counts
                     }
         switch(session, budget=own.budget, recall=own.recall, recall_n=own.recall_n)
         return found
@@ -106,7 +108,9 @@ class ReadTalk:
         return reply
 
 
-def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
+def question_and_options(
+    question: TalkQuestion, rng: Random | None = None
+) -> tuple[str, tuple[str, str]]:
     """The user turn that asks a question, and the options that an adversarial one lists."""
     options = (NOT_MENTIONED, question.adversarial)
     if rng is not None and rng.random() < 0.5:
@@ -140,7 +144,7 @@ def _share(parts: Sequence[Positions], present: Positions) -> float | None:
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
 
 
-def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
+def _restored_shares(missing: Sequence[Positions], chosen: Positions) -> Record:
     halves = [np.isin(one, chosen).mean() >= 0.5 for one in missing]
     return {"share": _share(missing, chosen), "any": float(any(halves)), "all": float(all(halves))}
 
@@ -244,7 +248,7 @@ class Locomo(Grid):
                     "with commas"
                 )
         for retriever in self.retrievers:
-            changed(self.settings[0], "--retrievers", recall=retriever)
+            changed_profile(self.settings[0], "--retrievers", recall=retriever)
         for setting in self.settings if self.retrievers else ():
             most, bounded = setting.budget - setting.sinks, policy_class(setting.policy).bounded
             if bounded and not 1 <= max(self.counts, default=0) <= most:
@@ -299,7 +303,9 @@ class Locomo(Grid):
         questions, generate = self.questions(one.talk), self.reply_tokens > 0
         answers = [one.answer(each, self.seed, generate=generate) for each in questions]
         retrievers = self.retrievers if bounded else ()
-        back = one.brought_back(questions, retrievers, self.counts) if retrievers else {}
+        back = (
+            one.measure_restored_evidence(questions, retrievers, self.counts) if retrievers else {}
+        )
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -384,7 +390,7 @@ def tables_of(
             for name in ("nats a token", "token F1", "evidence held")
             if name in columns
         ),
-        *((_back(findings, retrievers, counts),) if retrievers else ()),
+        *((_restored_evidence_table(findings, retrievers, counts),) if retrievers else ()),
     )
 
 
@@ -441,7 +447,7 @@ def _differences(
         if any(others):  # false if only row 0 matches, which has its column already
             columns[f"less {policy}"] = others
     rows: list[tuple[Value, ...]] = [
-        (one.name, *(_less(values, at, others[at]) for others in columns.values()))
+        (one.name, *(_mean_difference(values, at, others[at]) for others in columns.values()))
         for at, one in enumerate(findings)
     ]
     return Table(name, ("setting", *columns), tuple(rows))
@@ -455,7 +461,7 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
     return None
 
 
-def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
+def _mean_difference(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
     """The mean, over questions, of the values in row `at` minus the values in row `other`."""
     if other is None or other == at:
         return None
@@ -479,7 +485,9 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
     return Table(name, ("setting", *columns), tuple(rows), digits=2)
 
 
-def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
+def _restored_evidence_table(
+    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
+) -> Table:
     """A table of the missing evidence that is restored, for each setting and retriever."""
 
     def of(retriever: str, n: int, key: str) -> Measured:

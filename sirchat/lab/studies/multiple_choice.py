@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import get_args
 
 from sirchat.chat.session import Session
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, paper_tables, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
@@ -67,7 +67,7 @@ class MultipleChoice(Grid):
         """The first `limit` conversations of the task, each a list of questions."""
         generate, load, files = _SOURCES[self.task]
         if self.data is not None:
-            found = load(sirllm_files.require(self.data, files))[: self.limit]
+            found = load(sirllm_files.require_file(self.data, files))[: self.limit]
         else:
             found = [generate(self.seed, number) for number in range(self.limit)]
         if self.scoring == "text":
@@ -76,7 +76,7 @@ class MultipleChoice(Grid):
 
     def cells(self) -> list[Cell]:
         """The rows of the table: one for each setting, then one for each number of shots."""
-        full = changed(self.settings[0], self.name, policy="full")
+        full = changed_profile(self.settings[0], self.name, policy="full")
         return super().cells() + [
             Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
         ]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
@@ -146,6 +146,6 @@ def without_each(setting: Profile) -> Sequence[Profile]:
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [
-        changed(setting, "ablation", policy_options=setting.policy_options | {name: False})
+        changed_profile(setting, "ablation", policy_options=setting.policy_options | {name: False})
         for name in switches
     ]

@@ -24,7 +24,7 @@ from rich.table import Table as RichTable
 from sirchat import __version__
 from sirchat.chat.settings import has_effect
 from sirchat.config.profile import Profile
-from sirchat.config.values import as_typed, short
+from sirchat.config.values import as_typed, short_number
 from sirchat.memory.policies import policy_class
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
@@ -130,7 +130,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
     if policy.bounded:
         parts.append(str(setting.budget))
     if setting.decay != 1:
-        parts.append(f"decay {short(setting.decay)}")
+        parts.append(f"decay {short_number(setting.decay)}")
     if policy.bounded:
         named = [key for key in differ if has_effect(setting, key)]
         parts += [f"{key} {as_typed(getattr(setting, key))}" for key in named]

@@ -18,7 +18,7 @@ from typing import Any
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, paper_tables
 from sirchat.lab.studies.choice import choose
@@ -194,9 +194,9 @@ class Retrieval(NumberedStudy):
         _ = self.file_dialogues
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for name, weight in product(self.retrievers, self.weights):
-            changed(self.profile, "eval", recall=name, recall_weight=weight)
+            changed_profile(self.profile, "eval", recall=name, recall_weight=weight)
         for base in self.bases:
-            changed(self.profile, "--base", budget=base)
+            changed_profile(self.profile, "--base", budget=base)
 
     @property
     def name(self) -> str:
@@ -224,7 +224,9 @@ class Retrieval(NumberedStudy):
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that runs the conversation with a given key and returns its record."""
-        session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
+        session = Session(
+            model, changed_profile(self.profile, "eval", max_new_tokens=64, policy="sink")
+        )
         every = cells(self)
         return lambda key: _run(session, self.conversation(int(key)), self, every)
 
@@ -385,7 +387,9 @@ class Privacy(NumberedStudy):
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that runs the conversation with a given key and returns its record."""
-        session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
+        session = Session(
+            model, changed_profile(self.profile, "eval", policy="sink", budget=self.base)
+        )
 
         def work(key: str) -> Record:
             one = needle_dialogue(self.task, self.profile.seed, int(key))
@@ -436,7 +440,7 @@ class Privacy(NumberedStudy):
 
 
 def privacy_study(profile: Profile, **options: Any) -> Privacy:
-    """The study that the flags describe; recall is on if the user has not chosen a retriever."""
+    """Make the study of `sirchat eval privacy`; recall is switched on if it is off in `profile`."""
     if profile.recall == "off":
-        profile = changed(profile, "eval", recall="on")
+        profile = changed_profile(profile, "eval", recall="on")
     return Privacy(profile, **options)

@@ -19,7 +19,13 @@ from sirchat.lab.studies import paper_tables
 from sirchat.lab.studies.choice import Question, Scoring, choose
 from sirchat.lab.studies.reading import ask
 from sirchat.lab.studies.report import Record, Report, Table, Value
-from sirchat.lab.studies.sirllm_files import MOVES_OF, find, move_files, moves, no_files
+from sirchat.lab.studies.sirllm_files import (
+    MOVES_OF,
+    find_file,
+    missing_files_error,
+    move_files,
+    moves,
+)
 from sirchat.lab.studies.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.lab.synthetic.rounds import BEATS, game_opening, game_round, outcome
 
@@ -63,12 +69,14 @@ class RockPaperScissors(Grid):
         if Path(os.path.expanduser(self.data)).is_file():
             path = Path(os.path.expanduser(self.data))
             return {path.stem.removeprefix(MOVES_OF).replace(" ", "-"): moves(path)}
-        files = {one: find(self.data, move_files(one)) for one in PLAYERS}
+        files = {one: find_file(self.data, move_files(one)) for one in PLAYERS}
         found: dict[str, Sequence[str]] = {
             one: moves(path) for one, path in files.items() if path is not None
         }
         if not found:
-            raise no_files(self.data, [name for one in PLAYERS for name in move_files(one)])
+            raise missing_files_error(
+                self.data, [name for one in PLAYERS for name in move_files(one)]
+            )
         return found
 
     name = "rock-paper-scissors"

@@ -32,7 +32,7 @@ def move_files(player: str) -> tuple[str, ...]:
     return f"rock_paper_scissors/{name}", name
 
 
-def find(data: str, names: Sequence[str]) -> Path | None:
+def find_file(data: str, names: Sequence[str]) -> Path | None:
     """The path of the file to read: `data` itself, unless it is a folder."""
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
@@ -41,18 +41,18 @@ def find(data: str, names: Sequence[str]) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def require(data: str, names: Sequence[str]) -> Path:
-    """The path of a file that `find` finds in `data`; raises SettingError if there is none.
+def require_file(data: str, names: Sequence[str]) -> Path:
+    """The path of a file that `find_file` finds in `data`; raises SettingError if there is none.
 
     The error's message has the names of the missing files.
     """
-    found = find(data, names)
+    found = find_file(data, names)
     if found is None:
-        raise no_files(data, names)
+        raise missing_files_error(data, names)
     return found
 
 
-def no_files(data: str, names: Sequence[str]) -> SettingError:
+def missing_files_error(data: str, names: Sequence[str]) -> SettingError:
     """The error to raise for a folder `data` that has none of the files `names`."""
     *others, last = names
     return SettingError(

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, nearest
-from sirchat.lab.studies.intervals import mean_interval, wilson
+from sirchat.lab.studies.intervals import mean_interval, wilson_interval
 from sirchat.lab.studies.report import Estimate, Record, Report, setting_names
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
@@ -198,7 +198,7 @@ class Grid(Study):
             if run not in sessions:
                 sessions.clear()
                 reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
-                sessions[run] = Session(model, changed(cell.setting, "eval", **reply))
+                sessions[run] = Session(model, changed_profile(cell.setting, "eval", **reply))
             sessions[run].reset()
             return self.run_unit(sessions[run], unit, cell)
 
@@ -261,7 +261,7 @@ def share(right: Iterable[bool]) -> Estimate:
     """The share of true values, with Wilson's 95 % interval; NaN if there are none."""
     answers = list(right)
     value = sum(answers) / len(answers) if answers else math.nan
-    return Estimate(value, *wilson(sum(answers), len(answers)))
+    return Estimate(value, *wilson_interval(sum(answers), len(answers)))
 
 
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:

@@ -64,7 +64,7 @@ class Uniformity(Grid):
         findings = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in findings))
         shares = {one.name: _shares(one) for one in findings}
-        tests = [_uniform(one) for one in findings]
+        tests = [_uniformity_test(one) for one in findings]
         rows: list[tuple[Value, ...]] = [
             (str(n + 1), *(one[n] for one in shares.values())) for n in range(PARTS)
         ]
@@ -94,7 +94,7 @@ def _shares(one: Findings) -> list[float]:
     return (held / np.sum([each["of"] for each in one.records], axis=0)).tolist()  # type: ignore[no-any-return]
 
 
-def _uniform(one: Findings) -> tuple[float, float]:
+def _uniformity_test(one: Findings) -> tuple[float, float]:
     """Pearson's chi-squared over tenths of the stream, and its p-value."""
     held = np.sum([each["held"] for each in one.records], axis=0).astype(float)
     total = np.sum([each["of"] for each in one.records], axis=0).astype(float)

@@ -21,10 +21,10 @@ from sirchat.lab.synthetic.rounds import (
     game,
     knowledge,
     lower_start,
+    make_round,
     open_quiz,
     quiz,
     repeat_after_me,
-    reply,
     spell,
 )
 from sirchat.lab.synthetic.texts import WORDS
@@ -241,7 +241,7 @@ class Dialogue:
         template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
         user = style.apply(spell(self.rng, fact.fill(template)))
         recall = "repeat" if fact.kind is STORY else None
-        one, other = reply(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
+        one, other = make_round(user, fact.fill(self.rng.choice(fact.kind.acks)), recall)
         return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
 
     def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
@@ -250,7 +250,7 @@ class Dialogue:
         one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
         two = second.fill(lower_start(self.rng.choice(second.kind.tells)))
         acks = " ".join(x.fill(self.rng.choice(x.kind.acks[:2])) for x in (fact, second))
-        return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
+        return make_round(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
         """A round that asks for a told fact, sometimes for two, rarely for one never told."""
@@ -276,7 +276,7 @@ class Dialogue:
         """A round in which the user asks for a told fact, and the reply states it."""
         fact = self.facts[key]
         self.asked[key] += 1
-        one, other = reply(self.question(fact), fact.answer, fact.kind.key)
+        one, other = make_round(self.question(fact), fact.answer, fact.kind.key)
         return one, replace(other, fact=key)
 
     def ask_both(self, one: Key, two: Key) -> Round:
@@ -284,7 +284,7 @@ class Dialogue:
         user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
         self.asked[one] += 1
         self.asked[two] += 1
-        return reply(user, f"{first.answer} {second.answer}", "two")
+        return make_round(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
         """A round that asks for a fact never told, often of a told fact's kind."""
@@ -294,7 +294,7 @@ class Dialogue:
             kind = self.rng.choice(kinds) if same_kind else draw_kind(self.rng, self.mix)
             fact = draw_fact(self.rng, kind, Style())
             if (fact.kind.key, fact.subject) not in self.facts:
-                return reply(self.question(fact), UNTOLD, "untold")
+                return make_round(self.question(fact), UNTOLD, "untold")
         return self.small_talk()
 
     def ask_bank(self) -> Round:
@@ -305,7 +305,7 @@ class Dialogue:
         joke = self.rng.choice(left)
         self.jokes.append(joke)
         user = Style.draw(self.rng).apply(self.rng.choice(TALK["joke_asks"]))
-        return reply(user, joke)
+        return make_round(user, joke)
 
     def small_talk(self) -> Round:
         """A round of small talk, a joke, a question on common knowledge, or a quiz."""
@@ -318,7 +318,7 @@ class Dialogue:
             return quiz(self.rng)
         answer, prompts = self.rng.choice(list(TALK["small_talk"].items()))
         style = Style.draw(self.rng)
-        return reply(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)
+        return make_round(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)
 
 
 def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:

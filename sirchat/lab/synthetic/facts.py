@@ -32,7 +32,7 @@ class FactKind:
     joins: bool = True
 
 
-def made_up(rng: Random) -> str:
+def made_up_word(rng: Random) -> str:
     """Make up a random word of two or three syllables that can be pronounced, in lower case."""
     syllables = rng.choice((2, 2, 3))
     word = "".join(
@@ -57,7 +57,7 @@ def _open_name(pool: str, known: str = "0.6") -> Draw:
         roll = rng.random()
         if roll < float(known):
             return rng.choice(WORDS[pool])
-        return (made_up(rng) if roll < 0.85 else rng.choice(WORDS["common"])).capitalize()
+        return (made_up_word(rng) if roll < 0.85 else rng.choice(WORDS["common"])).capitalize()
 
     return draw
 
@@ -67,7 +67,7 @@ def _digits(count: str) -> Draw:
 
 
 def _secret(rng: Random) -> str:
-    return rng.choice(WORDS["common"]) if rng.random() < 0.6 else made_up(rng)
+    return rng.choice(WORDS["common"]) if rng.random() < 0.6 else made_up_word(rng)
 
 
 def _date(rng: Random) -> str:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Literal
 
 from sirchat.lab.synthetic.bank import TOPICS
-from sirchat.lab.synthetic.facts import item_list, made_up
+from sirchat.lab.synthetic.facts import item_list, made_up_word
 from sirchat.lab.synthetic.texts import WORDS, load
 
 Speaker = Literal["system", "user", "assistant"]
@@ -84,7 +84,7 @@ class Style:
         return text.replace("'", "") if self.lower and self.bare else text
 
 
-def reply(user: str, assistant: str, recall: str | None = None) -> Round:
+def make_round(user: str, assistant: str, recall: str | None = None) -> Round:
     """Make a round from the texts of a user message and its reply."""
     return Message("user", user), Message("assistant", assistant, recall)
 
@@ -113,13 +113,13 @@ def quiz(rng: Random, count: int | None = None) -> Round:
     listed = ", ".join(f"{word} ({letter})" for word, letter in zip(options, LETTERS, strict=False))
     word = rng.choice(("Choices:", "Choices:", "Options:", "Choose one:"))
     letter = LETTERS[options.index(right)]
-    return reply(f"{question} {word} {listed}", f"The answer is {right} ({letter}).", "quiz")
+    return make_round(f"{question} {word} {listed}", f"The answer is {right} ({letter}).", "quiz")
 
 
 def open_quiz(rng: Random) -> Round:
     """A question of the bank without options."""
     question, right, _ = bank_question(rng)
-    return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
+    return make_round(Style.draw(rng).apply(question), f"The answer is {right}.")
 
 
 def knowledge(rng: Random) -> Round:
@@ -127,13 +127,13 @@ def knowledge(rng: Random) -> Round:
     topic = rng.randrange(4)
     if topic == 0:
         animal, sound = rng.choice(list(TALK["sounds"].items()))
-        return reply(
+        return make_round(
             Style.draw(rng).apply(f"What does a {animal} say?"), f"A {animal} says {sound}."
         )
     if topic == 1:
         one, two = rng.randint(0, 9), rng.randint(0, 9)
         user, answer = f"What is {one} plus {two}?", f"{one} plus {two} is {one + two}."
-        return reply(Style.draw(rng).apply(user), answer)
+        return make_round(Style.draw(rng).apply(user), answer)
     return open_quiz(rng)
 
 
@@ -146,12 +146,12 @@ REPEATABLE = [
 
 def repeat_after_me(rng: Random) -> Round:
     words = [
-        made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
+        made_up_word(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
         for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
     ]
     text = rng.choice((" ".join(words), item_list(words)))
     ask = rng.choice(("Repeat after me: {x}.", "Please repeat: {x}.", "Say this: {x}."))
-    return reply(ask.replace("{x}", text), f"{text}.")
+    return make_round(ask.replace("{x}", text), f"{text}.")
 
 
 def game_opening() -> str:
@@ -180,14 +180,14 @@ def game(rng: Random) -> Iterator[Round]:
     user = game_opening()
     move, seen = rng.choice(options), dict.fromkeys(BEATS, 0)
     for _ in range(int(draw_length(rng, 3, 32))):
-        yield reply(user, f"I choose {move}.")
+        yield make_round(user, f"I choose {move}.")
         theirs = rng.choices(options, weights)[0]
         seen[theirs] += 1
         most = max(BEATS, key=lambda x: (seen[x], x == theirs))
         user = game_round(theirs, outcome(move, theirs))
         if rng.random() < 0.06:
             habit = user.replace("Analyze", "What do I choose most often? Analyze")
-            yield reply(habit, f"You choose {most} most often.")
+            yield make_round(habit, f"You choose {most} most often.")
             user = "Proceed to the next round."
         move = BEATS[most]
 

@@ -172,8 +172,8 @@ class Writer:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
-    def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """Render a conversation with the chat template; returns a training document.
+    def conversation_document(self, messages: Iterable[MessageLike]) -> Document:
+        """Make a training document of a conversation, as the chat template renders it.
 
         Replies before the first user message, and system messages after it, are left out.
         """
@@ -197,7 +197,7 @@ class Writer:
                 add([*template.assistant(one.text).ids, *template.closing], ANSWER_WEIGHT)
         return self._document(ids, weight)
 
-    def text(self, text: str) -> Document:
+    def text_document(self, text: str) -> Document:
         """Turn a plain text into a training document, with anchor tokens at their places.
 
         The document begins with the BOS token, if the tokenizer has one.
@@ -246,7 +246,7 @@ class TalkRows(Dataset[Row]):
         while left > 0:
             length = left if rng.random() < 0.4 else draw_length(rng, 60, left)
             each = TOKENS_PER_ROUND + mix.quiz * (TOKENS_PER_QUIZ - TOKENS_PER_ROUND)
-            one = self._writer.talk(dialogue(rng, max(2, int(length / each)), mix))
+            one = self._writer.conversation_document(dialogue(rng, max(2, int(length / each)), mix))
             left -= len(one.ids)
             yield one
 
@@ -300,4 +300,6 @@ def packed(documents: Iterable[Document], tokens: int) -> Row:
 
 def _documents(writer: Writer, file: Path) -> Iterator[Document]:
     for one in load_text(file):
-        yield writer.text(one) if isinstance(one, str) else writer.talk(one)
+        yield (
+            writer.text_document(one) if isinstance(one, str) else writer.conversation_document(one)
+        )

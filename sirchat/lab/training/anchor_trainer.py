@@ -18,7 +18,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from sirchat.lab.training.anchor_data import Row
-from sirchat.lab.training.masks import block_mask, position_in_document, visible
+from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.lab.training.trainer import replace_files
 
 # Name of the file in the model's folder that has the loss of every training step
@@ -156,7 +156,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         if self.attention == "flex":
             mask = block_mask(is_anchor, document, sinks=self.sinks)
         else:
-            mask = visible(is_anchor, document, sinks=self.sinks)
+            mask = anchor_mask(is_anchor, document, sinks=self.sinks)
         output = model(
             input_ids=inputs["input_ids"],
             attention_mask=mask,

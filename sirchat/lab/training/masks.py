@@ -25,7 +25,7 @@ from sirchat.lab.training.rows import Batch
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def visible(
+def anchor_mask(
     is_anchor: Tensor,
     document: Tensor | None = None,
     is_kept: Tensor | None = None,
@@ -54,7 +54,7 @@ def _mask_function(
     is_anchor: Tensor, document: Tensor, is_kept: Tensor | None, sinks: int
 ) -> MaskFunction:
     # A new document also begins a new sequence.
-    sequence = sequences(is_anchor) + document * is_anchor.shape[1]
+    sequence = sequence_numbers(is_anchor) + document * is_anchor.shape[1]
     visible_later = is_anchor if is_kept is None else is_anchor | is_kept
     is_sink = position_in_document(document) < sinks
 
@@ -67,7 +67,7 @@ def _mask_function(
     return mask
 
 
-def sequences(is_anchor: Tensor) -> Tensor:
+def sequence_numbers(is_anchor: Tensor) -> Tensor:
     """The number of the sequence that each token belongs to, int [B, T], from 0 in each row.
 
     A sequence ends with its anchor. `is_anchor`, bool [B, T], says where the anchors are.

@@ -56,7 +56,7 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 
 
 @torch.no_grad()
-def matches(
+def are_answers_exact(
     model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
 ) -> list[bool]:
     """Test whether a model would answer the question of each dialogue exactly."""
@@ -88,7 +88,7 @@ def probe(
             ]
             mean = sum(len(one.ids) for one in rendered) / dialogues
             yield ProbedRecall(
-                key, between, sum(matches(model, rendered, visible)), dialogues, mean
+                key, between, sum(are_answers_exact(model, rendered, visible)), dialogues, mean
             )
 
 

@@ -151,7 +151,7 @@ class ScorerTrainer:
         self._ridge = Ridge(len(self._layers) * size)
         self._tests: list[tuple[Source, Tensor, Tensor]] = []
         self._request = Template(model.tokenizer, model.anchors).user(REQUEST).ids
-        self.conversations = list(gathered(options, model))
+        self.conversations = list(collect_conversations(options, model))
 
     def read(self, number: int) -> None:
         """Let the model read conversation `number` (from 0), and measure the scores of its tokens.
@@ -159,7 +159,7 @@ class ScorerTrainer:
         Every fourth conversation is for testing the scorer, all other ones are for the fit.
         """
         one = self.conversations[number]
-        x, y = observed(self._model, one.ids, self._request, self._layers)
+        x, y = training_pairs(self._model, one.ids, self._request, self._layers)
         if number % _HELD_OUT == _HELD_OUT - 1:
             self._tests.append((one.source, x, y))
         else:
@@ -188,7 +188,9 @@ class ScorerTrainer:
         parts = [(x, y) for name, x, y in self._tests if name == source]
         found = np.concatenate([scorer.scores(x) for x, _ in parts])
         wanted = torch.cat([y for _, y in parts]).numpy()
-        return ScorerTest(source, len(wanted), explained(found, wanted), spearman(found, wanted))
+        return ScorerTest(
+            source, len(wanted), explained_variance(found, wanted), spearman(found, wanted)
+        )
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -207,7 +209,9 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
         raise SettingError(f"layers can't be {','.join(map(str, layers))}; they must ascend")
 
 
-def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
+def collect_conversations(
+    options: ScorerOptions, model: LoadedModel
+) -> Iterator[ScorerConversation]:
     """Yield conversations for training a scorer, until they have `options.tokens` tokens in all."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
@@ -248,7 +252,7 @@ def _cut(
         yield found
 
 
-def observed(
+def training_pairs(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Let the model read a conversation twice, and return the training data for a scorer.
@@ -269,7 +273,7 @@ def observed(
     return side_by_side(states).cpu()[_SINKS:], scores[_SINKS:]
 
 
-def explained(found: Floats, wanted: Floats) -> float:
+def explained_variance(found: Floats, wanted: Floats) -> float:
     """R2 of predictions: the share of the variance of `wanted` [n] that `found` [n] explains."""
     return float(1 - np.mean((found - wanted) ** 2) / np.var(wanted))
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from sirchat import paths
 from sirchat.lab.training.anchor import add_anchor
-from sirchat.lab.training.masks import visible
+from sirchat.lab.training.masks import anchor_mask
 from sirchat.lab.training.network import register_attention
 from sirchat.lab.training.probe import anchor_card, probe
 from sirchat.lab.training.rows import Batch, Renderer
@@ -68,7 +68,7 @@ class TinyAnchorTrainer(Trainer):
         Under it, a token attends to its own sequence and to the anchors of earlier sequences.
         """
         document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
-        return visible(ids == self.anchor, document, sinks=SINKS)
+        return anchor_mask(ids == self.anchor, document, sinks=SINKS)
 
     def card(self) -> str:
         """Measure the recall of the trained model, and return the text of its model card."""

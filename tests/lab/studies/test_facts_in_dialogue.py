@@ -24,7 +24,7 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     load_dialogues,
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
-from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, asked, says
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, ask_and_score, says
 from sirchat.lab.studies.reading import open_engine, read, read_ids, switch
 from sirchat.lab.studies.report import Record
 from sirchat.models.load import load_model
@@ -188,7 +188,7 @@ def test_a_question_is_asked_as_in_a_chat_with_recall_and_leaves_no_trace(talk: 
     none = np.zeros(0, np.int64)
 
     def ask(fact: ToldFact) -> Record:
-        return asked(session, fact, none, none, generate=True)
+        return ask_and_score(session, fact, none, none, generate=True)
 
     before = session.save().held.tolist()
     with warnings.catch_warnings():

@@ -19,13 +19,13 @@ from sirchat.lab.studies.locomo import (
     NOT_MENTIONED,
     Locomo,
     ReadTalk,
-    asked,
     f1,
     held,
     multi_answer_f1,
     nats,
     nats_a_token,
     per_question,
+    question_and_options,
     reply_score,
     says_not_mentioned,
     stems,
@@ -56,7 +56,7 @@ def ids_before(model: LoadedModel, talk: LongTalk, question: TalkQuestion) -> li
     for user, reply in rounds_of(talk):
         turn = template.user(user.text) if ids else template.opening(user.text)[1]
         ids += [*turn.ids, *template.assistant(reply.text).ids, *template.closing]
-    return ids + template.user(asked(question)[0]).ids
+    return ids + template.user(question_and_options(question)[0]).ids
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
     for question, record in zip(talk.questions, found["questions"], strict=True):
         chat.reset()
         positions = read_talk(chat, talk)
-        for _ in chat.read_user(asked(question)[0]):
+        for _ in chat.read_user(question_and_options(question)[0]):
             pass
         wanted = [at for name in question.evidence for at in positions[name].tolist()]
         if question.category == 5:
@@ -128,7 +128,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
         positions = read_talk(chat, talk)
         before = set(chat.save().held.tolist())
         switch(chat, budget=96 + 40, recall=retriever, recall_n=40)
-        for _ in chat.read_user(asked(question)[0]):
+        for _ in chat.read_user(question_and_options(question)[0]):
             pass
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))
         turns = [set(positions[name].tolist()) - before for name in question.evidence]
@@ -152,10 +152,10 @@ def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> No
     read_before = ReadTalk(chat, talk, read_talk(chat, talk))
     held_before = chat.save().held.tolist()
     first = [read_before.answer(each, 0, generate=True) for each in talk.questions]
-    back = read_before.brought_back(talk.questions, ("mips",), (20,))
+    back = read_before.measure_restored_evidence(talk.questions, ("mips",), (20,))
     assert chat.save().held.tolist() == held_before
     assert first == [read_before.answer(each, 0, generate=True) for each in talk.questions]
-    assert back == read_before.brought_back(talk.questions, ("mips",), (20,))
+    assert back == read_before.measure_restored_evidence(talk.questions, ("mips",), (20,))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import yaml
 from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.lab.commands import study_flags
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
@@ -69,7 +69,7 @@ def test_what_is_not_refused_changes_what_is_found() -> None:
     base = Profile(policy="entropy", budget=64, temperature=0.0)
 
     def found(chats: bool, **settings: Any) -> list[Any]:
-        setting = changed(base, "", **settings)
+        setting = changed_profile(base, "", **settings)
         if chats:
             one: Grid = MultipleChoice((setting,), limit=2)
         else:

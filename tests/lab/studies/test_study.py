@@ -19,7 +19,7 @@ from chatting import babbler, tiny, with_anchors
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import repeatable, settings_of
 from sirchat.lab.studies.intervals import clustered_mean, hierarchical_mean, paired_interval
@@ -93,7 +93,7 @@ def test_swept_settings_are_in_the_names_of_the_rows(endless: str) -> None:
 
 
 def test_an_option_goes_to_every_policy_that_has_it() -> None:
-    given = changed(Profile(), "--option", policy_options={"whole_words": True})
+    given = changed_profile(Profile(), "--option", policy_options={"whole_words": True})
     rows = settings_of(given, "salience,sink", "96", "1")
     assert [(one.policy, one.policy_options) for one in rows] == [
         ("salience", {"whole_words": True}),

@@ -29,7 +29,7 @@ from sirchat.lab.training.anchor_data import (
     packed,
 )
 from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weighted_sum
-from sirchat.lab.training.masks import visible
+from sirchat.lab.training.masks import anchor_mask
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence
@@ -69,7 +69,7 @@ def said(document: Any) -> str:
 def test_a_conversation_is_read_as_in_a_chat_with_an_anchor_after_each_round() -> None:
     talk = [Message("system", "Be kind."), *dialogue(Random(1), 4, MIX)]
     talk = [one for one in talk if one.role != "system" or one is talk[0]]
-    one = Writer(tiny().tokenizer, AC).talk(talk)
+    one = Writer(tiny().tokenizer, AC).conversation_document(talk)
     whole = hub_tokenizer().apply_chat_template(
         [{"role": m.role, "content": m.text} for m in talk], tokenize=True, return_dict=False
     )
@@ -84,12 +84,12 @@ def test_a_conversation_is_read_as_in_a_chat_with_an_anchor_after_each_round() -
 
 def test_ends_of_sentences_are_anchors() -> None:
     text = "It rains. Does it? Yes! It rains in Lisbon, and it is cold."
-    one = Writer(tiny().tokenizer, EP).text(text)
+    one = Writer(tiny().tokenizer, EP).text_document(text)
     assert tiny().tokenizer.decode(one.ids[1:]) == text
     anchors = [i for i, flag in zip(one.ids, one.is_anchor, strict=True) if flag]
     assert len(anchors) == 4
     assert all(ends_sentence(tiny().tokenizer.decode([i])) for i in anchors)
-    each = Writer(tiny().tokenizer, Anchors("ac", "sentence", 2048)).text(text)
+    each = Writer(tiny().tokenizer, Anchors("ac", "sentence", 2048)).text_document(text)
     assert each.ids.count(2048) == 4
     assert each.ids[-1] == 2048
 
@@ -130,10 +130,10 @@ def test_files_are_texts_and_conversations(tmp_path: Path) -> None:
 def test_the_loss_is_that_of_each_document_by_itself() -> None:
     """No token is predicted from another document, and answers weigh four times as much."""
     writer, model = Writer(tiny().tokenizer, EP), babbler().module
-    documents = [writer.talk(list(dialogue(Random(n), 2, MIX))) for n in range(2)]
+    documents = [writer.conversation_document(list(dialogue(Random(n), 2, MIX))) for n in range(2)]
     length = sum(len(one.ids) for one in documents)
     row = collate([packed(documents, length)])
-    sees = visible(row["is_anchor"], row["document"], sinks=1)
+    sees = anchor_mask(row["is_anchor"], row["document"], sinks=1)
     logits = model(
         input_ids=row["input_ids"], attention_mask=sees, position_ids=row["position"]
     ).logits
@@ -141,7 +141,7 @@ def test_the_loss_is_that_of_each_document_by_itself() -> None:
     total = weights = 0.0
     for one in documents:
         ids = torch.tensor([one.ids])
-        mask = visible(torch.tensor([one.is_anchor]), sinks=1)
+        mask = anchor_mask(torch.tensor([one.is_anchor]), sinks=1)
         alone = model(input_ids=ids, attention_mask=mask).logits[0]
         nats = F.cross_entropy(alone[:-1], ids[0, 1:], reduction="none")
         weight = torch.tensor(one.weight[1:])
@@ -188,7 +188,7 @@ def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Pa
     assert ready.anchors is None
     row = collate([ready.rows[0]])
     document = row["document"][0]
-    seen = visible(row["is_anchor"], row["document"])[0, 0]
+    seen = anchor_mask(row["is_anchor"], row["document"])[0, 0]
     assert torch.equal(seen, (document[:, None] == document).tril())
     other = prepare(options(folder, tmp_path / "ep", variant="ep", scratch=True, seed=7))
     old = load_model(str(folder)).module

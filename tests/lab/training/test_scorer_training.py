@@ -25,9 +25,9 @@ from sirchat.lab.training.scorer import (
     ScorerConversation,
     ScorerOptions,
     ScorerTrainer,
-    gathered,
-    observed,
+    collect_conversations,
     spearman,
+    training_pairs,
 )
 from sirchat.models.load import load_model
 from sirchat.paths import scorer_files
@@ -61,7 +61,7 @@ def test_ranks_are_correlated_as_by_scipy() -> None:
 
 def test_targets_are_the_highest_weights_of_the_second_reading_and_inputs_the_states() -> None:
     model, ids, request = loaded("llama"), [*range(3, 33), 5, 6], [90, 91, 92]
-    states, wanted = observed(model, ids, request, (1, 3))
+    states, wanted = training_pairs(model, ids, request, (1, 3))
     usual = model.module.config._attn_implementation
     model.module.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -94,7 +94,7 @@ def test_what_the_data_lacks_is_generated(tmp_path: Path) -> None:
     turns = [("user", "Where is Zanzibar?"), ("assistant", "East of Africa.")] * 40
     talk.write_text("\n".join(json.dumps({"role": r, "content": c}) for r, c in turns))
     options = ScorerOptions("tiny", data=(talk,), tokens=4000)
-    found = list(gathered(options, tiny()))
+    found = list(collect_conversations(options, tiny()))
     given = [one for one in found if one.source == "given"]
     assert "Zanzibar" in text_of(given)
     assert sum(len(one.rounds) for one in given) == 40
@@ -103,8 +103,8 @@ def test_what_the_data_lacks_is_generated(tmp_path: Path) -> None:
     sizes = [len(one.ids) for one in found]
     assert sum(sizes[:-1]) < 4000 <= sum(sizes)
     assert max(sizes) <= 1000
-    assert found == list(gathered(options, tiny()))
-    assert found != list(gathered(replace(options, seed=1), tiny()))
+    assert found == list(collect_conversations(options, tiny()))
+    assert found != list(collect_conversations(replace(options, seed=1), tiny()))
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
 ) -> None:
     monkeypatch.setattr(training, "_LENGTH", 500)
     model = load_model(name)
-    conversation = next(gathered(ScorerOptions(name, tokens=1, seed=98), model))
+    conversation = next(collect_conversations(ScorerOptions(name, tokens=1, seed=98), model))
     request = Template(model.tokenizer).user(REQUEST).ids
-    x, wanted = observed(model, conversation.ids, request, model.scorer.layers)
+    x, wanted = training_pairs(model, conversation.ids, request, model.scorer.layers)
     found = np.array(model.scorer.scores(x))
     assert spearmanr(found, wanted.numpy()).statistic > least
     assert model.scorer.about["model"] == name

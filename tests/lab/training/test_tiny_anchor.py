@@ -43,7 +43,7 @@ def numbers(steps: list[TrainStep]) -> list[tuple[int, float, float]]:
 def test_training_rows_have_anchors_as_in_a_chat(seed: int) -> None:
     """Two ways to write a conversation with anchors, one of them the chat template's, agree."""
     talk = list(dialogue(Random(seed), 6, MIX))
-    written = Writer(tiny().tokenizer, Anchors("ac", "round", 2048)).talk(talk)
+    written = Writer(tiny().tokenizer, Anchors("ac", "round", 2048)).conversation_document(talk)
     rendered = Renderer(tiny().tokenizer, 2048, ANCHOR_EACH_ROUND.gathered).render(talk)
     assert rendered.ids == written.ids
     plain = Renderer(tiny().tokenizer).render(talk)

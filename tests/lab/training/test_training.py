@@ -23,7 +23,7 @@ from sirchat.lab.synthetic.dialogue import UNTOLD, Dialogue, Mix, dialogue, draw
 from sirchat.lab.synthetic.facts import KINDS, STORY, FactKind
 from sirchat.lab.synthetic.rounds import Message, Style, quiz
 from sirchat.lab.training.network import build_model, token_losses
-from sirchat.lab.training.probe import PROBED, matches, probe, probe_dialogue
+from sirchat.lab.training.probe import PROBED, are_answers_exact, probe, probe_dialogue
 from sirchat.lab.training.rows import SPECIAL_TOKENS, Renderer, build_tokenizer
 from sirchat.lab.training.schedule import PHASES, RECIPE_STEPS, SIZES, scheduled_step_at
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
@@ -246,7 +246,7 @@ def test_a_probe_counts_what_greedy_decoding_gets_right(tokenizer: PreTrainedTok
     model = build_model(SIZES["micro"], len(tokenizer), 0, 0, 4, 5)
     renderer = Renderer(tokenizer)
     made = [renderer.render(probe_dialogue(Random(n), PROBED["name"], 2)) for n in range(3)]
-    assert matches(model, made) == [False] * 3
+    assert are_answers_exact(model, made) == [False] * 3
     found = list(probe(model, renderer, seed=0, dialogues=2, distances=(1,), kinds=("name",)))
     assert [(one.kind, one.between, one.right, one.asked) for one in found] == [("name", 1, 0, 2)]
 

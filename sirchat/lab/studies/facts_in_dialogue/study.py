@@ -101,7 +101,9 @@ class FactsInDialogue(Grid):
         for fact, at in zip(talk.facts, said, strict=True):
             statement, value = spans(texts, rows["token_id"][at].tolist(), fact)
             answers.append(
-                asked(session, fact, at[statement], at[value], generate=self.reply_tokens > 0)
+                ask_and_score(
+                    session, fact, at[statement], at[value], generate=self.reply_tokens > 0
+                )
                 | {"closed": self._closed_book(session, fact)}
             )
         for way in self.summary:
@@ -185,7 +187,7 @@ def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice,
     )
 
 
-def asked(
+def ask_and_score(
     session: Session, fact: ToldFact, statement: Positions, value: Positions, *, generate: bool
 ) -> Record:
     """Ask for a fact, score the answer, and undo the turn."""

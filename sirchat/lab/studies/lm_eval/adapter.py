@@ -135,13 +135,17 @@ class TextEncoder:
         if self._anchor is None:
             return text
         for count in range(len(messages) - 1, 0, -1):
-            before = "" if messages[count - 1]["role"] == "user" else self._start(messages[:count])
+            before = (
+                ""
+                if messages[count - 1]["role"] == "user"
+                else self._render_beginning(messages[:count])
+            )
             if before and text.startswith(before):
                 text = before + self._tokenizer.decode([self._anchor]) + text[len(before) :]
         return text
 
-    def _start(self, messages: list[dict[str, str]]) -> str:
-        """Some messages as text, rendered by the chat template; '' if the template refuses them."""
+    def _render_beginning(self, messages: list[dict[str, str]]) -> str:
+        """The first messages of a conversation as text; '' if the chat template refuses them."""
         try:
             return self._render(messages)
         except TemplateError:

@@ -22,7 +22,7 @@ import numpy as np
 
 from sirchat.chat.settings import check_budget
 from sirchat.config.profile import Profile
-from sirchat.config.values import short
+from sirchat.config.values import short_number
 from sirchat.errors import SettingError, SirchatError, UsageError, format_value, nearest
 from sirchat.lab.studies.lm_eval.adapter import TextEncoder, TextReader, language_model
 from sirchat.lab.studies.report import Record, Report, Table, Value, setting_names
@@ -151,7 +151,8 @@ def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
         )
     if setting.decay != 1 and piece is None:
         raise SettingError(
-            f"decay {short(setting.decay)} has no effect when a context is read as one round",
+            f"decay {short_number(setting.decay)} has no effect "
+            "when a context is read as one round",
             hint="--piece 64 reads it in rounds of 64 tokens",
         )
 

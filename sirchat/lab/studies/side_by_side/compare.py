@@ -15,7 +15,7 @@ from sirchat.chat.events import Event, Evicted, Notice, Recalled, Restored, Turn
 from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, TranscriptError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
@@ -262,7 +262,7 @@ def compare(
     """
     if transcript.system is not None:
         where = f"{file}, system turn"
-        settings = [changed(one, where, system=transcript.system) for one in settings]
+        settings = [changed_profile(one, where, system=transcript.system) for one in settings]
     named = zip(settings, setting_names(settings), strict=True)
     sessions = [
         ComparedSession(model, one, name, is_reference=not at)
