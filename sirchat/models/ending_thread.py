@@ -10,7 +10,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def in_ending_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
+def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
     """Call `work` in a thread that then ends; raises TimeoutError after `seconds`."""
     # A model is loaded so, because another thread will generate: OpenMP gives each thread that
     # computes its own workers until it ends. With more workers than cores, they sleep when they
