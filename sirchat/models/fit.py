@@ -195,7 +195,7 @@ def _bytes_while_loading(stored: StoredWeights, form: str, item: int) -> int:
     weights = _weight_bytes(stored, form, item)
     if form == "packed":
         factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
-        taken = (factors[_packed_bits(t, stored, form)] * t.at_once for t in stored.tensors)
+        taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
@@ -208,4 +208,4 @@ def _bytes_while_reading(stored: StoredWeights, form: str) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
     packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, form)]
     size = 2 * sum(tensor.count for tensor in packed)
-    return size if size <= MOST_UNPACKED else 2 * max(tensor.at_once for tensor in packed)
+    return size if size <= MOST_UNPACKED else 2 * max(tensor.count_at_once for tensor in packed)

@@ -122,7 +122,7 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply: the chat template's, and then an anchor, if any."""
+        """The ids to read after a reply: the template's, then an anchor if rounds end with one."""
         return [*self._closing, *self._round_end]
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
@@ -258,7 +258,7 @@ class Template:
             raise ModelError(f"the model's chat template fails: {problem}") from error
 
     def _marked(self, value: Any) -> Any:
-        """A copy with marks around control tokens in texts, which keep them plain text."""
+        """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
             return self._control_tokens.marked(value)
         if isinstance(value, dict):

@@ -17,7 +17,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
-from sirchat.models.gguf.blocks import floats, four_bit
+from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import Target, config_values, target_of
 from sirchat.models.model_config import DecoderConfig
@@ -91,7 +91,7 @@ class _Loader:
             packed = self._packed(tensor, change, wants_four, is_alone)
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
-            weight = _undo_change(floats(tensor), change, self._values)
+            weight = _undo_change(unpack_floats(tensor), change, self._values)
             _set_weight(self._module, target, weight.to(self._dtype))
 
     def finished(self) -> Any:
@@ -128,7 +128,7 @@ class _Loader:
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
-        weight = floats(tensor).to(self._dtype)
+        weight = unpack_floats(tensor).to(self._dtype)
         swaps = ARCHITECTURES[self._file.architecture].swaps_experts
         if swaps and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
@@ -163,7 +163,9 @@ class _Loader:
         if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
-                Int4Linear.of_nibbles(*(_undo_change(x, change, values) for x in four_bit(part)))
+                Int4Linear.of_nibbles(
+                    *(_undo_change(x, change, values) for x in split_four_bit(part))
+                )
                 for part in parts
             ]
             return layers[0] if len(layers) == 1 else Int4Linear.join_layers(layers)
@@ -173,7 +175,7 @@ class _Loader:
         scale = torch.empty(len(q), dtype=torch.bfloat16)
         for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
             rows = slice(start, start + most)
-            q[rows], scale[rows] = quantize_int8(floats(part))
+            q[rows], scale[rows] = quantize_int8(unpack_floats(part))
         return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))
 
 
