@@ -18,7 +18,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.retrievers import retriever
-from sirchat.text.anchors import ends_sequence
+from sirchat.text.anchors import anchor_detector
 from sirchat.text.detokenizer import word_continuation
 
 
@@ -90,7 +90,7 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
         model,
         settings,
         seed=seed,
-        ends_sequence=ends_sequence(model.tokenizer, model.anchors),
+        ends_sequence=anchor_detector(model.tokenizer, model.anchors),
         continues_word=word_continuation(model.tokenizer),
     )
 

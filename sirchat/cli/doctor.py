@@ -15,7 +15,7 @@ from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
-from sirchat.models.hub import require
+from sirchat.models.hub import require_available
 from sirchat.ui.text import displayable
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -52,12 +52,12 @@ def doctor(
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
     """
     model = resolve(None, {}, os.environ).model if model is None else model
-    require(model)
+    require_available(model)
     with without_garbage_collection():
-        from sirchat.models.doctor import examine
+        from sirchat.models.doctor import run_checks
 
     results = []
-    for result in examine(model, device_map):
+    for result in run_checks(model, device_map):
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

@@ -14,7 +14,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.errors import UsageError
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.models.hub import require
+from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, sessions_dir
 from sirchat.ui.interrupt import interruptible_imports
 
@@ -83,7 +83,7 @@ def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Pr
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
-        require(model)
+        require_available(model)
     settings = {key: value for key, value in flags.items() if key != "profile"}
     return resolve(flags.get("profile"), settings, os.environ)
 

@@ -15,7 +15,7 @@ from sirchat.cli.registry import lab_module
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
 from sirchat.errors import ModelError, UsageError
-from sirchat.models.hub import require
+from sirchat.models.hub import require_available
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
@@ -171,7 +171,7 @@ def models_default(
     if name is None:
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
         return
-    require(name)
+    require_available(name)
     path = set_default("model", name)
     _say(f"{name} is now the default model ({paths.abbreviated(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:

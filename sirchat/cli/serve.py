@@ -138,10 +138,10 @@ def load_server(
     with loading_bar(screen, profile.model) as report, without_garbage_collection():
         with interruptible_imports():
             policy_class(profile.policy)
-            from sirchat.models.ending_thread import in_ending_thread
+            from sirchat.models.ending_thread import call_in_new_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
-            in_ending_thread(lambda: load(profile, trust, report)),
+            call_in_new_thread(lambda: load(profile, trust, report)),
             profile,
             Limits(*limits),
             folder=paths.served_dir(),

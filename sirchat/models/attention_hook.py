@@ -1,7 +1,7 @@
 """The attention hook: gives observers the queries, keys and attention weights of every layer.
 
 A function registered with transformers' attention interface calls the usual one, then reports. No
-module is patched, and the logits do not change. A `Decoder` calls `report` itself.
+module is patched, and the logits do not change. A `Decoder` calls `report_attention` itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LayerQueries:
     scale: float
     heads: int
 
-    def match(self, keys: Tensor) -> bool:
-        """Whether they can be compared with cached `keys` [H, n, D]."""
+    def is_comparable_with(self, keys: Tensor) -> bool:
+        """Whether cached `keys` [H, n, D] have the number and the size of heads that these need."""
         return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
@@ -97,7 +97,7 @@ class QueryRecorder:
         self._shape[call.layer] = call.scale, call.keys.shape[1]
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """Each layer's queries, not rotated; ends before the first layer without any."""
+        """Each layer's recorded queries, not rotated, up to the first layer of which none are."""
         out = []
         for layer, rotation in enumerate(rotations):
             parts = [
@@ -117,7 +117,7 @@ def observed_by(
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    `numbers` is `LoadedModel.layer_numbers`: what the observer gets as numbers of the layers.
+    `numbers` is `LoadedModel.layer_numbers`: for a layer, the number that the observer gets.
     """
     install_hook(module)
     token = OBSERVERS.set((*OBSERVERS.get(), (observer, numbers or {})))
@@ -146,7 +146,7 @@ def install_hook(module: Any) -> bool:
     return bool(module.config._attn_implementation == name)
 
 
-def report(call: AttentionCall) -> None:
+def report_attention(call: AttentionCall) -> None:
     """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
     for observer, numbers in OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
@@ -161,7 +161,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
     if cap := call.options.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
     if call.mask is not None or count > 1 or call.options.get("sliding_window"):
-        logits = _masked(logits, call)
+        logits = _apply_mask(logits, call)
     sinks = call.options.get("s_aux")
     if sinks is None:
         return logits.softmax(-1)
@@ -181,16 +181,18 @@ def _hooked(usual: str) -> Callable[..., Any]:
         attention_mask: Any,  # some models pass the mask by this name
         **options: Any,
     ) -> Any:
-        out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
+        out = _attention_function(usual, module)(
+            module, queries, keys, values, attention_mask, **options
+        )
         if module.layer_idx is not None:
             layer = int(module.layer_idx)
-            report(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
+            report_attention(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 
     return attend
 
 
-def _function(name: str, module: Any) -> Callable[..., Any]:
+def _attention_function(name: str, module: Any) -> Callable[..., Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name in ALL_ATTENTION_FUNCTIONS:
@@ -200,7 +202,7 @@ def _function(name: str, module: Any) -> Callable[..., Any]:
     return cast(Callable[..., Any], own)
 
 
-def _masked(logits: Tensor, call: AttentionCall) -> Tensor:
+def _apply_mask(logits: Tensor, call: AttentionCall) -> Tensor:
     # Scores are [H, group, m, n]. Without a mask, attention is causal, within the window.
     heads, group, count, rows = logits.shape
     if isinstance(call.mask, Tensor):

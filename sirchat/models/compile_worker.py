@@ -32,17 +32,17 @@ _TEMPORARY_ERRORS = (
 def main(path: Path, niceness: int) -> None:
     """Compile the graph from standard input into the file `path`, which appears only complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
-    give_way(niceness)
+    lower_priority(niceness)
     folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, lambda *_: _end(folder))
-    watch = threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True)
+    watch = threading.Thread(target=_end_after, args=(os.getppid(), folder), daemon=True)
     watch.start()
     try:
-        from sirchat.models.compiled_step import build, load_program
+        from sirchat.models.compiled_step import compile_graph, load_program
 
         made = Path(folder) / path.name
-        build(sys.stdin.buffer.read(), made)
+        compile_graph(sys.stdin.buffer.read(), made)
         load_program(made)  # one that crashes ends this process, and not a chat
         os.replace(made, path)
     except Exception as error:
@@ -61,7 +61,7 @@ def is_temporary(error: Exception) -> bool:
     return any(text in str(error) for text in _TEMPORARY_ERRORS)
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Lower the priority of this process, so that a chat's replies stay fast."""
     os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
@@ -70,7 +70,7 @@ def give_way(niceness: int) -> None:
             Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
 
 
-def _end_with(parent: int, folder: str) -> None:
+def _end_after(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(0.2)
     _end(folder)

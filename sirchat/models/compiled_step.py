@@ -36,8 +36,8 @@ class WrongProgramError(Exception):
 class CompiledStep:
     """A decode step as a compiled program, tested with the embeddings `tokens` [4, d].
 
-    Raises DamagedProgramError if the file is not as `build` wrote it, WrongProgramError if the
-    program computes other logits than `graph`, and any error if it can't be loaded now.
+    Raises DamagedProgramError if the file is not as `compile_graph` wrote it, WrongProgramError if
+    the program computes other logits than `graph`, and any error if it can't be loaded now.
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
@@ -52,7 +52,7 @@ class CompiledStep:
             for name, original in self._program.get_constant_names_to_original_fqns().items()
         }
         self._program.update_constant_buffer(self._weights, False, True, True)  # not copied
-        self._check(graph, tokens)
+        self._compare_with_graph(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
         """Whether the program can read a token: the cache holds two or more, and has room."""
@@ -63,6 +63,7 @@ class CompiledStep:
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache
     ) -> tuple[Tensor, Tensor]:
         """Read one token into the cache; returns what `StepGraph.forward` returns."""
+        # Says by its length how many tokens are cached: a program takes only tensors.
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -70,21 +71,22 @@ class CompiledStep:
         return logits, states
 
     @torch.inference_mode()
-    def _check(self, graph: nn.Module, tokens: Tensor) -> None:
-        """Raise WrongProgramError if the program and `graph` differ after three common tokens."""
+    def _compare_with_graph(self, graph: nn.Module, tokens: Tensor) -> None:
+        """Raise WrongProgramError if program and graph disagree after the last of the `tokens`."""
         # Embeddings of real tokens: with random numbers, some models round too differently.
-        _, cos, sin, _, keys, values = _example(graph)
+        _, cos, sin, _, keys, values = _example_inputs(graph)
         cos.fill_(1), sin.zero_()
         for buffer in (*keys, *values):
             buffer.zero_()
         step, *before = _Exported(graph), *tokens[:-1]
         for count, x in enumerate(before):
             step(x, cos, sin, torch.empty(count), keys, values)
-        inputs = tokens[-1], cos, sin, torch.empty(len(before), dtype=torch.uint8), keys, values
-        copied = copy.deepcopy(inputs)
+        held = torch.empty(len(before), dtype=torch.uint8)  # only its length counts
+        inputs = tokens[-1], cos, sin, held, keys, values
+        x, cos, sin, held, own_keys, own_values = copy.deepcopy(inputs)
         theirs = step(*inputs)
-        ours = self._program.run([*copied[:4], *copied[4], *copied[5]])
-        for compiled, plain in zip((*ours, *copied[5]), (*theirs, *values), strict=True):
+        ours = self._program.run([x, cos, sin, held, *own_keys, *own_values])
+        for compiled, plain in zip((*ours, *own_values), (*theirs, *values), strict=True):
             if not plain.numel():  # no layer is scored
                 continue
             error = (compiled - plain).norm() / plain.norm()
@@ -103,22 +105,23 @@ def program_name(graph: nn.Module) -> str:
     return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
 
-def without_weights(graph: nn.Module) -> bytes:
-    """Pickle a graph for `build`, with the shapes of its weights but without their values."""
+def pickle_without_weights(graph: nn.Module) -> bytes:
+    """Pickle a graph for `compile_graph`: its weights have shapes, but no values."""
     tensors = [*graph.parameters(), *graph.buffers()]
-    memo: dict[int, Any] = {id(tensor): _shape_of(tensor) for tensor in tensors}
+    memo: dict[int, Any] = {id(tensor): _on_meta_device(tensor) for tensor in tensors}
     return pickle.dumps(copy.deepcopy(graph, memo))
 
 
-def build(pickled: bytes, path: Path) -> None:
+def compile_graph(pickled: bytes, path: Path) -> None:
     """Compile the graph in `pickled` into the file `path`: a shared library, then its SHA-256.
 
-    Takes about a minute. Unpickling can run code, so `pickled` must come from `without_weights`.
+    Takes about a minute. Unpickling can run code, so `pickled` must be made by
+    `pickle_without_weights`.
     """
     graph: nn.Module = pickle.loads(pickled)
     graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
     open_length = {3: torch.export.Dim.DYNAMIC}
-    inputs = _example(graph)
+    inputs = _example_inputs(graph)
     program = torch.export.export(
         _Exported(graph),
         inputs,
@@ -192,8 +195,8 @@ class _Exported(nn.Module):
         return logits, states
 
 
-def _example(graph: Any) -> tuple[Any, ...]:
-    """Arguments for `_Exported.forward`, without values: a cache with a few tokens."""
+def _example_inputs(graph: Any) -> tuple[Any, ...]:
+    """Arguments for `_Exported.forward`, of the right shapes only: a cache with five tokens."""
     layer = graph.layers[0]
     size = layer.size
     heads = (layer.queries_keys_values.rows // size - layer.heads) // 2
@@ -207,7 +210,7 @@ def _example(graph: Any) -> tuple[Any, ...]:
     return x, torch.empty(turn), torch.empty(turn), held, buffers(2), buffers(1)
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
+def _on_meta_device(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=False)

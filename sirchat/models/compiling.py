@@ -24,8 +24,8 @@ from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import (
     DamagedProgramError,
     WrongProgramError,
+    pickle_without_weights,
     program_name,
-    without_weights,
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
@@ -47,18 +47,18 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
     step = model.decode_step
     if how == "off":
         return
-    _sweep(compiled_dir())
+    _delete_leftovers(compiled_dir())
     if how == "auto":
         if step is not None:
-            _use(step, _path(step))
+            _use_program(step, _program_path(step))
         return
     if step is None:
         raise ModelError(
             f"--compile on: sirchat can't compile model {model.name!r}",
             hint="choose --compile auto, which compiles only if possible",
         )
-    path = _path(step)
-    problem = _use(step, path)
+    path = _program_path(step)
+    problem = _use_program(step, path)
     if step.compiled is None and not path.exists():
         if not has_compiler():
             raise ModelError(
@@ -67,7 +67,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
             )
         if progress is not None:
             progress("compiling the model's decode step, about a minute", 0, None)
-        problem = _make(step, path) or _use(step, path)
+        problem = _compile_program(step, path) or _use_program(step, path)
     if problem:
         raise ModelError(f"--compile on: {problem}")
 
@@ -75,19 +75,19 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority; the model uses it when ready.
 
-    Returns the thread that waits for the process; None if nothing is to be made, or no compiler is
-    there.
+    Returns the thread that waits for the process; None if there is no compiler, or if the step is
+    compiled, can't be compiled, or failed to compile before.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
         return None
-    path = _path(step)
-    if _problem(path) or path.exists():  # it failed before, or can't be used now
+    path = _program_path(step)
+    if _read_failure(path) or path.exists():  # it failed before, or can't be used now
         return None
 
     def work() -> None:
-        if not _make(step, path, niceness=19):
-            _use(step, path)
+        if not _compile_program(step, path, niceness=19):
+            _use_program(step, path)
 
     thread = threading.Thread(target=work, name="compiling", daemon=True)
     thread.start()
@@ -106,21 +106,21 @@ def compiled_in_words(model: LoadedModel) -> str:
         return "no: this model has no decode step that can be compiled on this machine"
     if step.compiled is not None:
         return "yes"
-    path = _path(step)
-    if problem := _problem(path):
-        return f"no: {problem} (delete {abbreviated(_failure(path))} to try again)"
+    path = _program_path(step)
+    if problem := _read_failure(path):
+        return f"no: {problem} (delete {abbreviated(_failure_file(path))} to try again)"
     if path.exists():
-        problem = _use(step, path)
+        problem = _use_program(step, path)
         return f"no: {problem}" if problem else "yes"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
 
 
-def _path(step: DecodeStep) -> Path:
+def _program_path(step: DecodeStep) -> Path:
     return compiled_dir() / program_name(step.graph)
 
 
-def _use(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the program in `path`, if it exists; returns why it can't, or "".
+def _use_program(step: DecodeStep, path: Path) -> str:
+    """Make `step` use the program in `path`, if it exists; returns why that fails, or "".
 
     A damaged or wrong program is deleted. After any other error the next start may succeed.
     """
@@ -129,21 +129,21 @@ def _use(step: DecodeStep, path: Path) -> str:
             return ""
         if foreign := _writable_by_others(path):
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
-        step.use(path)
+        step.use_program(path)
     except DamagedProgramError:
         with suppress(OSError):
             path.unlink()
         return "its program was damaged and has been deleted; it will be compiled again"
     except WrongProgramError as error:
-        _fail(path, error)
+        _record_failure(path, error)
         return str(error)
     except Exception as error:  # torch raises all kinds of errors
-        return f"its program can't be loaded now: {_in_a_line(error)}"
+        return f"its program can't be loaded now: {_first_line(error)}"
     return ""
 
 
-def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile a decode step into `path`, or wait for a process that does; returns the error."""
+def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
+    """Compile a decode step to `path`, or wait for a process that does; returns an error or ""."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
@@ -152,9 +152,9 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
         except Timeout:  # another chat is making it now
             lock.acquire()
         else:
-            _failure(path).unlink(missing_ok=True)
+            _failure_file(path).unlink(missing_ok=True)
         try:
-            return "" if path.exists() else _problem(path) or _run_worker(step, path, niceness)
+            return "" if path.exists() else _read_failure(path) or _run_worker(step, path, niceness)
         finally:
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
@@ -172,7 +172,7 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
         start_new_session=True,
     )
     try:
-        _, stderr = process.communicate(without_weights(step.graph))
+        _, stderr = process.communicate(pickle_without_weights(step.graph))
     except BaseException:  # Ctrl-C: the process removes its files
         process.terminate()
         process.wait()
@@ -187,11 +187,11 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
         said = stderr.decode(errors="replace").strip().splitlines()
     problem = f"compiling fails: {said[-1] if said else f'exit status {code}'}"
     if code != TEMPORARY and not ended_from_outside:
-        _fail(path, problem)
+        _record_failure(path, problem)
     return problem
 
 
-def _sweep(folder: Path) -> None:
+def _delete_leftovers(folder: Path) -> None:
     """Delete what processes that were killed have left, and programs of an older format."""
     for left in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
@@ -211,23 +211,23 @@ def _writable_by_others(path: Path) -> Path | None:
     return None
 
 
-def _failure(path: Path) -> Path:
+def _failure_file(path: Path) -> Path:
     return path.with_suffix(".failed")
 
 
-def _fail(path: Path, error: object) -> None:
-    """Delete a program and keep the error, so that no later start compiles it again."""
+def _record_failure(path: Path, error: object) -> None:
+    """Delete a program and write its error to a file, so that no later start compiles it again."""
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
-        write_private(_failure(path), _in_a_line(error), replaces=True)
+        write_private(_failure_file(path), _first_line(error), replaces=True)
 
 
-def _in_a_line(error: object) -> str:
+def _first_line(error: object) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:500]
 
 
-def _problem(path: Path) -> str:
+def _read_failure(path: Path) -> str:
     try:
-        return _failure(path).read_text(encoding="utf-8")
+        return _failure_file(path).read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -58,7 +58,7 @@ class DecodeStep:
             and module.dtype in (torch.float32, torch.bfloat16)
         )
 
-    def use(self, program: Path) -> None:
+    def use_program(self, program: Path) -> None:
         """Read tokens with a compiled program from now on; raises the errors of `CompiledStep`."""
         with torch.inference_mode():
             tokens = self._embeddings(torch.arange(1, 5)).float()
@@ -92,7 +92,7 @@ class DecodeStep:
         x = self._embeddings(torch.tensor(ids))  # [B, d]
         cos, sin = (t[0, :, None].float() for t in self._rotary(x, torch.tensor([positions])))
         updates = [_update_of(cache) for cache in caches]
-        return self.graph.of_rows(x.float(), cos, signed(sin), updates)
+        return self.graph.forward_batch(x.float(), cos, signed(sin), updates)
 
 
 class StepGraph(nn.Module):
@@ -120,23 +120,26 @@ class StepGraph(nn.Module):
             if number + 1 in self.scored:
                 states.append(x)
         h, head = self.norm(x), self.head
-        logits: Tensor = head.of_vector(h) if isinstance(head, Int8Head) else head(h)
+        logits: Tensor = head.logits_of_state(h) if isinstance(head, Int8Head) else head(h)
         return logits, torch.cat(states)
 
-    def of_rows(
+    def forward_batch(
         self, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> tuple[Tensor, Tensor]:
-        """The same for B conversations: x [B, d], cos and sin [B, 1, D], an update for each."""
+        """Do what `forward` does for B conversations, one token each.
+
+        x is [B, d], cos and sin are [B, 1, D]; `updates` has one function for each conversation.
+        """
         states = [x[:, :0]]
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, _StepLayer)
-            x = layer.of_rows(number, x, cos, sin, updates)
+            x = layer.forward_batch(number, x, cos, sin, updates)
             if number + 1 in self.scored:
                 states.append(x)
-        h, head = self.norm.of_rows(x), self.head
+        h, head = self.norm.forward_batch(x), self.head
         if not isinstance(head, Int8Head):
-            return head.of_rows(h), torch.cat(states, 1)
-        logits = [head.of_few(rows) for rows in torch.split(h, _FEW)]
+            return head.forward_batch(h), torch.cat(states, 1)
+        logits = [head.logits_of_states(rows) for rows in torch.split(h, _FEW)]
         return torch.cat(logits), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
@@ -176,11 +179,11 @@ class _StepLayer(nn.Module):
         added: Tensor = self.down(F.silu(gate).mul_(up))
         return x + added
 
-    def of_rows(
+    def forward_batch(
         self, number: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> Tensor:
-        """The same for B conversations, x [B, d]; only attention reads them one after the other."""
-        products = self.queries_keys_values.of_rows(self.attention_norm.of_rows(x))
+        """Do what `forward` does for B conversations, x [B, d]; attention takes them in turn."""
+        products = self.queries_keys_values.forward_batch(self.attention_norm.forward_batch(x))
         turned, values = self._turned(products.view(len(x), -1, self.size), cos, sin)
         turned, values = turned.to(self.dtype), values.to(self.dtype)
         queries = turned[:, : self.heads].view(len(x), -1, self.shared, self.size)
@@ -189,9 +192,9 @@ class _StepLayer(nn.Module):
         attended = []
         for update, query, key, value in zip(updates, *each, strict=True):
             attended.append(self._attention(query, *update(number, key, value)))
-        x = x + self.output.of_rows(torch.cat(attended).flatten(1))
-        gate, up = self.gate_up.of_rows(self.network_norm.of_rows(x)).chunk(2, 1)
-        added: Tensor = self.down.of_rows(F.silu(gate).mul_(up))
+        x = x + self.output.forward_batch(torch.cat(attended).flatten(1))
+        gate, up = self.gate_up.forward_batch(self.network_norm.forward_batch(x)).chunk(2, 1)
+        added: Tensor = self.down.forward_batch(F.silu(gate).mul_(up))
         return x + added
 
     def _attended(self, number: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
@@ -211,7 +214,7 @@ class _StepLayer(nn.Module):
         return added
 
     def _turned(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Split heads [..., H_q + 2 H, D] into rotated queries and keys, and values."""
+        """Split heads [..., H_q + 2 H, D]; returns queries and keys, rotated (RoPE), and values."""
         end = (rows.shape[-2] + self.heads) // 2  # of the key heads
         turning, values = torch.split(rows, [end, rows.shape[-2] - end], -2)
         if self.query_norm is not None and self.key_norm is not None:
@@ -247,7 +250,7 @@ class _StepNorm(nn.Module):
         mean = torch.dot(x, x).item() / len(x)  # half the time of `rms_norm`
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def forward_batch(self, x: Tensor) -> Tensor:
         """Normalize each vector in x [B, d], with exactly the result that each has alone."""
         return torch.stack([self(row) for row in x])
 
@@ -277,28 +280,32 @@ class _Product(nn.Module):
         part: Any
         for part in self.parts:
             if isinstance(part, PackedLinear):
-                rows.append(part.of_row(row))
+                rows.append(part.multiply_few(row))
             else:  # half the time of `linear` in bfloat16
                 rows.append(torch.mv(part.weight, row[0])[None])
         y = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         wide = y[0].float()
         return wide if self.bias is None else wide.add_(self.bias)
 
-    def of_rows(self, h: Tensor) -> Tensor:
+    def forward_batch(self, h: Tensor) -> Tensor:
         """Multiply each vector in h [B, K]; returns float32 [B, N]."""
         rows = h.to(self.dtype)
-        y = torch.cat([_of_rows(part, rows) for part in self.parts], 1).float()
+        y = torch.cat([_multiply_batch(part, rows) for part in self.parts], 1).float()
         return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}"
 
 
-def _of_rows(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]
+def _multiply_batch(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
     few = torch.split(rows, _FEW)  # unpacking the weights would take more memory, and as much time
-    return layer.of_row(rows) if len(few) == 1 else torch.cat([layer.of_row(part) for part in few])
+    return (
+        layer.multiply_few(rows)
+        if len(few) == 1
+        else torch.cat([layer.multiply_few(part) for part in few])
+    )
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.rope import Rotation
-from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report
+from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report_attention
 from sirchat.models.model_config import ConfigValues, DecoderConfig
 
 
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace that module."""
+        """Replace the module that returns the embeddings of token ids."""
         self.model.embed_tokens = embeddings
 
     def get_output_embeddings(self) -> Any:
@@ -217,7 +217,7 @@ class _Attention(nn.Module):
         if OBSERVERS.get():
             options = {"scaling": self.scaling}
             exact = queries.float(), keys.float()
-            report(AttentionCall(self.layer_idx, *exact, reading.mask, options, None))
+            report_attention(AttentionCall(self.layer_idx, *exact, reading.mask, options, None))
         added: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
         return added
 

@@ -126,7 +126,7 @@ def layout_of(
     caches = {str(n): row * count // max(1, sum(elements)) for n, count in enumerate(elements)}
     parts = [ModelPart(name, size, caches.get(name, 0)) for name, size in sizes.items()]
     rooms = [size - GPU_RESERVE for size in devices]
-    placed = plan(parts, dict(enumerate(rooms)), balanced=balanced)
+    placed = place_parts(parts, dict(enumerate(rooms)), balanced=balanced)
     on_devices = tuple(
         (size, tuple(part for part in parts if placed[part.name] == number))
         for number, size in enumerate(devices)
@@ -136,13 +136,13 @@ def layout_of(
     return Layout(budget, precision(shape, profile), on_devices, left, knows)
 
 
-def plan(
+def place_parts(
     parts: Sequence[ModelPart], rooms: dict[int | str, int], *, balanced: bool = False
 ) -> dict[str, int | str]:
     """Lay parts out in order, as accelerate does: each place is filled before the next is used.
 
-    `rooms` has the bytes of each GPU, by number, and of `cpu`. Returns each part's place: `disk`
-    for what finds no room. If `balanced`, the GPUs get about equally much.
+    `rooms` has the free bytes of each GPU, by number, and of `cpu`. Returns the place of each part,
+    by its name: `disk` for what finds no room. If `balanced`, the GPUs get about equally much.
     """
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
@@ -180,10 +180,10 @@ def read_device_map(setting: str) -> str | dict[str, Where]:
         raise ModelError(
             f"{path} is no mapping of module names to devices", hint="such as model.layers.0: cpu"
         )
-    return {str(name): _device(value, f"{path}: {name}") for name, value in values.items()}
+    return {str(name): _parse_device(value, f"{path}: {name}") for name, value in values.items()}
 
 
-def spread_of(
+def make_spread(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
 ) -> Spread:
     """Make the device map with which the model `name` will be loaded.
@@ -226,7 +226,7 @@ class Spread:
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for this device map; call `finish` afterwards.
+        """The options of `from_pretrained` for this device map; call `finish_loading` afterwards.
 
         `outline` is the model without weights.
         """
@@ -241,9 +241,9 @@ class Spread:
         skipped = getattr(module, "_skip_keys_device_placement", None)
         folder = self._offload_folder(placement)
         dispatch_model(module, placement, offload_dir=folder, skip_keys=skipped)
-        self.finish(module)
+        self.finish_loading(module)
 
-    def finish(self, module: Any) -> None:
+    def finish_loading(self, module: Any) -> None:
         """Make the layers on the CPU compute on the CPU; accelerate would copy them to a GPU."""
         from accelerate import hooks
 
@@ -272,14 +272,14 @@ class Spread:
         head = names[id(module.get_output_embeddings())] if is_tied else None
         parts = [part for part in _parts_of(module, layers) if part != head]
         if isinstance(self.said, str):
-            placement = self._planned(module, parts, layers)
+            placement = self._placement_by_plan(module, parts, layers)
         else:
-            placement = self._as_said(self.said, list(names.values()), parts, layers)
+            placement = self._placement_by_names(self.said, list(names.values()), parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
-    def _as_said(
+    def _placement_by_names(
         self, said: dict[str, Where], known: list[str], parts: list[str], layers: list[str]
     ) -> Placement:
         for name in said:
@@ -302,7 +302,9 @@ class Spread:
             placement[part] = said[longest]
         return placement
 
-    def _planned(self, module: nn.Module, names: list[str], layers: list[str]) -> Placement:
+    def _placement_by_plan(
+        self, module: nn.Module, names: list[str], layers: list[str]
+    ) -> Placement:
         caches, parts = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
         for name in names:
             weights = sum(tensor.nbytes for tensor in module.get_submodule(name).parameters())
@@ -314,7 +316,7 @@ class Spread:
         rooms[CPU] = _UNLIMITED if free is None else free - PROGRAM
         first, kept = next(iter(rooms)), 0
         while True:  # the first place also has keys and values of the layers on disk
-            placed = plan(
+            placed = place_parts(
                 parts, rooms | {first: rooms[first] - kept}, balanced=self.said == "balanced"
             )
             stored = [part for part in parts if placed[part.name] == DISK]
@@ -359,7 +361,7 @@ def _require_accelerate() -> None:
         )
 
 
-def _device(value: object, where: str) -> Where:
+def _parse_device(value: object, where: str) -> Where:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     text = f"cuda:{value}" if is_number else str(value)
     if text in (CPU, DISK):

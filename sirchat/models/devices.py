@@ -121,7 +121,10 @@ def memory_by_device(
 
 
 def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set torch's number of CPU threads; 0: as SIRCHAT_THREADS or OMP_NUM_THREADS says, or free."""
+    """Set torch's number of CPU threads to `count`.
+
+    0 means the number that SIRCHAT_THREADS or OMP_NUM_THREADS says, or else that of free cores.
+    """
     # Beside other programs, one thread for each core is several times slower than one alone: every
     # step waits for the thread that was interrupted.
     told = environment.get("SIRCHAT_THREADS", "").strip()
@@ -145,9 +148,10 @@ def free_threads() -> int:
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
-    """For how many threads physical cores are free; `load` is the busy ones of the last minute.
+    """How many of the machine's physical `cores` are free for threads of this process; at least 1.
 
-    Of the machine's `cores` this process may use `allowed`, and the time of `quota` (None: all).
+    `load` is how many were busy in the last minute. This process may use `allowed` of them, and as
+    much time as `quota` cores have; None for no limit on time.
     """
     most = allowed if quota is None else min(allowed, int(quota))
     return max(1, min(most, cores - round(load)))

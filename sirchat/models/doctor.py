@@ -23,7 +23,7 @@ from sirchat.models.devices import free_threads, memory_by_device, physical_core
 from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.measuring import head_shape, measure_attention, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.packed import products_of
+from sirchat.models.packed import matmul_method_of
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
@@ -48,7 +48,7 @@ class Finding:
     problem: str = ""
 
 
-def examine(model_name: str, device_map: str = "off") -> Iterator[Finding]:
+def run_checks(model_name: str, device_map: str = "off") -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
@@ -121,7 +121,7 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("cache", _cache_type(model))
     yield from _memory(model)
-    if (how := products_of(model.module)) is not None:
+    if (how := matmul_method_of(model.module)) is not None:
         yield Finding(
             "unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once"
         )

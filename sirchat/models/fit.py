@@ -81,7 +81,7 @@ def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
     stored, shape = _files_of(found)
     first = _choice("", stored, shape, profile, free)
     choices = {first.precision: first}
-    for setting, other in _others(shape, profile):
+    for setting, other in _other_settings(shape, profile):
         choices.setdefault(precision(shape, other), _choice(setting, stored, shape, other, free))
     return ModelFit(found, stored.count, free, tuple(choices.values()))
 
@@ -95,7 +95,7 @@ def weights_by_part(found: FoundModel, profile: Profile) -> tuple[dict[str, int]
     form = precision(shape, profile)
     item, outer, layers = _item_size(form, profile), Counter[str](), Counter[int]()
     for tensor in stored.tensors:
-        size = _tensor_bytes(tensor, _bits(tensor, stored, form), item)
+        size = _tensor_bytes(tensor, _packed_bits(tensor, stored, form), item)
         if layer := _LAYER.search(tensor.name):
             layers[int(layer[1])] += size
         else:
@@ -111,7 +111,7 @@ def _files_of(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
     return stored_weights(found.path), found.shape
 
 
-def _others(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:
+def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Yield other settings than those of the profile: the option to type, and a changed profile."""
     settings = [("dtype", "float32"), ("dtype", "bfloat16")]
     if uses_cpu(profile):
@@ -128,12 +128,12 @@ def _choice(
 ) -> Choice:
     form = precision(shape, profile)
     item = _item_size(form, profile)
-    weights, limit = _bytes(stored, form, item), shape.context_length
+    weights, limit = _weight_bytes(stored, form, item), shape.context_length
     budgets = {
         *(budget for budget in BUDGETS if limit is None or budget < limit),
         *([limit] if limit else []),
     }
-    loading, working = _while_loading(stored, form, item), _while_reading(stored, form)
+    loading, working = _bytes_while_loading(stored, form, item), _bytes_while_reading(stored, form)
     row = cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row is not None and uses_cpu(profile):
@@ -157,8 +157,8 @@ def _item_size(form: str, profile: Profile) -> int:
     return 2 if {"float16", "bfloat16"} & {form, profile.dtype} else 4
 
 
-def _bytes(stored: StoredWeights, form: str, item: int) -> int:
-    return sum(_tensor_bytes(t, _bits(t, stored, form), item) for t in stored.tensors)
+def _weight_bytes(stored: StoredWeights, form: str, item: int) -> int:
+    return sum(_tensor_bytes(t, _packed_bits(t, stored, form), item) for t in stored.tensors)
 
 
 def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
@@ -169,7 +169,7 @@ def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
     return tensor.count * item
 
 
-def _bits(tensor: StoredTensor, stored: StoredWeights, form: str) -> int | None:
+def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: str) -> int | None:
     """The bits of each weight, 4 or 8, by the rules of gguf.model and packing; None: not packed."""
     if form == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
@@ -189,13 +189,13 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, form: str) -> int | None:
     return 4 if wants_four and fits else 8
 
 
-def _while_loading(stored: StoredWeights, form: str, item: int) -> int:
+def _bytes_while_loading(stored: StoredWeights, form: str, item: int) -> int:
     """The most bytes that the weights take while they are loaded, without pages of the file."""
     largest = max((tensor.count for tensor in stored.tensors), default=0)
-    weights = _bytes(stored, form, item)
+    weights = _weight_bytes(stored, form, item)
     if form == "packed":
         factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
-        taken = (factors[_bits(t, stored, form)] * t.at_once for t in stored.tensors)
+        taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
@@ -204,8 +204,8 @@ def _while_loading(stored: StoredWeights, form: str, item: int) -> int:
     return weights + (4 * largest if stored.is_gguf else 0)
 
 
-def _while_reading(stored: StoredWeights, form: str) -> int:
+def _bytes_while_reading(stored: StoredWeights, form: str) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
-    packed = [tensor for tensor in stored.tensors if _bits(tensor, stored, form)]
+    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, form)]
     size = 2 * sum(tensor.count for tensor in packed)
-    return size if size <= MOST_UNPACKED else 2 * max(tensor.at_once for tensor in packed)
+    return size if size <= MOST_UNPACKED else 2 * max(tensor.count_at_once for tensor in packed)

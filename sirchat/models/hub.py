@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
-from sirchat.models.ending_thread import in_ending_thread
+from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.names import cache_folder, cached_folder, locate, suggestion
 from sirchat.models.progress import Progress, bar_class, no_logs
 
@@ -49,17 +49,17 @@ class PulledModel:
     size: int
 
 
-def require(name: str) -> None:
+def require_available(name: str) -> None:
     """Raise ModelError if a model is neither on this machine nor on the hub."""
     source, _ = locate(name)
     if not Path(source).is_dir():
-        only_cached(source)
+        must_use_cache(source)
 
 
-def only_cached(name: str) -> bool:
-    """Whether to load a model from the cache alone: the hub can't be reached, or does not know it.
+def must_use_cache(name: str) -> bool:
+    """Ask the hub; returns whether it can't be reached or lacks the model, but the cache has it.
 
-    Raises ModelError if the model is not in the cache either.
+    The model is then loaded from the cache alone. Raises ModelError if it is not there either.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
@@ -84,15 +84,15 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 
     api = HfApi()
     get_session()  # loads certificates, which must not count as network time
-    with explained(name):
+    with explain_hub_errors(name):
         # The library's own limit does not include the look-up of the hub's address.
-        return in_ending_thread(
+        return call_in_new_thread(
             lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files), _SECONDS
         )
 
 
 @contextmanager
-def explained(name: str, hint: str = "") -> Iterator[None]:
+def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
     """Context manager: turn errors of the hub and the network, not of the disk, into a ModelError.
 
     `hint` says what to do if the hub can't be reached.
@@ -127,8 +127,8 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
     `progress` gets a file's name, and the done and the total bytes of all files. Raises ModelError.
     """
     info = ask_hub(name, with_files=True)
-    with explained(name):  # a size can be of a wrong type, for example
-        files = _chosen(name, info, file)
+    with explain_hub_errors(name):  # a size can be of a wrong type, for example
+        files = _choose_files(name, info, file)
         total, done = sum(size for _, size in files), 0
     _check_space(name, total)
     with no_logs():
@@ -153,13 +153,13 @@ def _unreachable(name: str, hint: str) -> ModelError:
     )
 
 
-def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
+def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
     """Choose the files to download: names and bytes; raises ModelError if none can be read."""
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
     ggufs = [path for path in sizes if path.lower().endswith(".gguf")]
     if file is not None:
         if file not in ggufs:
-            hint = nearest(file, ggufs) or _listed(ggufs)
+            hint = nearest(file, ggufs) or _file_hint(ggufs)
             raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
         return [(file, sizes[file])]
     wanted = [path for path in sizes if _WANTED.fullmatch(path)]
@@ -168,14 +168,14 @@ def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int
         wanted.sort(key=lambda path: (path.endswith(".safetensors"), path))
         return [(path, sizes[path]) for path in wanted]
     if ggufs:
-        raise ModelError(f"model {name!r} consists of GGUF files", hint=_listed(ggufs))
+        raise ModelError(f"model {name!r} consists of GGUF files", hint=_file_hint(ggufs))
     raise ModelError(
         f"model {name!r} has no safetensors files",
         hint="other weight files could run code, so sirchat does not read them",
     )
 
 
-def _listed(ggufs: Sequence[str]) -> str:
+def _file_hint(ggufs: Sequence[str]) -> str:
     if not ggufs:
         return "the model has no GGUF files; leave --file out"
     more = f", and {len(ggufs) - _SHOWN} more" if len(ggufs) > _SHOWN else ""
@@ -198,13 +198,13 @@ def _check_space(name: str, total: int) -> None:
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    with explained(name, "run the same command again to continue"):
+    with explain_hub_errors(name, "run the same command again to continue"):
         if size > _LARGE:
             url = hf_hub_url(name, file)
             etag = get_hf_file_metadata(url, timeout=_ANSWER_SECONDS).etag or ""
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
-            with _only_one(name, etag):
+            with _hold_download_lock(name, etag):
                 _fetch_large(url, cached_folder(name) / "blobs" / etag, size, progress)
         hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
 
@@ -220,7 +220,7 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
     while (there := part.stat().st_size) < size:
         broken: Exception = ConnectionError(f"{url} ends too early")
         try:
-            _continue(url, part, there, size, progress)
+            _continue_download(url, part, there, size, progress)
         except Exception as error:
             if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
                 raise
@@ -247,7 +247,7 @@ def _is_transport(error: Exception) -> bool:
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
 
 
-def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
+def _continue_download(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
     """Append the bytes of `url` from byte `there` on to `part`, or write it anew."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
@@ -275,7 +275,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 
 
 @contextmanager
-def _only_one(name: str, etag: str) -> Iterator[None]:
+def _hold_download_lock(name: str, etag: str) -> Iterator[None]:
     """Context manager: hold a file's lock; raises ModelError if another process downloads it."""
     folder = cache_folder() / ".locks" / cached_folder(name).name
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,16 +42,20 @@ class FoundModel:
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
     """List all models on this machine, including those in the given `folders`."""
-    models = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
+    models = [_inspect_model(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
-            models.append(_looked_at(name, "package", packaged_gguf(name)))
+            models.append(_inspect_model(name, "package", packaged_gguf(name)))
         except ModelError as error:
             models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
     home = paths.models_dir()
-    models += [_looked_at(str(path.relative_to(home)), "folder", path) for path in _models_in(home)]
+    models += [
+        _inspect_model(str(path.relative_to(home)), "folder", path) for path in _models_in(home)
+    ]
     for folder in folders:
-        models += [_looked_at(_typed(path), "folder", path) for path in _models_in(folder)]
+        models += [
+            _inspect_model(_as_typed_path(path), "folder", path) for path in _models_in(folder)
+        ]
     for name, folder in cached_models():
         models += _in_hub_cache(name, folder)
     return models
@@ -68,7 +72,7 @@ def find_model(name: str) -> FoundModel:
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
         path = Path(source, *gguf.values())
-        models = [_looked_at(name, "bundled" if name in BUNDLED else kind, path)]
+        models = [_inspect_model(name, "bundled" if name in BUNDLED else kind, path)]
     else:
         folder = cached_folder(name)
         models = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
@@ -83,7 +87,7 @@ def find_model(name: str) -> FoundModel:
     return models[0]
 
 
-def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
+def _inspect_model(name: str, source: Source, path: Path) -> FoundModel:
     try:
         if not path.is_file() and not path.is_dir():
             raise ModelError("the path is a broken link, or neither a file nor a folder")
@@ -107,16 +111,16 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
     if snapshot is None:
         yield FoundModel(name, "hub", folder, problem=incomplete)
         return
-    files = _below(snapshot)
+    files = _files_below(snapshot)
     ggufs = [path for path in files if _is_gguf(path)]
     for path in ggufs:
-        yield _looked_at(f"{name}/{path.relative_to(snapshot)}", "hub", path)
+        yield _inspect_model(f"{name}/{path.relative_to(snapshot)}", "hub", path)
     if ggufs:
         return
     has_weights = any(path.suffix == ".safetensors" for path in files)
     is_complete = has_weights and all(path.exists() for path in files)  # broken links: interrupted
     if is_complete and (snapshot / "config.json").exists():
-        yield _looked_at(name, "hub", snapshot)
+        yield _inspect_model(name, "hub", snapshot)
     else:
         yield FoundModel(name, "hub", snapshot, problem=incomplete)
 
@@ -124,7 +128,7 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 def _models_in(folder: Path) -> list[Path]:
     """The model folders and GGUF files below a folder, sorted by name."""
     models = []
-    for path in _below(folder):
+    for path in _files_below(folder):
         if _is_gguf(path):
             models.append(path)
         elif path.name == "config.json" and path.parent != folder:
@@ -134,7 +138,7 @@ def _models_in(folder: Path) -> list[Path]:
     return models
 
 
-def _below(folder: Path) -> list[Path]:
+def _files_below(folder: Path) -> list[Path]:
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
         deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
@@ -154,7 +158,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
-def _typed(path: Path) -> str:
+def _as_typed_path(path: Path) -> str:
     # As `--model` takes it for a path, not for a name.
     text = str(path)
     return text if "/" in text or path.suffix.lower() == ".gguf" else f"./{text}"

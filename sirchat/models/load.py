@@ -15,15 +15,15 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compiling import use_compiled
 from sirchat.models.decoder import Decoder
-from sirchat.models.device_map import Spread, spread_of
+from sirchat.models.device_map import Spread, make_spread
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype, use_threads
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import has_blocks, is_supported, refuse_misread
-from sirchat.models.hub import only_cached
-from sirchat.models.measuring import CacheTypeName, UnpackName, choose_products
+from sirchat.models.hub import must_use_cache
+from sirchat.models.measuring import CacheTypeName, UnpackName, choose_matmul_method
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig
-from sirchat.models.names import locate, unloadable
+from sirchat.models.names import loading_error, locate
 from sirchat.models.packed import four_bit_block
 from sirchat.models.packing import pack_module
 from sirchat.models.probe import refuse_foreign_tokenizer, refuse_unsupported_layers
@@ -94,7 +94,7 @@ def load_model(
     """
     target, spread = pick_device(device), None
     if device_map != "off":
-        spread = spread_of(name, device_map, rows, dtype, device=device, quantize=quantize)
+        spread = make_spread(name, device_map, rows, dtype, device=device, quantize=quantize)
         target, for_hub = spread.main_device, True
     if target.type == "cpu" or spread is not None:
         use_threads(threads)
@@ -104,30 +104,32 @@ def load_model(
             raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
         torch_dtype, parts = pick_dtype(dtype, target), None
         if gguf:
-            path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
+            path, packs = Path(source) / gguf["gguf_file"], _stays_packed(quantize, dtype, target)
             options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
-            parts = gguf_parts(path, target, torch_dtype, progress, **options)
+            parts = load_gguf_parts(path, target, torch_dtype, progress, **options)
         elif target.type == "cpu" and not for_hub and Path(source).is_dir():
-            parts = folder_parts(Path(source), torch_dtype, progress)
+            parts = load_folder_parts(Path(source), torch_dtype, progress)
         if quantize == "packed" and not (gguf and parts):
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
         if parts is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}
-            parts = _hub_parts(name, source, target, torch_dtype, progress, options, spread)
+            parts = _load_with_transformers(
+                name, source, target, torch_dtype, progress, options, spread
+            )
         module, tokenizer = parts
         refuse_foreign_tokenizer(module, tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4)
-        choose_products(module, unpack)
+        choose_matmul_method(module, unpack)
         return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
     except ModelError:
         raise
     except Exception as error:  # for damaged files, the libraries raise all kinds of errors
-        raise unloadable(name, error) from error
+        raise loading_error(name, error) from error
 
 
-def gguf_parts(
+def load_gguf_parts(
     path: Path,
     device: torch.device,
     dtype: torch.dtype,
@@ -139,7 +141,7 @@ def gguf_parts(
 ) -> tuple[Any, Any] | None:
     """Load module and tokenizer of a GGUF file; None if only transformers can read it.
 
-    `packs`: whether weights in blocks of few bits stay packed; None: if the file has any.
+    `packs` says whether weights in blocks of few bits stay packed; None: yes if there are such.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import model, vocabulary
@@ -158,7 +160,7 @@ def gguf_parts(
     return module, tokenizer
 
 
-def folder_parts(
+def load_folder_parts(
     folder: Path, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Any, Any] | None:
     """Load module and tokenizer of a folder on the CPU without transformers, whose import is slow.
@@ -168,7 +170,7 @@ def folder_parts(
     """
     try:
         config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
-        if config is None or not _is_complete(config, weights := _shapes(folder)):
+        if config is None or not _is_complete(config, weights := _weight_shapes(folder)):
             return None
         module = Decoder(config, dtype)
         if (generation := folder / "generation_config.json").exists():
@@ -188,14 +190,14 @@ def folder_parts(
     return module, tokenizer
 
 
-def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
+def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
     """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         return None if four_bit_block() else False
     return quantize == "packed"
 
 
-def _hub_parts(
+def _load_with_transformers(
     name: str,
     source: str,
     device: torch.device,
@@ -210,7 +212,7 @@ def _hub_parts(
     switch_off_bars()
     is_gguf = "gguf_file" in options
     if not Path(source).is_dir():
-        options = {**options, "local_files_only": only_cached(source)}
+        options = {**options, "local_files_only": must_use_cache(source)}
     if not is_gguf:  # a GGUF file has no config.json; the probe checks its layers
         config = AutoConfig.from_pretrained(source, **options)
         refuse_unsupported_layers(config.get_text_config(decoder=True), name)
@@ -234,7 +236,7 @@ def _hub_parts(
         )
     if spread is None:
         return module.to(device), tokenizer
-    spread.dispatch(module) if is_gguf else spread.finish(module)
+    spread.dispatch(module) if is_gguf else spread.finish_loading(module)
     return module, tokenizer
 
 
@@ -245,7 +247,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     return values
 
 
-def _shapes(folder: Path) -> _Weights:
+def _weight_shapes(folder: Path) -> _Weights:
     weights: _Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -24,12 +24,12 @@ from sirchat.models.packed import (
     GROUP,
     Int4Linear,
     Int8Linear,
+    MatmulMethod,
     PackedLinear,
-    Products,
     Unpacked,
     four_bit_block,
-    products_of,
-    set_products,
+    matmul_method_of,
+    set_matmul_method,
 )
 from sirchat.paths import compiled_dir, private_dir, write_private
 
@@ -46,7 +46,7 @@ _SIZE, _WIDE = 1024, 64
 
 _TIMES = 6  # number of times that each product is measured
 
-# The limits in `Products` are among these numbers of rows: few, so that measurements agree.
+# The limits in `MatmulMethod` are among these numbers of rows: few, so that measurements agree.
 _STEPS = (8, 32, 64)
 
 _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
@@ -83,31 +83,38 @@ def fastest_type(shape: HeadShape) -> torch.dtype:
         seconds = measure_attention(shape)
         return str(min(seconds, key=seconds.__getitem__))
 
-    return _kept("cache-type", shape, {str(dtype): dtype for dtype in _TYPES}.get, measured)
+    return _read_or_measure(
+        "cache-type", shape, {str(dtype): dtype for dtype in _TYPES}.get, measured
+    )
 
 
-def choose_products(module: nn.Module, unpack: UnpackName) -> None:
+def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
     """Choose how packed layers multiply: the fastest way, or as the setting `unpack_dtype` says."""
-    if products_of(module) is None:
+    if matmul_method_of(module) is None:
         return
     if unpack == "auto":
-        products = fastest_products()
+        products = fastest_matmul_method()
     elif unpack == "bfloat16":
-        products = Products()
+        products = MatmulMethod()
     else:
-        products = Products(unpack, few_4=64, few_8=32, few=32)  # which suits most processors
-    set_products(module, products)
+        products = MatmulMethod(unpack, few_4=64, few_8=32, few=32)  # which suits most processors
+    set_matmul_method(module, products)
 
 
-def fastest_products() -> Products:
+def fastest_matmul_method() -> MatmulMethod:
     """The fastest way to multiply packed weights with many rows on this processor."""
     # Unpacked weights are faster, but without instructions for bfloat16 that takes ten times as
     # long as float32, or more.
-    return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
+    return _read_or_measure(
+        "products",
+        None,
+        _parse_matmul_method,
+        lambda: json.dumps(measure_matmul_method()._asdict()),
+    )
 
 
 @torch.inference_mode()
-def measure_products() -> Products:
+def measure_matmul_method() -> MatmulMethod:
     """Measure the fastest way to multiply a packed matrix [1024, 1024], in some tens of ms."""
     q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
     scale = torch.ones(_SIZE, _SIZE // GROUP)
@@ -117,17 +124,17 @@ def measure_products() -> Products:
     rows = torch.randn(_WIDE, _SIZE)
     few = rows[: _STEPS[0]].bfloat16()
     works: dict[str, Callable[[], object]] = {
-        "few_4": partial(four.of_row, few),
-        "few_8": partial(eight.of_row, few),
+        "few_4": partial(four.multiply_few, few),
+        "few_8": partial(eight.multiply_few, few),
     }
     for dtype in _UNPACKED:
-        kind = Products(dtype).type
+        kind = MatmulMethod(dtype).type
         works |= {
             f"unpack_4 {dtype}": partial(four.unpacked, kind),
             f"unpack_8 {dtype}": partial(eight.unpacked, kind),
             f"product {dtype}": partial(torch.mm, rows.to(kind), four.unpacked(kind)),
         }
-    taken = _least(works)
+    taken = _shortest_times(works)
 
     def seconds(dtype: Unpacked) -> float:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
@@ -139,7 +146,7 @@ def measure_products() -> Products:
 
     dtype = min(_UNPACKED, key=seconds)
     product = taken[f"product {dtype}"]
-    return Products(
+    return MatmulMethod(
         dtype,
         few_4=limit("few_4", seconds(dtype)),
         few_8=limit("few_8", taken[f"unpack_8 {dtype}"] + product),
@@ -176,9 +183,9 @@ def cpuinfo(*names: str) -> str:
     return ""
 
 
-def _as_products(kept: str) -> Products | None:
+def _parse_matmul_method(kept: str) -> MatmulMethod | None:
     try:
-        products = Products(**json.loads(kept))
+        products = MatmulMethod(**json.loads(kept))
     except (ValueError, TypeError):
         return None
     limits = (products.few_4, products.few_8, products.few)
@@ -186,14 +193,14 @@ def _as_products(kept: str) -> Products | None:
     return products if is_valid else None
 
 
-def _kept(
+def _read_or_measure(
     kind: str,
     shape: HeadShape | None,
     parse: Callable[[str], Result | None],
     measure: Callable[[], str],
 ) -> Result:
-    """Parse what an earlier start has kept in a file of this name; if nothing, measure it."""
-    path = compiled_dir() / f"{_key(shape)}.{kind}"
+    """Parse the result that an earlier start wrote into a file; if there is none, measure it."""
+    path = compiled_dir() / f"{_machine_hash(shape)}.{kind}"
     with suppress(OSError, UnicodeDecodeError):
         kept = parse(path.read_text(encoding="utf-8"))
         if kept is not None:
@@ -206,7 +213,7 @@ def _kept(
     return result
 
 
-def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def _shortest_times(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Run each function several times, by turns; returns the shortest time of each, in seconds."""
     # Seconds of this thread, because other programs may use the processor in between.
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -218,7 +225,7 @@ def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: min(seconds[1:]) for name, seconds in taken.items()}
 
 
-def _key(shape: HeadShape | None) -> str:
+def _machine_hash(shape: HeadShape | None) -> str:
     # Not the number of threads: it depends on the load, and a chat is to resume with the same type.
     machine = (torch.backends.cpu.get_cpu_capability(), processor(), torch.__version__)
     about = repr((shape, machine))

@@ -38,7 +38,7 @@ from sirchat.models.probe import (
     state_kinds,
 )
 from sirchat.models.scorer import Scorer, recorded_states, scorer_of, side_by_side
-from sirchat.models.surprisal import PassResult, can_score, surprisal_at
+from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
 _USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
@@ -102,7 +102,7 @@ class LoadedModel:
                 scores += self.scorer.scores(states) if self.scorer.layers else [math.nan]
             return logits
         with self._observed_by(observer), torch.inference_mode():
-            with self._scored(len(ids), scores):
+            with self._collect_scores(len(ids), scores):
                 out = self.module(**self._inputs(ids, cache, visible, positions))
             return torch.as_tensor(out.logits[0].float())
 
@@ -125,7 +125,7 @@ class LoadedModel:
                 return PassResult(logits[:0, 0], logits[0])
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
-            with self._scored(len(ids), scores):
+            with self._collect_scores(len(ids), scores):
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
@@ -191,7 +191,7 @@ class LoadedModel:
         cache.commit(1)
         queries = recorder.queries(self.rotations)
         keys = cache.first_written(torch.arange(1), np.arange(1)).tensors[::2]
-        if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
+        if len(queries) < len(keys) or not all(map(LayerQueries.is_comparable_with, queries, keys)):
             raise ModelError(
                 f"the queries of {self.name} can't be compared with its KV cache",
                 hint="choose another retriever, such as words or mips",
@@ -301,7 +301,7 @@ class LoadedModel:
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        return can_score(self.module)
+        return has_linear_head(self.module)
 
     @cached_property
     def _is_packed(self) -> bool:
@@ -347,7 +347,7 @@ class LoadedModel:
         return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
-    def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
+    def _collect_scores(self, count: int, scores: list[float] | None) -> Iterator[None]:
         """Add the score of each of the `count` ids that are read within the block to `scores`."""
         if scores is None or not self.scorer.layers:
             yield

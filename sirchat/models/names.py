@@ -123,7 +123,7 @@ def cached_gguf(name: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def unloadable(name: str, error: Exception) -> ModelError:
+def loading_error(name: str, error: Exception) -> ModelError:
     """The ModelError that says in one line why the model `name` can't be loaded."""
     lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
@@ -134,7 +134,7 @@ def unloadable(name: str, error: Exception) -> ModelError:
 def _located(name: str) -> tuple[str, dict[str, str]]:
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
-    path = packaged_gguf(name) if name in PACKAGED else _own(name)
+    path = packaged_gguf(name) if name in PACKAGED else _find_own_path(name)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             hint = _nearest(name, path)
@@ -158,8 +158,8 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
     return name, {}
 
 
-def _own(name: str) -> Path:
-    """The name as a path, or in the user's model folder, or a GGUF file in the hub's cache."""
+def _find_own_path(name: str) -> Path:
+    """Find a name as a path, in the user's model folder, or as a GGUF file in the hub's cache."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path

@@ -32,7 +32,7 @@ Unpacked = Literal["bfloat16", "float32"]
 _SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
 
 
-class Products(NamedTuple):
+class MatmulMethod(NamedTuple):
     """How packed weights are multiplied: by torch's kernels, or after they are unpacked."""
 
     dtype: Unpacked = "bfloat16"  # to which they are unpacked
@@ -55,7 +55,7 @@ class PackedLinear(nn.Module, ABC):
     # The layer with the weights of this one and of others with the same input (`fuse_projections`);
     # in a tuple, so that torch does not count its buffers twice.
     joined: tuple[PackedLinear] | None = None
-    products = Products()  # see `set_products`
+    matmul_method = MatmulMethod()  # see `set_matmul_method`
     bits: int
     row_dims: Mapping[str, int]  # for each buffer, its dimension of N rows
 
@@ -63,13 +63,13 @@ class PackedLinear(nn.Module, ABC):
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Unpack the weights [K, N] to `dtype`; eight-bit weights do not include the scales."""
 
-    def _times_unpacked(self, x: Tensor) -> Tensor:
+    def _multiply_unpacked(self, x: Tensor) -> Tensor:
         """Multiply rows x [m, K] with the weights, unpacked now or in an earlier pass: [m, N]."""
         shared = self._shared()
         if shared is None:
-            return x @ self.unpacked(self.products.type)
+            return x @ self.unpacked(self.matmul_method.type)
         if self not in shared.unpacked:
-            weights = self.unpacked(self.products.type)
+            weights = self.unpacked(self.matmul_method.type)
             if shared.are_arranged:
                 weights = torch.ops.mkldnn._reorder_linear_weight(weights.T, len(x))
             shared.unpacked[self] = weights
@@ -83,16 +83,16 @@ class PackedLinear(nn.Module, ABC):
         return _SHARED.get()
 
     @abstractmethod
-    def of_row(self, x: Tensor) -> Tensor:
+    def multiply_few(self, x: Tensor) -> Tensor:
         """Multiply a few bfloat16 rows x [m, K] with the packed weights: x W^T [m, N], no bias."""
 
     @classmethod
-    def joining(cls, parts: Sequence[Self]) -> Self:
-        """Make one layer without bias with the weights of all `parts`, one after the other."""
+    def join_layers(cls, parts: Sequence[Self]) -> Self:
+        """Make one layer without bias whose rows are those of all `parts`, one after the other."""
         buffers = cls.row_dims.items()
         return cls(*(torch.cat([getattr(part, name) for part in parts], d) for name, d in buffers))
 
-    def take(self, layer: Self, start: int) -> None:
+    def take_rows(self, layer: Self, start: int) -> None:
         """Use rows of a joined layer, from `start` on, as this layer's weights."""
         for name, dim in self.row_dims.items():
             setattr(self, name, getattr(layer, name).narrow(dim, start, self.out_features))
@@ -146,12 +146,12 @@ class Int4Linear(PackedLinear):
         return block > 0 and rows % block == 0 and columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, how = x.reshape(-1, self.in_features), self.products
+        flat, how = x.reshape(-1, self.in_features), self.matmul_method
         if len(flat) <= (how.few_4 if self._shared() is None else how.few):
-            return _like(self.of_row(flat.bfloat16()), x, self.bias)
-        return _like(self._times_unpacked(flat.to(how.type)), x, self.bias)
+            return _add_bias(self.multiply_few(flat.bfloat16()), x, self.bias)
+        return _add_bias(self._multiply_unpacked(flat.to(how.type)), x, self.bias)
 
-    def of_row(self, x: Tensor) -> Tensor:
+    def multiply_few(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
         y: Tensor = multiply(x, self.packed, GROUP, scales)
@@ -185,22 +185,22 @@ class Int8Linear(PackedLinear):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, how = x.reshape(-1, self.in_features), self.products
+        flat, how = x.reshape(-1, self.in_features), self.matmul_method
         if len(flat) <= how.few_8:
-            return _like(self.of_row(flat.bfloat16()), x, self.bias)
+            return _add_bias(self.multiply_few(flat.bfloat16()), x, self.bias)
         flat = flat.to(how.type)
         if self._shared() is not None or self.out_features <= _VOCABULARY:
-            return _like(self._times_unpacked(flat) * self.scale, x, self.bias)
+            return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
         y = torch.empty(len(flat), self.out_features, dtype=how.type)
         for start in range(0, self.out_features, _VOCABULARY):  # a large vocabulary takes gigabytes
             some = slice(start, start + _VOCABULARY)
             torch.mul(flat @ self.q[some].to(how.type).T, self.scale[some], out=y[:, some])
-        return _like(y, x, self.bias)
+        return _add_bias(y, x, self.bias)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.q.to(dtype).T
 
-    def of_row(self, x: Tensor) -> Tensor:
+    def multiply_few(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x, self.q, self.scale)
         return y
 
@@ -217,26 +217,26 @@ class Int8Head(Int8Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).float()  # [..., V]
-        return self._refined(y.view(-1, self.out_features), x).view_as(y)
+        return self._refine_logits(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
         """Nothing is shared: the head reads few tokens."""
 
-    def of_vector(self, x: Tensor) -> Tensor:
+    def logits_of_state(self, x: Tensor) -> Tensor:
         """Compute float32 logits [V] from one hidden state [K]."""
         row = x[None]
-        y = self.of_row(row.bfloat16()).float()
-        return self._refined(y if self.bias is None else y + self.bias, row)[0]
+        y = self.multiply_few(row.bfloat16()).float()
+        return self._refine_logits(y if self.bias is None else y + self.bias, row)[0]
 
-    def of_few(self, x: Tensor) -> Tensor:
+    def logits_of_states(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
-        y = self.of_row(x.bfloat16()).float()
+        y = self.multiply_few(x.bfloat16()).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
-            self._refined(y[at : at + 1], x[at : at + 1])  # in place
+            self._refine_logits(y[at : at + 1], x[at : at + 1])  # in place
         return y
 
-    def _refined(self, y: Tensor, x: Tensor) -> Tensor:
+    def _refine_logits(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute the largest of the logits y [m, V] of x [..., K] again, in place."""
         top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
@@ -263,14 +263,14 @@ class SharedEmbedding(nn.Module):
         return (self._head[0].rows(ids) * self._scale).to(self._dtype)
 
 
-def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
     scale = (largest.clamp_min(1e-12) / 127).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
 
 
-def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
@@ -288,10 +288,10 @@ class SharedWeights:
     def __init__(self, module: nn.Module, count: int = 1) -> None:
         layers = [layer for layer in _layers_of(module) if not isinstance(layer, Int8Head)]
         size = sum(
-            layer.in_features * layer.out_features * layer.products.type.itemsize
+            layer.in_features * layer.out_features * layer.matmul_method.type.itemsize
             for layer in layers
         )
-        is_bfloat16 = all(layer.products.dtype == "bfloat16" for layer in layers)
+        is_bfloat16 = all(layer.matmul_method.dtype == "bfloat16" for layer in layers)
         are_arranged = count >= _MANY_PASSES and is_bfloat16 and has_fast_bfloat16()
         self._shared = _Shared({}, are_arranged) if size <= MOST_UNPACKED else None
 
@@ -309,17 +309,17 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def set_products(module: nn.Module, products: Products) -> None:
+def set_matmul_method(module: nn.Module, products: MatmulMethod) -> None:
     """Set how all packed layers of a module multiply."""
     for layer in _layers_of(module):
-        layer.products = products
+        layer.matmul_method = products
         if layer.joined is not None:
-            layer.joined[0].products = products
+            layer.joined[0].matmul_method = products
 
 
-def products_of(module: nn.Module) -> Products | None:
-    """How the packed layers of a module multiply; None without such layers."""
-    return next((layer.products for layer in _layers_of(module)), None)
+def matmul_method_of(module: nn.Module) -> MatmulMethod | None:
+    """How the packed layers of a module multiply; None if it has no packed layer."""
+    return next((layer.matmul_method for layer in _layers_of(module)), None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
@@ -365,7 +365,7 @@ def _zeros_beside(scale: Tensor, minimum: Tensor) -> Tensor:
     return pairs.contiguous().bfloat16()
 
 
-def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias to y [m, N]; returns [..., N] in the type of the input x [..., K]."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

@@ -16,8 +16,8 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    eight_bits,
-    four_bits,
+    quantize_int4,
+    quantize_int8,
 )
 
 # Groups of layers with the same input; a decode step computes one product for each group.
@@ -41,14 +41,14 @@ def pack_module(module: Any, bits: int) -> None:
         weight = layer.weight.detach()
         packed: PackedLinear
         if layer is head:
-            packed = eight = Int8Head(*eight_bits(weight), layer.bias)
+            packed = eight = Int8Head(*quantize_int8(weight), layer.bias)
             if is_tied:
                 shared = SharedEmbedding(embeddings, eight, weight.dtype)
                 module.set_input_embeddings(shared)
         elif bits == 4 and Int4Linear.fits(*weight.shape):
-            packed = Int4Linear.of_values(*four_bits(weight), layer.bias)
+            packed = Int4Linear.of_values(*quantize_int4(weight), layer.bias)
         else:
-            packed = Int8Linear(*eight_bits(weight), layer.bias)
+            packed = Int8Linear(*quantize_int8(weight), layer.bias)
         module.set_submodule(name, packed)
         fuse_projections(module, name, WeightStore(0))
     trim_memory()
@@ -74,11 +74,11 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
         for layer in packed:
             store.move(layer)
         return
-    joined = packed[0].joining(packed)
+    joined = packed[0].join_layers(packed)
     store.move(joined)
     start = 0
     for layer in packed:
-        layer.take(joined, start)
+        layer.take_rows(joined, start)
         start += layer.out_features
 
 

@@ -56,7 +56,10 @@ def no_logs() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Context manager: transformers' bars report; yields options of `from_pretrained` for that."""
+    """Context manager: transformers' progress bars call `progress` instead of drawing.
+
+    Yields options to give to `from_pretrained`; with None, nothing changes.
+    """
     if progress is None:
         yield {}
         return

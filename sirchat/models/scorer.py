@@ -85,7 +85,7 @@ def layer_count(module: Any) -> int:
 def recorded_states(module: Any, layers: Sequence[int]) -> Iterator[list[Tensor]]:
     """Context manager: records the hidden states [m, d] after layers (ascending, from 1) of a pass.
 
-    Yields the list to which each layer's are added.
+    Yields the list to which the states of each layer are added.
     """
     states = list[Tensor]()
 

@@ -35,7 +35,7 @@ class StoredTensor:
         return prod(self.shape)
 
     @property
-    def at_once(self) -> int:
+    def count_at_once(self) -> int:
         """The number of values that are packed or unpacked at a time: of experts, those of one."""
         return prod(self.shape[-2:])
 

@@ -48,8 +48,8 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     return (torch.logsumexp(logits, -1) - chosen).clamp_min(0.0)
 
 
-def can_score(module: Any) -> bool:
-    """Whether a model's logits are the product of its last states and its head."""
+def has_linear_head(module: Any) -> bool:
+    """Whether a model's logits are just the product of its last hidden states and its head."""
     head = module.get_output_embeddings()
     return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
 
@@ -69,14 +69,14 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and torch.cpu._is_vnni_supported()
-    products = _Digits(head, hidden) if is_fast else _Parts(head, hidden)
-    with _products_of(products.precision):
+    products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
+    with _matmul_precision(products.precision):
         for start in range(0, head.out_features, _COLUMNS):
             end = min(start + _COLUMNS, head.out_features)
-            products.take(start, end)
+            products.select_weights(start, end)
             for at in range(0, len(ids), _ROWS):
                 some = slice(at, at + _ROWS)
-                logits = products.of(some)  # [m, n]
+                logits = products.multiply(some)  # [m, n]
                 if isinstance(head, Int8Linear):
                     logits.mul_(head.scale[start:end])
                 if head.bias is not None:
@@ -87,7 +87,7 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     return (total - chosen).clamp_min_(0.0)
 
 
-class _Parts:
+class _FloatProducts:
     """Multiplies hidden states [m, d] with the head's weights for some tokens, in float32.
 
     bfloat16 holds eight-bit weights exactly, and fast matrix units multiply it and add in float32.
@@ -104,13 +104,13 @@ class _Parts:
         elif not is_eight and head.weight.dtype == torch.bfloat16:
             self.precision = "medium"
 
-    def take(self, start: int, end: int) -> None:
+    def select_weights(self, start: int, end: int) -> None:
         """Select the weights of the tokens `start` to `end`."""
         head = self._head
         rows = head.q[start:end] if isinstance(head, Int8Linear) else head.weight[start:end]
         self._weight = rows.float().T  # [d, n]
 
-    def of(self, some: slice) -> Tensor:
+    def multiply(self, some: slice) -> Tensor:
         """Multiply some hidden states with the n selected weights: [m, n]."""
         product = self._parts[0][some] @ self._weight
         for part in self._parts[1:]:
@@ -118,8 +118,8 @@ class _Parts:
         return product
 
 
-class _Digits:
-    """Like `_Parts`, in whole numbers, which are fast with VNNI and need no other weights.
+class _WholeNumberProducts:
+    """Like `_FloatProducts`, in whole numbers, which are fast with VNNI and need no other weights.
 
     Each state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
     number.
@@ -137,10 +137,10 @@ class _Digits:
             rest, step = torch.addcmul(rest, digit, step, value=-1), step / _STEPS
         self._digits = torch.stack(digits)  # [3, m, d]
 
-    def take(self, start: int, end: int) -> None:
+    def select_weights(self, start: int, end: int) -> None:
         self._weight = self._head.q[start:end].T  # [d, n]
 
-    def of(self, some: slice) -> Tensor:
+    def multiply(self, some: slice) -> Tensor:
         digits = self._digits[:, some]
         products = torch._int_mm(digits.flatten(0, 1), self._weight).float()
         first, second, third = products.view(3, digits.shape[1], -1)
@@ -150,7 +150,7 @@ class _Digits:
 
 
 @contextmanager
-def _products_of(precision: str) -> Iterator[None]:
+def _matmul_precision(precision: str) -> Iterator[None]:
     """Context manager: torch's `float32_matmul_precision` within the block."""
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

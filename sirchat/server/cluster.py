@@ -24,7 +24,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.archive_folder import sweep
-from sirchat.models.ending_thread import in_ending_thread
+from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
@@ -62,7 +62,7 @@ class Replica:
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
         sweep(archives_dir())  # removes archives of replicas that were killed
-        model = in_ending_thread(lambda: load_model_of(profile))
+        model = call_in_new_thread(lambda: load_model_of(profile))
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:

@@ -42,12 +42,12 @@ class Anchors:
     token_id: int | None = None
     sinks: int = 1
 
-    def write(self, config: Any) -> None:
+    def write_to_config(self, config: Any) -> None:
         """Write the settings into a model's config."""
         setattr(config, _KEY, asdict(self))
 
 
-def remove(config: Any) -> None:
+def remove_anchors(config: Any) -> None:
     """Remove the anchor settings from a model's config."""
     if hasattr(config, _KEY):
         delattr(config, _KEY)
@@ -67,8 +67,11 @@ def anchors_of(config: Any) -> Anchors | None:
     return anchors
 
 
-def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """A function that says of each id of the stream, in order, whether it is an anchor."""
+def anchor_detector(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
+    """Make a function that says of each id of a text, in order, whether it is an anchor.
+
+    Without added anchor tokens, those are the tokens that end a sentence.
+    """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
     return SentenceEnds(tokenizer)
@@ -100,7 +103,8 @@ def sentences(text: str, language: str = "en") -> list[str]:
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
     """The token ids of a text, by `encode`, with anchors inserted where `anchors.per` says.
 
-    Random places depend on the text alone. With `per` `round` or without a token there are none.
+    Random places depend on the text alone. If `per` is `round`, or without an added anchor token,
+    none are inserted.
     """
     anchor = anchors.token_id
     if anchor is None:

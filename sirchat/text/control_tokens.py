@@ -53,7 +53,7 @@ class ControlTokens:
         return ids
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of `piece` after other text, without the space that some tokenizers add."""
+        """The ids of `piece` inside a text: some tokenizers add a space at the start of a text."""
         count = len(self._line_end)
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)

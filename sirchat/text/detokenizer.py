@@ -50,13 +50,14 @@ class TextStream:
         text = self._decode(self._ids[self._start :])[self._prefix_length :]
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
             return ""
-        return self._returning(text)
+        return self._mark_returned(text)
 
     def flush(self) -> str:
         """Return the text that `push` has held back; an incomplete character becomes U+FFFD."""
-        return self._returning(self._decode(self._ids[self._start :])[self._prefix_length :])
+        return self._mark_returned(self._decode(self._ids[self._start :])[self._prefix_length :])
 
-    def _returning(self, text: str) -> str:
+    def _mark_returned(self, text: str) -> str:
+        """Note that the text of all ids so far has been returned; returns `text`."""
         self._start, self._returned = self._returned, len(self._ids)
         self._prefix_length = len(self._decode(self._ids[self._start :]))
         return text

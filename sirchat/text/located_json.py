@@ -51,7 +51,7 @@ class LocatedJson:
             at = self._next(end)
 
     def member(self, at: int, key: str) -> int:
-        """The index of the (last) value of `key` in the valid JSON object at index `at`."""
+        """The index of the last value of `key` in the valid JSON object at index `at`."""
         place, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":
             name, end = self._decode(at)

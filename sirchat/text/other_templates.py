@@ -50,7 +50,7 @@ class ToolTemplate(Template):
         if self._render([STUB_QUESTION], prompt=True) == without:
             raise ModelError("the model's chat template takes no tools")
         self._tools = json.loads(tools) if tools else None
-        neutral = self._neutral(self._tools)
+        neutral = self._without_controls(self._tools)
         if neutral != self._tools:
             controls = self._controls(self._render([STUB_QUESTION], prompt=True))
             given, self._tools = self._tools, neutral
@@ -81,7 +81,7 @@ class ToolTemplate(Template):
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
         others = [[{**message, "content": text} for message in messages] for text in OTHERS]
         others_ids = [self._after_reply(other) for other in others]
-        return self._spans(self._after_reply(messages), Role.USER, others_ids)
+        return self._find_content(self._after_reply(messages), Role.USER, others_ids)
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools.
@@ -89,7 +89,7 @@ class ToolTemplate(Template):
         If the template can't render it, they are those of `calls_as_text`.
         """
         message = {"role": "assistant", "content": content, "tool_calls": calls}
-        neutral, usual = message | self._neutral(message), None
+        neutral, usual = message | self._without_controls(message), None
         try:
             ids = self._reply(message)
             usual = self._reply(neutral)
@@ -128,7 +128,7 @@ class ToolTemplate(Template):
     def _controls(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(i for i in ids if i in self._added)
 
-    def _neutral(self, value: Any) -> Any:
+    def _without_controls(self, value: Any) -> Any:
         """A copy of `value` with `_NEUTRAL` in place of each text that has a control token.
 
         Raises ModelError if a key has one: the template gets keys as they are, without marks.
@@ -136,9 +136,9 @@ class ToolTemplate(Template):
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
                 raise ModelError("a name in a tool or in its arguments has a control token")
-            return {name: self._neutral(item) for name, item in value.items()}
+            return {name: self._without_controls(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._neutral(item) for item in value]
+            return [self._without_controls(item) for item in value]
         return _NEUTRAL if isinstance(value, str) and self._has_control(value) else value
 
     def _has_control(self, text: str) -> bool:

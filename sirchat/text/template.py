@@ -64,7 +64,7 @@ class Template:
     def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
-        self._template: str | None = None if tokenizer.chat_template else self._plain()
+        self._template: str | None = None if tokenizer.chat_template else self._plain_template()
         self._control_tokens = ControlTokens(tokenizer)
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
@@ -74,22 +74,24 @@ class Template:
         A template that makes the prompt a part of the user's turn is cut in two; if it allows no
         system message, the prompt is put before the user's text.
         """
-        ids = self._first(system, content)
-        turn = self._spans(ids, Role.USER, [self._first(system, other) for other in OTHERS])
+        ids = self._first_turn_ids(system, content)
+        turn = self._find_content(
+            ids, Role.USER, [self._first_turn_ids(system, other) for other in OTHERS]
+        )
         if not system:
             return None, self._anchored(turn, content)
         start, end = turn.content
         cut = self._system_length(system, ids) or start
-        others = [self._first(other, QUESTION) for other in OTHERS]
-        head = self._spans(self._first(system, QUESTION), Role.SYSTEM, others)
+        others = [self._first_turn_ids(other, QUESTION) for other in OTHERS]
+        head = self._find_content(self._first_turn_ids(system, QUESTION), Role.SYSTEM, others)
         rest = TurnIds(ids[cut:], turn.roles[cut:], (start - cut, end - cut))
         block = TurnIds(ids[:cut], head.roles[:cut], (0, cut))
-        return self._closed(block), self._anchored(rest, content)
+        return self._with_round_end(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
         """The ids of a user turn after the first, and of the header that begins the reply."""
         ids = self._later_user(content)
-        return self._anchored(self._spans(ids, Role.USER, self._later_turns), content)
+        return self._anchored(self._find_content(ids, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
         """The ids of a system prompt after a reply, or of its text alone where none is allowed."""
@@ -97,11 +99,11 @@ class Template:
             ids, *others = (self._later_system(text) for text in (content, *OTHERS))
         except ModelError:
             ids, others = [], [[]]
-        turn = self._spans(ids, Role.SYSTEM, others)
+        turn = self._find_content(ids, Role.SYSTEM, others)
         if turn.content[0] < turn.content[1]:
-            return self._closed(turn)
+            return self._with_round_end(turn)
         ids = self.as_text(content)
-        return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
+        return self._with_round_end(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
         """The ids of the text of a given reply, without the template's before and after it."""
@@ -120,14 +122,14 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply: the chat template's, and then an anchor, if any."""
+        """The ids to read after a reply: the template's, then an anchor if rounds end with one."""
         return [*self._closing, *self._round_end]
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids that stop generation; `declared` are those of the model's own settings."""
         # After a token that begins a turn, the model would write the next speaker's text.
         anchor = None if self._anchors is None else self._anchors.token_id
-        return self.end_ids(declared) | (self._openers | self._foreign) - {anchor}
+        return self.end_ids(declared) | (self._openers | self._unused_controls) - {anchor}
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids by which the model ends its reply: `declared`, and the end of sequence.
@@ -156,7 +158,7 @@ class Template:
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
         followed = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
-        return _common(alone, self._after_answer(followed))
+        return _common_start(alone, self._after_answer(followed))
 
     @property
     def _openers(self) -> set[int]:
@@ -172,7 +174,7 @@ class Template:
         return {i for i in openers if i is not None}
 
     @property
-    def _foreign(self) -> set[int]:
+    def _unused_controls(self) -> set[int]:
         """Control tokens that the template never uses, or only at the chat's start."""
         used = {
             *self._render(STUB_HISTORY, prompt=False),
@@ -202,7 +204,7 @@ class Template:
             return []
         return [anchors.token_id]
 
-    def _closed(self, turn: TurnIds) -> TurnIds:
+    def _with_round_end(self, turn: TurnIds) -> TurnIds:
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
@@ -220,7 +222,7 @@ class Template:
             (start, start + len(ids)),
         )
 
-    def _plain(self) -> str:
+    def _plain_template(self) -> str:
         """`_PLAIN` without the special tokens that the tokenizer does not have."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
@@ -256,7 +258,7 @@ class Template:
             raise ModelError(f"the model's chat template fails: {problem}") from error
 
     def _marked(self, value: Any) -> Any:
-        """A copy with marks around control tokens in texts, which keep them plain text."""
+        """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
             return self._control_tokens.marked(value)
         if isinstance(value, dict):
@@ -275,32 +277,32 @@ class Template:
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
         other = self._render([STUB_QUESTION, _message("assistant", ANSWER + " a")], prompt=False)
-        start = len(_common(self._render([STUB_QUESTION], prompt=False), ids))
-        answer = ids[start : len(_common(ids, other))]
+        start = len(_common_start(self._render([STUB_QUESTION], prompt=False), ids))
+        answer = ids[start : len(_common_start(ids, other))]
         if ANSWER not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
         while answer[1:] and ANSWER in self._tokenizer.decode(answer[1:]):
             answer = answer[1:]
         return answer
 
-    def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
+    def _find_content(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
         """Find which `ids` of a turn are the text's, with the `role`, and which the template's.
 
-        The template's are the first and last that `others`, the same turn with other texts, have,
-        too. Raises ModelError if a part of the text has become a control token.
+        `others` are the same turn with other texts: the ids with which all begin or end are the
+        template's. Raises ModelError if a part of the text has become a control token.
         """
         usual = Counter[int]()
         for other in others:
             usual |= Counter(i for i in other if i in self._added)
         if Counter(i for i in ids if i in self._added) - usual:
             raise ModelError("the model's chat template turns this text into control tokens")
-        start = min(len(_common(ids, other)) for other in others)
-        tail = min(len(_common(ids[::-1], other[::-1])) for other in others)
+        start = min(len(_common_start(ids, other)) for other in others)
+        tail = min(len(_common_start(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
 
-    def _first(self, system: str | None, content: str) -> list[int]:
+    def _first_turn_ids(self, system: str | None, content: str) -> list[int]:
         """The ids of the system prompt, if there is one, and of the first user turn."""
         if system and not self._allows_system:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
@@ -330,7 +332,7 @@ class Template:
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, ids: list[int]) -> int:
-        """How many of the first `ids` are the system's; 0 if they are a part of the user's turn."""
+        """How many of the first `ids` are the system prompt's; 0 if it is in the user's turn."""
         try:
             block = self._render([_message("system", system)], prompt=False)
             other = self._render([_message("system", QUESTION)], prompt=False)
@@ -343,7 +345,7 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
+def _common_start(left: Sequence[int], right: Sequence[int]) -> list[int]:
     """The ids with which both `left` and `right` begin."""
     count = 0
     for a, b in zip(left, right, strict=False):

@@ -77,11 +77,11 @@ class _TemplateNamespace(Namespace):
         self, *others = args
         values = dict(*others, **given)
         for name in values:
-            _check(name)
+            _refuse_private_name(name)
         Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(name)
+        _refuse_private_name(name)
         super().__setitem__(name, value)
 
 
@@ -140,10 +140,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
             optimized=False,  # a template's constants are not computed while it is compiled
-            finalize=self._shown,
+            finalize=self._count_output,
         )
         self.globals |= {
-            "raise_exception": _refuse,
+            "raise_exception": _raise_exception,
             "strftime_now": _now,
             "dict": _TemplateDict(),
             "namespace": _TemplateNamespace,
@@ -160,7 +160,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         rendering = self._rendering
         rendering.most, rendering.made, rendering.start = most, 0, time.thread_time()
         before = sys.gettrace()
-        sys.settrace(self._enter)  # of this thread alone
+        sys.settrace(self._trace_call)  # of this thread alone
         try:
             return template.render(variables)
         finally:
@@ -200,13 +200,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
         return parsed
 
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        return self._step if frame.f_code.co_filename.startswith(_TIMED) else None
+    def _trace_call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        return self._check_time if frame.f_code.co_filename.startswith(_TIMED) else None
 
-    def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+    def _check_time(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
         if time.thread_time() - self._rendering.start > _SECONDS:
             raise TemplateError(f"rendering takes more than {_SECONDS:g} seconds")
-        return self._step
+        return self._check_time
 
     def _count(self, size: int) -> None:
         """Count the size, in characters or items, of a text or list that is about to be made."""
@@ -227,7 +227,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         return limited
 
-    def _shown(self, value: Any) -> Any:
+    def _count_output(self, value: Any) -> Any:
+        """Count the size of a value that the template outputs; returns the value."""
         if not isinstance(value, str):
             self._count(_length(value))
         return value
@@ -296,12 +297,12 @@ def _length(value: Any) -> int:
     return size
 
 
-def _check(name: Any) -> None:
+def _refuse_private_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a chat template can't store the name {name!r} in a namespace")
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 

@@ -22,7 +22,7 @@ _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 def is_missing(name: str) -> bool:
     """Whether there is no file or folder with this name; False if access is denied."""
     try:
-        path_named(name).stat()
+        expand_path(name).stat()
     except PermissionError:
         return False
     except (OSError, ValueError):  # such as a name that is too long, or has a NUL
@@ -30,7 +30,7 @@ def is_missing(name: str) -> bool:
     return False
 
 
-def path_named(name: str) -> Path:
+def expand_path(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
@@ -39,7 +39,7 @@ def read_regular(path: Path) -> bytes:
 
     Raises OSError if it is larger, or can't be read, or is a device or a pipe, which may never end.
     """
-    with _opened(path) as file:
+    with _open_without_waiting(path) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "a device or a pipe, not a regular file")
@@ -54,15 +54,15 @@ def load_text_file(name: str) -> str:
 
     Raises UsageError if it is missing, unreadable, empty, no text, too large, or no regular file.
     """
-    path = path_named(name)
+    path = expand_path(name)
     try:
         _refuse_special(name, path.stat())  # before it is opened: opening can act on a device
-        with _opened(path) as file:  # a pipe may have taken its place meanwhile
+        with _open_without_waiting(path) as file:  # a pipe may have taken its place meanwhile
             status = os.fstat(file.fileno())
             _refuse_special(name, status)
             data = file.read(MOST_FILE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise UsageError(f"there is no file {name}", hint=_near(path)) from None
+        raise UsageError(f"there is no file {name}", hint=_hint_for_missing(path)) from None
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}") from None
     if len(data) > MOST_FILE_BYTES:
@@ -74,14 +74,14 @@ def load_text_file(name: str) -> str:
     return _decoded(name, data)
 
 
-def fenced(name: str, text: str) -> str:
+def make_code_block(name: str, text: str) -> str:
     """Make a Markdown code block of a text, with a fence that no line of the text closes."""
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
 
 
-def last_fenced(text: str) -> str | None:
+def last_code_block(text: str) -> str | None:
     """The content of the last code block in a Markdown text, even if it is not closed, or None."""
     block: str | None = None
     opening, lines = "", list[str]()
@@ -102,13 +102,13 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_without_waiting(path: Path) -> IO[bytes]:
     """Open a file without waiting, even if it is a pipe to which nobody writes."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     return open(path, "rb", opener=lambda file, _: os.open(file, flags))
 
 
-def _near(path: Path) -> str:
+def _hint_for_missing(path: Path) -> str:
     """A hint for a missing file: a file of similar name, or how to type a name with spaces."""
     with suppress(OSError, ValueError):
         if close := nearest(path.name, os.listdir(path.parent), alike=0.7):

@@ -61,7 +61,7 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
             hint=nearest(format, FORMATS),
         )
     lines = _numbered(stream, name)
-    return _detected(lines, name) if format == "auto" else _parsed(lines, name, format)
+    return _parse_detected(lines, name) if format == "auto" else _parse_as(lines, name, format)
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
@@ -112,19 +112,19 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
     return TranscriptError(f"{name}, line {line}: {problem}")
 
 
-def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptTurn]:
+def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptTurn]:
     match format:
         case "jsonl":
-            return _jsonl(lines, name)
+            return _jsonl_turns(lines, name)
         case "sharegpt":
-            return _sharegpt(LocatedJson(_joined(list(_limited(lines, name))), name))
+            return _sharegpt_turns(LocatedJson(_joined(list(_limited(lines, name))), name))
         case "text":
-            return _text(lines, name)
+            return _prefixed_turns(lines, name)
         case _:
-            return _plain(lines)
+            return _plain_turns(lines)
 
 
-def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
+def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Yield the turns, whose format the first non-blank line, or the first JSON value, tells."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
@@ -140,7 +140,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
             f"{name}, line {first[0]}: this JSON is {problem}",
             hint='a message is {"role": ..., "content": ...}; --format lines reads it as text',
         )
-    yield from _parsed(rest, name, format)
+    yield from _parse_as(rest, name, format)
 
 
 def _format_of(text: str, *, is_whole: bool = False) -> str:
@@ -176,11 +176,11 @@ def _format_of_json(value: object) -> str:
     return "unknown" if first.keys().isdisjoint(keys) else "sharegpt"
 
 
-def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
+def _plain_turns(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
     return (TranscriptTurn("user", text, number) for number, text in lines if text.strip())
 
 
-def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
+def _prefixed_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Yield the turns of a text with prefixes such as `USER:`, all in the case of the first."""
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
@@ -207,13 +207,13 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
         yield TranscriptTurn(role, content, start)
 
 
-def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
+def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     for number, text in lines:
         if text.strip():
             yield _turn(LocatedJson(text, name, number).only_value(), name, number)
 
 
-def _sharegpt(document: LocatedJson) -> Iterator[TranscriptTurn]:
+def _sharegpt_turns(document: LocatedJson) -> Iterator[TranscriptTurn]:
     """Yield the messages of all conversations in a file of one or several JSON values."""
     conversations = chain.from_iterable(
         _conversations(document, start, value) for start, value in document.values()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from sirchat.errors import UsageError
 from sirchat.text.text_file import (
-    fenced,
+    expand_path,
     is_missing,
     load_text_file,
-    path_named,
+    make_code_block,
     without_surrogates,
 )
 from sirchat.ui.text import displayable_line, shorten
@@ -44,7 +44,7 @@ class AttachedFile:
     @property
     def block(self) -> str:
         """The file's text as it stands in a message: a Markdown code block, its name on top."""
-        return without_surrogates(fenced(displayable_line(self.name), self.text))
+        return without_surrogates(make_code_block(displayable_line(self.name), self.text))
 
 
 def attach_files(
@@ -160,7 +160,7 @@ def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, st
 
 
 def _note_pasted(mention: re.Match[str], note: Callable[[str], None]) -> None:
-    if not mention["escape"] and os.path.isfile(path_named(mention["quoted"] or mention["word"])):
+    if not mention["escape"] and os.path.isfile(expand_path(mention["quoted"] or mention["word"])):
         word = shorten(mention[0], 60)
         note(f"{word} was pasted, so it is sent as plain text; type the @ yourself to attach it")
 

@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
-from sirchat.text.text_file import last_fenced, path_named, without_surrogates
+from sirchat.text.text_file import expand_path, last_code_block, without_surrogates
 from sirchat.text.transcript import json_text
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
@@ -219,7 +219,7 @@ def _speaker(turn: Turn) -> str:
 
 def _write(name: str, text: str, *, force: bool) -> None:
     """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
-    path = path_named(name)
+    path = expand_path(name)
     try:
         if path.is_dir():
             raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
@@ -243,7 +243,7 @@ def _text_of(session: Session, target: str) -> str:
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
     if target == "code":
-        block = last_fenced(replies[-1])
+        block = last_code_block(replies[-1])
         if block is None:
             raise UsageError("nothing is copied: the last reply has no code block")
         return block

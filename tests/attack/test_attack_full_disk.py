@@ -252,7 +252,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
         for _ in range(3):
             assert waiting.acquire(timeout=60)
         if fails:
-            compiling._fail(path, "no")
+            compiling._record_failure(path, "no")
         else:
             path.touch()
         return "no" * fails
@@ -260,7 +260,8 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
     monkeypatch.setattr(compiling, "_run_worker", worker)
     monkeypatch.setattr(compiling, "FileLock", Lock)
     chats = [
-        threading.Thread(target=lambda: told.append(compiling._make(step, path))) for _ in range(4)
+        threading.Thread(target=lambda: told.append(compiling._compile_program(step, path)))
+        for _ in range(4)
     ]
     for one in chats:
         one.start()

@@ -312,7 +312,7 @@ def test_a_config_that_makes_no_sense_is_refused(entry: object) -> None:
 def test_a_config_says_what_the_anchors_are() -> None:
     config = type("Config", (), {})()
     assert anchors_of(config) is None
-    Anchors("ac", "round", 7, 2).write(config)
+    Anchors("ac", "round", 7, 2).write_to_config(config)
     assert anchors_of(config) == Anchors("ac", "round", 7, 2)
 
 

@@ -28,8 +28,12 @@ from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
 from sirchat.models import compiled_step, compiling
 from sirchat.models.compile_worker import TEMPORARY, is_temporary
-from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
-from sirchat.models.compiled_step import build as build_program
+from sirchat.models.compiled_step import (
+    CompiledStep,
+    compile_graph,
+    pickle_without_weights,
+    program_name,
+)
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.scorer import Scorer
@@ -173,7 +177,7 @@ def test_a_damaged_program_is_deleted_and_made_again(
         made.append(path)
         return "the disk is full"
 
-    monkeypatch.setattr(compiling, "_make", make)
+    monkeypatch.setattr(compiling, "_compile_program", make)
     for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
         program.unlink()
         program.write_bytes(damaged)
@@ -330,7 +334,7 @@ def test_a_chat_has_it_made_in_the_background(
         os.chmod(path, 0o600)
         return ""
 
-    monkeypatch.setattr(compiling, "_make", make)
+    monkeypatch.setattr(compiling, "_compile_program", make)
     thread = compiling.compile_in_background(model)
     assert thread is not None
     thread.join(60)
@@ -340,7 +344,9 @@ def test_a_chat_has_it_made_in_the_background(
 
 
 def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session() -> None:
-    code = "from sirchat.models.compile_worker import give_way; give_way(19); import os; "
+    code = (
+        "from sirchat.models.compile_worker import lower_priority; lower_priority(19); import os; "
+    )
     code += "print(os.nice(0), open('/proc/self/autogroup').read())"
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("the system has no priorities of sessions")
@@ -397,7 +403,7 @@ def test_compiling_takes_no_memory_for_the_weights(
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile_nothing)
     graph = step_of(small()).graph
-    build_program(without_weights(graph), tmp_path / "program.so")
+    compile_graph(pickle_without_weights(graph), tmp_path / "program.so")
     assert list(taken[0].buffers()) == []
     assert {name for name, _ in taken[0].named_parameters()} == {
         f"step.{name}" for name in graph.state_dict()

@@ -27,7 +27,7 @@ from gguf_file import write_gguf
 from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.device_map import ModelPart, plan
+from sirchat.models.device_map import ModelPart, place_parts
 from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
@@ -377,7 +377,7 @@ PARTS = [ModelPart("in", 30), *(ModelPart(str(at), 20, 5) for at in range(4)), M
 def test_parts_are_laid_out_in_order(
     rooms: dict[int | str, int], balanced: bool, places: list[object]
 ) -> None:
-    assert list(plan(PARTS, rooms, balanced=balanced).values()) == places
+    assert list(place_parts(PARTS, rooms, balanced=balanced).values()) == places
 
 
 def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(

@@ -21,7 +21,7 @@ from gguf_file import write_gguf
 from gguf_models import random_model
 from sirchat.errors import ModelError
 from sirchat.models.decoder import Decoder
-from sirchat.models.load import folder_parts, load_model
+from sirchat.models.load import load_folder_parts, load_model
 from sirchat.models.model_config import DecoderConfig
 from sirchat.paths import tiny_dir
 from sirchat.saved.saved_state import fingerprint
@@ -135,11 +135,11 @@ def test_a_damaged_folder_is_left_to_transformers_which_says_what_is_wrong(tmp_p
         damaged("tokenizer_config.json", b"[]"),
     ]
     for path in folders:
-        assert folder_parts(path, torch.float32, None) is None, path
+        assert load_folder_parts(path, torch.float32, None) is None, path
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(str(damaged("tokenizer.json", b"{}")), device="cpu")
     (whole / "model.safetensors").unlink()
-    assert folder_parts(whole, torch.float32, None) is None
+    assert load_folder_parts(whole, torch.float32, None) is None
 
 
 @pytest.mark.parametrize("kind", ["bundled", "GGUF"])

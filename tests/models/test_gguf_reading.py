@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from chatting import tiny
 from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
-from sirchat.models.gguf.blocks import floats, four_bit
+from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
 from sirchat.models.gguf.translate import is_supported
 from sirchat.models.load import load_model
@@ -62,17 +62,17 @@ def test_blocks_are_unpacked_as_by_ggmls_own_package(kind: str) -> None:
     tensor = random_tensor(kind, 6, 512)
     number = gguf.constants.GGMLQuantizationType(BLOCKS[kind][0])
     wanted = gguf.quants.dequantize(tensor.blocks, number).reshape(6, 512)
-    assert np.array_equal(floats(tensor).numpy(), wanted)
+    assert np.array_equal(unpack_floats(tensor).numpy(), wanted)
 
 
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_four_bit_blocks_are_taken_apart_without_loss(kind: str) -> None:
     tensor = random_tensor(kind, 6, 512)
-    taken = four_bit(tensor)
+    taken = split_four_bit(tensor)
     q, scale, minimum = taken.q, taken.scale, taken.minimum
     assert (q.dtype, int(q.max())) == (torch.uint8, 15)
     again = q.view(6, 16, 32) * scale[..., None] + minimum[..., None]
-    assert torch.equal(again.view(6, 512), floats(tensor))
+    assert torch.equal(again.view(6, 512), unpack_floats(tensor))
 
 
 def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path) -> None:

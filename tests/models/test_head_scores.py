@@ -7,8 +7,8 @@ import torch
 
 from families import HELD, loaded
 from sirchat.models.model import LoadedModel
-from sirchat.models.packed import Int8Linear, eight_bits
-from sirchat.models.surprisal import PassResult, can_score, surprisal_at
+from sirchat.models.packed import Int8Linear, quantize_int8
+from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -27,7 +27,7 @@ def test_a_reading_says_what_the_logits_say(family: str) -> None:
 
 
 def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformers() -> None:
-    plain = [name for name in HELD if can_score(loaded(name).module)]
+    plain = [name for name in HELD if has_linear_head(loaded(name).module)]
     assert plain == ["llama", "llama3-rope", "yarn-rope", "mistral-sliding", "qwen2", "qwen3"]
 
 
@@ -46,7 +46,7 @@ def test_blocks_of_rows_and_tokens_add_up(
         head, hidden = layer.bfloat16(), hidden.bfloat16()
         exact = layer.weight.double()
     elif kind == "eight bits":
-        q, scale = eight_bits(layer.weight)
+        q, scale = quantize_int8(layer.weight)
         head = Int8Linear(q, scale, layer.bias)
         exact = q.double() * scale.double()[:, None]
     logits = hidden.double() @ exact.T + (layer.bias.double() if bias else 0)

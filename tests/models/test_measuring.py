@@ -17,8 +17,8 @@ from families import loaded
 from sirchat.config.profile import Profile
 from sirchat.models import measuring
 from sirchat.models.load import load_model, load_model_of
-from sirchat.models.measuring import HeadShape, fastest_products, fastest_type, head_shape
-from sirchat.models.packed import Products, products_of
+from sirchat.models.measuring import HeadShape, fastest_matmul_method, fastest_type, head_shape
+from sirchat.models.packed import MatmulMethod, matmul_method_of
 from sirchat.paths import compiled_dir
 
 SHAPE = HeadShape(9, 3, 64)
@@ -111,21 +111,21 @@ def test_the_setting_reaches_the_cache_and_the_list_of_models(
 def test_products_are_measured_once_and_a_damaged_file_is_measured_anew(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Products("float32", few_4=64, few_8=32, few=32)
-    monkeypatch.setattr(measuring, "measure_products", lambda: slow)
-    assert fastest_products() == slow
-    monkeypatch.setattr(measuring, "measure_products", Products)
-    assert fastest_products() == slow, "a chat that resumes multiplies in the same way"
+    slow = MatmulMethod("float32", few_4=64, few_8=32, few=32)
+    monkeypatch.setattr(measuring, "measure_matmul_method", lambda: slow)
+    assert fastest_matmul_method() == slow
+    monkeypatch.setattr(measuring, "measure_matmul_method", MatmulMethod)
+    assert fastest_matmul_method() == slow, "a chat that resumes multiplies in the same way"
     (kept,) = compiled_dir().iterdir()
     for damaged in ("", "[]", '{"dtype": "int8"}', '{"few": 0}', '{"few": "8"}', '{"fewer": 8}'):
         kept.write_text(damaged)
-        assert fastest_products() == Products()
-        assert json.loads(kept.read_text()) == Products()._asdict()
+        assert fastest_matmul_method() == MatmulMethod()
+        assert json.loads(kept.read_text()) == MatmulMethod()._asdict()
 
 
 def test_measuring_products_takes_a_moment() -> None:
     begun = time.perf_counter()
-    found = measuring.measure_products()
+    found = measuring.measure_matmul_method()
     assert found.dtype in ("bfloat16", "float32")
     assert 8 <= found.few <= found.few_4
     assert time.perf_counter() - begun < 5
@@ -136,7 +136,7 @@ def test_a_setting_fixes_the_type_to_which_weights_are_unpacked(
     dtype: Literal["bfloat16", "float32"],
 ) -> None:
     profile = Profile(device="cpu", quantize="int4", unpack_dtype=dtype, compile="off")
-    how = products_of(load_model_of(profile).module)
+    how = matmul_method_of(load_model_of(profile).module)
     assert how is not None
     assert how.dtype == dtype
-    assert products_of(tiny().module) is None
+    assert matmul_method_of(tiny().module) is None

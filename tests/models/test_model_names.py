@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
 from sirchat.errors import ModelError
-from sirchat.models.hub import only_cached, require
+from sirchat.models.hub import must_use_cache, require_available
 from sirchat.models.names import locate
 
 
@@ -86,10 +86,10 @@ def test_without_the_hub_only_the_cache_counts(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     answering(monkeypatch, error, cached=True)
-    assert only_cached("google/gemma-3-1b-it")
+    assert must_use_cache("google/gemma-3-1b-it")
     asked = answering(monkeypatch, error, cached=False)
     with pytest.raises(ModelError, match="the hub can't be reached") as caught:
-        only_cached("smolm2")
+        must_use_cache("smolm2")
     assert caught.value.hint == "did you mean smollm2?"
     assert asked == ["smolm2"]  # once
 
@@ -104,7 +104,7 @@ def test_a_name_that_the_hub_does_not_know_is_no_connection_problem(
     unknown = RepositoryNotFoundError("404", response=Response())  # type: ignore[arg-type]
     answering(monkeypatch, unknown, cached=False)
     with pytest.raises(ModelError, match="the hub has no model 'tinny'") as caught:
-        only_cached("tinny")
+        must_use_cache("tinny")
     assert caught.value.hint == "did you mean tiny?"
 
 
@@ -112,9 +112,9 @@ def test_a_model_that_is_here_asks_nobody_and_one_of_the_hub_is_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = answering(monkeypatch, None, cached=False)
-    require("tiny")
+    require_available("tiny")
     assert not asked
-    assert not only_cached("google/gemma-3-1b-it")
+    assert not must_use_cache("google/gemma-3-1b-it")
 
 
 def test_a_mistyped_path_fails_before_anything_heavy_is_imported() -> None:

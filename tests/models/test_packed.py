@@ -26,14 +26,14 @@ from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
     Int8Linear,
-    Products,
+    MatmulMethod,
     SharedEmbedding,
     SharedWeights,
     Unpacked,
-    eight_bits,
-    four_bits,
     has_fast_bfloat16,
-    set_products,
+    quantize_int4,
+    quantize_int8,
+    set_matmul_method,
 )
 from sirchat.models.packing import WeightStore, pack_module
 from sirchat.models.shape import packed_rows
@@ -70,7 +70,7 @@ def test_four_bits_multiply_like_the_weights_that_they_stand_for(
 @pytest.mark.parametrize("rows", FEW_AND_MANY)
 def test_eight_bits_multiply_like_the_weights_that_they_stand_for(rows: int) -> None:
     weight, x = torch.randn(50, 96), torch.randn(rows, 96)
-    q, scale = eight_bits(weight)
+    q, scale = quantize_int8(weight)
     layer = Int8Linear(q, scale)
     stored = q.float() * scale.float()[:, None]
     assert relative(stored, weight) < 0.01
@@ -81,7 +81,7 @@ def test_eight_bits_multiply_like_the_weights_that_they_stand_for(rows: int) -> 
 @pytest.mark.parametrize("rows", FEW_AND_MANY)
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_largest_logits_are_not_rounded_to_bfloat16(rows: int, bias: bool) -> None:
-    q, scale = eight_bits(torch.randn(2_000, 96))
+    q, scale = quantize_int8(torch.randn(2_000, 96))
     more = torch.randn(2_000) if bias else None
     x = 10 * torch.randn(rows, 96)
     found, exact = Int8Head(q, scale, more)(x), x @ (q.float() * scale.float()[:, None]).T
@@ -96,24 +96,24 @@ def test_the_largest_logits_are_not_rounded_to_bfloat16(rows: int, bias: bool) -
 def test_rounding_to_four_bits_errs_by_at_most_half_a_step() -> None:
     assert [Int4Linear.fits(*shape) for shape in ((64, 32), (63, 32), (64, 31))] == [1, 0, 0]
     weight = torch.randn(64, 64)
-    q, scale, minimum = four_bits(weight)
+    q, scale, minimum = quantize_int4(weight)
     again = (q.view(64, 2, 32) * scale[..., None] + minimum[..., None]).view(64, 64)
     assert ((again - weight).abs() <= scale.repeat_interleave(32, 1) / 2 + 1e-5).all()
 
 
 def test_layers_move_into_one_block_of_memory_and_compute_the_same() -> None:
-    layer, x = Int8Linear(*eight_bits(torch.randn(50, 96))), torch.randn(3, 96)
+    layer, x = Int8Linear(*quantize_int8(torch.randn(50, 96))), torch.randn(3, 96)
     before, store = layer(x), WeightStore(6_000)
     store.move(layer)
     assert layer.q.untyped_storage().data_ptr() == layer.scale.untyped_storage().data_ptr()
     assert torch.equal(layer(x), before)
-    other = Int8Linear(*eight_bits(torch.randn(50, 96)))
+    other = Int8Linear(*quantize_int8(torch.randn(50, 96)))
     store.move(other)  # there is no room for it
     assert torch.isfinite(other(x)).all()
 
 
 def test_weights_that_were_made_in_the_block_are_not_moved_again() -> None:
-    q, scale = eight_bits(torch.randn(50, 96))
+    q, scale = quantize_int8(torch.randn(50, 96))
     store = WeightStore(6_000)
     layer = Int8Linear(store.empty(q.shape, q.dtype).copy_(q), scale)
     address = layer.q.data_ptr()
@@ -147,8 +147,8 @@ def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def random_layer(kind: Any) -> Any:
     weight = torch.randn(64, 96)
     if kind is Int4Linear:
-        return Int4Linear.of_values(*four_bits(weight))
-    return Int8Linear(*eight_bits(weight))
+        return Int4Linear.of_values(*quantize_int4(weight))
+    return Int8Linear(*quantize_int8(weight))
 
 
 @pytest.mark.parametrize("most", [2**29, 1000])
@@ -177,7 +177,7 @@ def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
     kind: Any, dtype: Unpacked
 ) -> None:
     layer, x = random_layer(kind), torch.randn(40, 96)
-    set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
+    set_matmul_method(layer, MatmulMethod(dtype, few_4=8, few_8=8, few=8))
     exact = layer.unpacked(torch.float64)
     exact = exact if kind is Int4Linear else exact * layer.scale.double()
     assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
@@ -191,7 +191,7 @@ def test_many_passes_arrange_the_weights_once_and_compute_the_same(
     kind: Any, dtype: Unpacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = random_layer(kind), torch.randn(12, 40, 96)
-    set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
+    set_matmul_method(layer, MatmulMethod(dtype, few_4=8, few_8=8, few=8))
     wanted, calls = [layer(one) for one in x], list[int]()
     arrange = torch.ops.mkldnn._reorder_linear_weight
 
@@ -211,7 +211,7 @@ def test_many_passes_arrange_the_weights_once_and_compute_the_same(
 
 def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
     weight, x = torch.randn(5000, 32), torch.randn(40, 32)
-    layer = Int8Linear(*eight_bits(weight))
+    layer = Int8Linear(*quantize_int8(weight))
     exact = layer.unpacked(torch.float32) * layer.scale.float()
     assert relative(layer(x), x @ exact) < 0.01
     assert relative(layer(x)[:, 4096:], (x @ exact)[:, 4096:]) < 0.01

@@ -17,7 +17,7 @@ from sirchat.models.devices import (
     threads_in_words,
     use_threads,
 )
-from sirchat.models.ending_thread import in_ending_thread
+from sirchat.models.ending_thread import call_in_new_thread
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
     """Workers of a thread that only waits slow down the workers of the one that generates."""
     script = (
         "import sys, threading, time; from pathlib import Path; import torch\n"
-        "from sirchat.models.ending_thread import in_ending_thread\n"
+        "from sirchat.models.ending_thread import call_in_new_thread\n"
         "torch.set_num_threads(3)\n"
         "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
         "before = count()\n"
         "def work():\n"
         "    torch.ones(600, 600).exp().sum()\n"
         "    return count(), threading.current_thread() is threading.main_thread()\n"
-        "during, in_main = in_ending_thread(work)\n"
+        "during, in_main = call_in_new_thread(work)\n"
         "end = time.monotonic() + 60\n"
         "while count() > before and time.monotonic() < end:\n"
         "    time.sleep(0.01)\n"
@@ -122,4 +122,4 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
 
 def test_an_error_in_the_thread_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        in_ending_thread(lambda: 1 // 0)
+        call_in_new_thread(lambda: 1 // 0)

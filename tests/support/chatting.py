@@ -104,5 +104,5 @@ def with_anchors() -> LoadedModel:
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
     module = LlamaForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)
-    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write(module.config)
+    Anchors("ac", "round", add_anchor(module, tokenizer), 1).write_to_config(module.config)
     return wrap_model("tiny with anchors", module.eval(), tokenizer)

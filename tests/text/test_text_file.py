@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import MOST_FILE_BYTES, fenced, is_missing, last_fenced, load_text_file
+from sirchat.text.text_file import (
+    MOST_FILE_BYTES,
+    is_missing,
+    last_code_block,
+    load_text_file,
+    make_code_block,
+)
 
 
 def refused(path: Path | str) -> str:
@@ -112,13 +118,13 @@ def test_a_mistyped_name_is_set_right(tmp_path: Path) -> None:
 
 
 def test_a_text_stands_under_its_name_and_a_fence_in_it_does_not_end_the_block() -> None:
-    assert fenced("a.txt", "one\ntwo\n") == "```a.txt\none\ntwo\n```"
-    assert fenced("a.md", "```py\nx\n```\n") == "````a.md\n```py\nx\n```\n````"
+    assert make_code_block("a.txt", "one\ntwo\n") == "```a.txt\none\ntwo\n```"
+    assert make_code_block("a.md", "```py\nx\n```\n") == "````a.md\n```py\nx\n```\n````"
 
 
 @given(st.text(st.sampled_from("`~ \tab\n"), max_size=40), st.text(st.sampled_from("`a ")))
 def test_what_is_fenced_is_found_again(text: str, name: str) -> None:
-    assert last_fenced(fenced(name, f"x{text}")) == f"x{text}".rstrip()
+    assert last_code_block(make_code_block(name, f"x{text}")) == f"x{text}".rstrip()
 
 
 @pytest.mark.parametrize(
@@ -135,4 +141,4 @@ def test_what_is_fenced_is_found_again(text: str, name: str) -> None:
     ],
 )
 def test_the_last_block_is_found(text: str, block: str | None) -> None:
-    assert last_fenced(text) == block
+    assert last_code_block(text) == block

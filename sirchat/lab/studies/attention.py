@@ -29,7 +29,7 @@ from sirchat.lab.training.masks import anchor_mask
 from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal
-from sirchat.text.anchors import ends_sequence
+from sirchat.text.anchors import anchor_detector
 from sirchat.text.template import Template
 from sirchat.text.text_file import read_regular
 
@@ -273,7 +273,7 @@ def _read_rounds(model: LoadedModel, rounds: list[tuple[Message, Message]], targ
         for number, (user, reply) in enumerate(rounds)
     ]
     ids = [one for part in parts for one in part]
-    ends = ends_sequence(model.tokenizer, model.anchors)
+    ends = anchor_detector(model.tokenizer, model.anchors)
     is_anchor = torch.tensor([[ends(one) for one in ids]])
     round_of = torch.tensor([number for number, part in enumerate(parts) for _ in part])
     sinks = model.anchors.sinks if model.anchors else 0

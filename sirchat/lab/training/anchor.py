@@ -40,10 +40,10 @@ from sirchat.lab.training.anchor_trainer import (
     checkpoint_losses,
     collate,
 )
-from sirchat.models.load import gguf_parts
-from sirchat.models.names import locate, unloadable
+from sirchat.models.load import load_gguf_parts
+from sirchat.models.names import loading_error, locate
 from sirchat.models.progress import quiet_libraries
-from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
+from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove_anchors
 
 # How a model is trained: with anchors of the variant `ac` or `ep`, or with `none`, as a baseline.
 # `ac` adds a new anchor token; for `ep`, each token that ends a sentence is an anchor
@@ -145,9 +145,9 @@ def prepare(options: AnchorOptions) -> Training:
     elif options.variant == "ac":
         anchors = Anchors("ac", options.per, add_anchor(model, tokenizer), options.sinks)
     if anchors is None:
-        remove(model.config)
+        remove_anchors(model.config)
     else:
-        anchors.write(model.config)
+        anchors.write_to_config(model.config)
     rows = _rows(options, Writer(tokenizer, anchors))
     return Training(options, model, tokenizer, anchors, rows)
 
@@ -162,7 +162,7 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
         if where and not options.scratch:
             cpu = torch.device("cpu")
             path = Path(source) / where["gguf_file"]
-            if found := gguf_parts(path, cpu, torch.float32, None, packs=False, for_hub=True):
+            if found := load_gguf_parts(path, cpu, torch.float32, None, packs=False, for_hub=True):
                 return found
         tokenizer = AutoTokenizer.from_pretrained(source, **more)
         if options.scratch and not checkpoint:
@@ -178,7 +178,7 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
             source, dtype=torch.float32, use_safetensors=None if where else True, **more
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise unloadable(options.model, error) from error
+        raise loading_error(options.model, error) from error
     return model, tokenizer
 
 

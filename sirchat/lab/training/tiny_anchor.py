@@ -43,7 +43,7 @@ class TinyAnchorTrainer(Trainer):
             paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
         )
         anchors = Anchors("ac", "round", add_anchor(model, tokenizer), SINKS)
-        anchors.write(model.config)
+        anchors.write_to_config(model.config)
         return tokenizer, model
 
     @property

@@ -29,7 +29,7 @@ class FourBit(NamedTuple):
         return _nibbles(self.nibbles).flatten(1)
 
 
-def four_bit(tensor: GgufTensor) -> FourBit:
+def split_four_bit(tensor: GgufTensor) -> FourBit:
     """Split a four-bit matrix of a GGUF file into its values, scales and minima, without loss."""
     rows, columns = tensor.shape
     blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
@@ -38,7 +38,7 @@ def four_bit(tensor: GgufTensor) -> FourBit:
     return FourBit(taken.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in taken[1:]))
 
 
-def floats(tensor: GgufTensor) -> Tensor:
+def unpack_floats(tensor: GgufTensor) -> Tensor:
     """Unpack a GGUF tensor of any known type to float32; F16 and BF16 keep their number type."""
     if tensor.type == "BF16":
         return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(tensor.shape)
@@ -46,7 +46,7 @@ def floats(tensor: GgufTensor) -> Tensor:
         kind = np.float32 if tensor.type == "F32" else np.float16
         return torch.from_numpy(np.array(tensor.data).view(kind)).reshape(tensor.shape)
     if tensor.type in FOUR_BIT and len(tensor.shape) == 2:
-        taken = four_bit(tensor)
+        taken = split_four_bit(tensor)
         scale, minimum = taken.scale[..., None], taken.minimum[..., None]
         return (_nibbles(taken.nibbles) * scale + minimum).view(tensor.shape)
     if tensor.type == "Q8_0":

@@ -17,7 +17,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
-from sirchat.models.gguf.blocks import floats, four_bit
+from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import Target, config_values, target_of
 from sirchat.models.model_config import DecoderConfig
@@ -28,7 +28,7 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    eight_bits,
+    quantize_int8,
 )
 from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
 from sirchat.models.progress import Progress, switch_off_bars
@@ -91,8 +91,8 @@ class _Loader:
             packed = self._packed(tensor, change, wants_four, is_alone)
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
-            weight = _restored(floats(tensor), change, self._values)
-            _put(self._module, target, weight.to(self._dtype))
+            weight = _undo_change(unpack_floats(tensor), change, self._values)
+            _set_weight(self._module, target, weight.to(self._dtype))
 
     def finished(self) -> Any:
         module = self._module
@@ -112,7 +112,7 @@ class _Loader:
         try:
             layer = self._module.get_submodule(target.removesuffix(".weight"))
         except AttributeError:
-            return False  # `_put` then raises an error
+            return False  # `_set_weight` then raises an error
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
@@ -128,7 +128,7 @@ class _Loader:
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
-        weight = floats(tensor).to(self._dtype)
+        weight = unpack_floats(tensor).to(self._dtype)
         swaps = ARCHITECTURES[self._file.architecture].swaps_experts
         if swaps and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
@@ -140,7 +140,7 @@ class _Loader:
             gate, up = waiting["gate"], waiting["up"]
             weight = torch.stack((gate, up), -1).flatten(-2) if swaps else torch.cat((gate, up), 1)
             del self._waiting[target]
-        _put(self._module, target, weight)
+        _set_weight(self._module, target, weight)
 
     def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
@@ -163,18 +163,20 @@ class _Loader:
         if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
-                Int4Linear.of_nibbles(*(_restored(x, change, values) for x in four_bit(part)))
+                Int4Linear.of_nibbles(
+                    *(_undo_change(x, change, values) for x in split_four_bit(part))
+                )
                 for part in parts
             ]
-            return layers[0] if len(layers) == 1 else Int4Linear.joining(layers)
+            return layers[0] if len(layers) == 1 else Int4Linear.join_layers(layers)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
         has_place = is_alone and change is None
         q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
         for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
             rows = slice(start, start + most)
-            q[rows], scale[rows] = eight_bits(floats(part))
-        return Int8Linear(*(_restored(x, change, values) for x in (q, scale)))
+            q[rows], scale[rows] = quantize_int8(unpack_floats(part))
+        return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))
 
 
 def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
@@ -209,7 +211,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
         raise ModelError("the sizes of the GGUF file's weights do not match its header")
 
 
-def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
+def _undo_change(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
     """Undo the converter's change to a weight, or to other numbers of its rows such as scales."""
     if change == "plus one":
         return weight.float() - 1
@@ -302,7 +304,7 @@ def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[Packed
     module.set_submodule(path, PackedExperts(experts, layers))
 
 
-def _put(module: nn.Module, name: str, weight: Tensor) -> None:
+def _set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)

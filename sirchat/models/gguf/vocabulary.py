@@ -99,7 +99,7 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
     ends = [
         special[f"{name}_token"] if said(f"add_{name}_token") else None for name in ("bos", "eos")
     ]
-    backend.post_processor = _around(ends[0], ends[1], backend)
+    backend.post_processor = _add_bos_and_eos(ends[0], ends[1], backend)
     return FastTokenizer(backend, special, metadata.get("tokenizer.chat_template"))
 
 
@@ -107,7 +107,7 @@ def _added(tokens: Iterable[str]) -> list[AddedToken]:
     return [AddedToken(token, normalized=False) for token in tokens]
 
 
-def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
+def _add_bos_and_eos(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
     """Make a post-processor that puts `bos` before a text and `eos` after it; None for neither."""
     before, after = f"{bos}:0 " if bos else "", f" {eos}:0" if eos else ""
     second = f"{bos}:1 " if bos else "", f" {eos}:1" if eos else ""
