@@ -174,8 +174,10 @@ class Engine:
                 return
             if may_be_full:
                 self.require(1 + closing)
+            # Is the cache full? The last division tells fast; only then is the budget divided anew,
+            # as under `between-turns` the reserve for recall may be given up since, which makes room.
             if is_bounded and ledger.held_count - len(ledger.recalled) >= division.policy_bound:
-                division = residency.divide()  # without a reserve that `between-turns` gave up
+                division = residency.divide()
                 if division.policy_rows >= division.policy_bound:
                     yield from residency.make_room(division.eviction_block, division)
                     division = residency.divide()

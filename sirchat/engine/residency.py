@@ -6,7 +6,7 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,15 @@ CacheUpdate = list[EvictedRows | RestoredRows]
 _NONE = np.zeros(0, np.int64)
 
 
+@dataclass(frozen=True)
+class _LastPass:
+    """The state after the last forward pass, before the settings were switched."""
+
+    settings: CacheSettings
+    selection: Selection  # what the cache held
+    seen: int  # tokens read by then
+
+
 class Residency:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
@@ -51,8 +60,8 @@ class Residency:
         self.round = 0
         self._ledger, self._cache, self._store = ledger, cache, store
         self._layers: tuple[Positions, ...] = ()  # recalled tokens of single layers
-        # The settings of the last forward pass, what was held after it, and tokens seen by then.
-        self._at_last_pass: tuple[CacheSettings, Selection, int] | None = None
+        # Noted by `switch`, so that switching back is exact; None if tokens moved otherwise.
+        self._last_pass: _LastPass | None = None
 
     @property
     def recalled(self) -> int:
@@ -175,11 +184,12 @@ class Residency:
         old, self.settings = self.settings, settings
         try:
             self.check_pins(pins)
-            selection = self._after_switch(old)
+            selection = self._selection_after_switch(old)
         except Exception:  # whatever the new policy raises
             self.settings = old
             raise
-        self._at_last_pass = self._pass() or (old, self.selection, self._ledger.seen)
+        if self._last_pass_if_unread() is None:
+            self._last_pass = _LastPass(old, self.selection, self._ledger.seen)
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
         moves = self._hold(selection)
@@ -203,14 +213,14 @@ class Residency:
         except Exception:  # whatever a policy raises
             self._ledger.pin_only(before)
             raise
-        self._at_last_pass = None
+        self._last_pass = None
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict the tokens at these positions, except sinks, for good; or let them return again."""
         positions = positions[positions >= self.divide().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
-        self._at_last_pass = None
+        self._last_pass = None
         if not excluded:
             return []
         held, recalled = (
@@ -252,7 +262,7 @@ class Residency:
         self._ledger.recall(selection.recalled)
         with suppress(LookupError):  # the archive may have dropped the rows of single layers
             self._insert(selection.layers)
-        self._at_last_pass = None
+        self._last_pass = None
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
         if not self._fits() or not self._holds_pins(self.selection):
@@ -278,7 +288,7 @@ class Residency:
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
-        self._at_last_pass = None
+        self._last_pass = None
 
     def _policy_positions(self) -> Positions:
         """Stream positions [n] of the held tokens that recall has not restored."""
@@ -300,17 +310,18 @@ class Residency:
         held = np.setdiff1d(selection.held, selection.recalled, assume_unique=True)
         return bool(np.isin(pinned, held).all())
 
-    def _pass(self) -> tuple[CacheSettings, Selection, int] | None:
-        """`_at_last_pass`, if nothing was read since."""
-        last = self._at_last_pass
-        return last if last is not None and last[2] == self._ledger.seen else None
+    def _last_pass_if_unread(self) -> _LastPass | None:
+        """The state noted after the last pass; None if there is none, or tokens were read since."""
+        last = self._last_pass
+        return last if last is not None and last.seen == self._ledger.seen else None
 
-    def _after_switch(self, old: CacheSettings) -> Selection:
+    def _selection_after_switch(self, old: CacheSettings) -> Selection:
         """What the cache must hold, after the settings have changed from `old`."""
-        new, selection = self.settings, self.selection
-        last, held_then, _ = self._pass() or (None, selection, 0)
-        if last == new and self._store.has(held_then.held) and self._holds_pins(held_then):
-            return held_then
+        new, selection, last = self.settings, self.selection, self._last_pass_if_unread()
+        if last is not None and last.settings == new:
+            held_then = last.selection
+            if self._store.has(held_then.held) and self._holds_pins(held_then):
+                return held_then
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
         is_same &= (old.recall is None) == (new.recall is None)
         if is_same and self._fits() and self._holds_pins(selection):

@@ -119,9 +119,11 @@ class Recall:
         by_words = isinstance(needs, WordRetriever)
         if not by_words:  # words may find the same tokens again, which then stay
             residency.clear_reserve()
+        is_something_evicted = engine.resident != engine.ledger.seen
         self._shared, words = {}, np.zeros(0)
         try:
-            if not (by_words and engine.resident == engine.ledger.seen):  # something is evicted
+            # A retriever that compares no words reads the turn first, which may evict tokens.
+            if is_something_evicted or not by_words:
                 if needs.needs_words:
                     words = self._index_for(needs).scores(texts, text)
                 result = search(engine, self._model, ids, roles, at, words)
@@ -129,7 +131,7 @@ class Recall:
             problem = str(error)
         if result is not None:
             restore(engine, result)
-        elif by_words:
+        else:
             residency.clear_reserve()
         restored = residency.recalled_positions
         scores = _scores_of(restored, result)
