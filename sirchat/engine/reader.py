@@ -154,7 +154,7 @@ class Reader:
         ahead, self._ahead = self._ahead, None
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
-    def chosen(self, token_id: int) -> ChosenToken:
+    def chosen_token(self, token_id: int) -> ChosenToken:
         """The record of the id that is read next, whose logits the caller may compute."""
 
         def accept(logits: Tensor, score: float) -> None:
