@@ -113,7 +113,7 @@ class EventBuilder:
             text=text,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
-            recalled=self.engine.residency.recalled,
+            recalled=self.engine.residency.recalled_count,
             tokens=self._tokens(self.engine.ledger.held_positions),
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
@@ -152,7 +152,7 @@ class EventBuilder:
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
         return [*events, *map(Notice, self._unsuited(model, after, changed))]
 
-    def problems(self) -> list[Notice]:
+    def take_problems(self) -> list[Notice]:
         """A notice for each error of the archive since the last call; the chat continues."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
@@ -163,7 +163,7 @@ class EventBuilder:
         settings, recall_n = self.engine.settings, profile.recall_n
         policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
-            reserve = self.engine.residency.divide().reserve
+            reserve = self.engine.residency.divide_budget().reserve
             if not isinstance(recall_n, str) and reserve < recall_n:
                 yield (
                     f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "

@@ -9,7 +9,7 @@ from heapq import nlargest
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
-from sirchat.chat.words import MARKS, around, is_mark, said, words_at, words_of
+from sirchat.chat.words import MARKS, is_mark, near_positions, without_template, words_at, words_of
 from sirchat.recall.word_index import STOP_WORDS
 
 _LATEST = 8  # tokens whose words `latest_words` finds
@@ -37,7 +37,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
         span, start = range(start, start + turn.tokens), start + turn.tokens
         if turn.held == turn.tokens:
             continue
-        rows = said(session.tokens(span))
+        rows = without_template(session.tokens(span))
         gone = [row.position for row in rows if row.position not in held]
         if gone:
             words = words_at(gone, rows, known)
@@ -57,7 +57,7 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     present = {row.position for row in held}
     gone = [row.position for row in rows if row.position not in present]
     # Whole words: the rest of a word may have been evicted before.
-    near = [row for row in session.tokens(around(gone, session.seen)) if row.role == "user"]
+    near = [row for row in session.tokens(near_positions(gone, session.seen)) if row.role == "user"]
     return words_at(gone, near, words_of(held) | STOP_WORDS | _common_words(session))
 
 
@@ -68,10 +68,10 @@ def latest_words(
 
     Words that occur in the held tokens `held` are left out.
     """
-    rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
+    rows = [row for row in without_template(session.tokens(positions)) if not is_mark(row.text)]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
     at = [row.position for row in best]
-    near = said(session.tokens(around(at, session.seen))) if at else []
+    near = without_template(session.tokens(near_positions(at, session.seen))) if at else []
     return words_at(at, near, words_of(held))
 
 

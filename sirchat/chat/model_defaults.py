@@ -52,7 +52,7 @@ def follows_model(profile: Profile, name: str) -> bool:
 def default_budget(profile: Profile, name: str, context_length: int) -> int:
     """The budget, in tokens: what the user set, or half of the context, at most 4,096.
 
-    It is at least the built-in budget, or else the whole context.
+    A default is not below the built-in budget; if the context is shorter, it is the whole context.
     """
     if not follows_model(profile, name):
         return profile.budget

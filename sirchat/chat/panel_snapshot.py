@@ -9,7 +9,7 @@ import numpy as np
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
-from sirchat.chat.words import around, is_mark, said, words_at
+from sirchat.chat.words import is_mark, near_positions, without_template, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
@@ -117,14 +117,14 @@ def take_snapshot(
         budget=engine.budget,
         resident=engine.resident,
         seen=ledger.seen,
-        recalled=engine.residency.recalled,
+        recalled=engine.residency.recalled_count,
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
         unit=policy.unit if isinstance(policy, ScorePolicy) else "",
         evicted_next=tuple(leaving.tolist()),
         rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores),
         slots=tuple(slots.tolist()),
-        turns=_turns(ledger, held, roles, with_means=strongest is None),
+        turns=_held_shares(ledger, held, roles, with_means=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
         in_single_layers=engine.cache.inserted_count,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
@@ -160,11 +160,11 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _LEAVING]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
-    near = np.asarray(around(at, ledger.seen), np.int64)
-    return words_at(at, said(token_rows(engine, near, texts, sinks, None)))
+    near = np.asarray(near_positions(at, ledger.seen), np.int64)
+    return words_at(at, without_template(token_rows(engine, near, texts, sinks, None)))
 
 
-def _turns(
+def _held_shares(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, with_means: bool
 ) -> tuple[HeldShare, ...]:
     turn, count = ledger.column("turn"), len(roles)
@@ -175,14 +175,14 @@ def _turns(
         roles,
         np.diff(bounds).tolist(),
         np.bincount(turn[held], minlength=count).tolist(),
-        _means(ledger, bounds) if with_means else [None] * count,
+        _mean_surprisals(ledger, bounds) if with_means else [None] * count,
         np.bincount(turn[others], minlength=count).tolist(),
         strict=True,
     )
     return tuple(HeldShare(*values) for values in columns)
 
 
-def _means(ledger: Ledger, bounds: Positions) -> list[float | None]:
+def _mean_surprisals(ledger: Ledger, bounds: Positions) -> list[float | None]:
     """Each turn's mean surprisal, in nats; the turns' tokens are between the `bounds`."""
     surprisal = ledger.column("surprisal").astype(np.float64)
     known = ~np.isnan(surprisal)

@@ -20,7 +20,7 @@ def summary_size(session: Session, text: str) -> int:
     return end - start
 
 
-def summaries(session: Session) -> list[int]:
+def summary_turns(session: Session) -> list[int]:
     """The indices of the turns that are summaries."""
     return [index for index, turn in enumerate(session.turns) if turn.is_summary]
 
@@ -32,7 +32,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     little room.
     """
     index, held = len(session.turns), session.snapshot().rows
-    former = {row.turn for row in held if "pinned" in row.flags} & set(summaries(session))
+    former = {row.turn for row in held if "pinned" in row.flags} & set(summary_turns(session))
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
     session.check_pins(more)
@@ -51,7 +51,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     yield Notice(f"the summary is turn {index}, which is now pinned{replaced}; /undo removes it")
 
 
-def own_message(session: Session) -> str:
+def last_user_message(session: Session) -> str:
     """The text of the user's last message, or of the last that can be undone; no summary.
 
     Raises UndoError if there is none.
@@ -70,11 +70,11 @@ def undo_summaries(session: Session) -> None:
 
     Raises UndoError if the user wrote no message.
     """
-    own_message(session)
+    last_user_message(session)
     before = len(session.turns)
     while session.undo_points and _is_of_summary(session, session.undo_points[-1]):
         session.undo(keep_pins=True)
-    if len(session.turns) < before and (left := summaries(session)):
+    if len(session.turns) < before and (left := summary_turns(session)):
         with suppress(UsageError):  # it is no longer archived, or other pins take the room
             session.pin(f"turn {left[-1]}")
 
@@ -86,5 +86,5 @@ def _is_of_summary(session: Session, point: UndoPoint) -> bool:
 
 
 def _unshown(events: Iterator[Event]) -> Iterator[Event]:
-    """The events without `TurnDone`: a summary is not shown as a message."""
+    """The events except `TurnDone`, because a summary is not shown as a message."""
     return (event for event in events if not isinstance(event, TurnDone))

@@ -42,7 +42,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
     `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
     """
-    division = session.divide()
+    division = session.divide_budget()
     if turn.role != "user" or turn.tokens_in <= division.evictable:
         return ""
     held = session.ledger.held_of_turn(turn.index)
@@ -57,14 +57,14 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
     return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
 
 
-def hold_all(session: Session, text: str) -> None:
+def raise_budget_for(session: Session, text: str) -> None:
     """Raise the budget, if need be, so that the cache can hold the message `text` and its reply.
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
     _, turn = session.template.opening(text, session.profile.system)
     needed = len(turn.ids) + session.profile.max_new_tokens
-    if needed <= session.divide().evictable:
+    if needed <= session.divide_budget().evictable:
         return
     budget = session.budget_for(needed) or session.model.context_length
     if (free := free_memory()) is not None:

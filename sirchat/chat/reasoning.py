@@ -16,7 +16,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
 
 
-def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
+def reasoning_positions(ledger: Ledger, texts: Texts, turn: int) -> Positions:
     """Positions [k], ascending, of the reasoning tokens and tags in the reply with index `turn`.
 
     Empty if the reply has no `</think>`.

@@ -14,7 +14,7 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.chat.words import said
+from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.memory.key_values import Positions
@@ -137,7 +137,7 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
     copy = Session(session.model, session.profile)
     if not session.seen:
         return copy
-    rows = session.rows(limit)
+    rows = session.copy_key_values(limit)
     if rows is None:
         return None
     points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
@@ -161,7 +161,7 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
     return parts
 
 
-def pins_note(session: Session) -> str:
+def repinned_note(session: Session) -> str:
     """A line for the user: how many tokens were pinned again after the text was read again.
 
     It is empty if the user had pinned nothing.
@@ -204,7 +204,7 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    division, ledger, before = session.divide(), session.ledger, _own_pins(session)
+    division, ledger, before = session.divide_budget(), session.ledger, _own_pins(session)
     after = pins
     if division.most_pins is not None:
         costly = pins[pins >= division.sinks]
@@ -253,7 +253,7 @@ class _SpelledTurn:
     @staticmethod
     def of(session: Session, index: int) -> _SpelledTurn:
         at = np.flatnonzero(session.ledger.column("turn") == index)
-        rows = said(session.tokens(at.tolist()))
+        rows = without_template(session.tokens(at.tolist()))
         pieces = ["".join(row.text.split()) for row in rows]
         return _SpelledTurn(
             np.asarray([row.position for row in rows], np.int64),

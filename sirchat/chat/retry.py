@@ -8,7 +8,7 @@ from typing import Any
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, Undone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import switched
+from sirchat.chat.settings import updated_profile
 from sirchat.chat.state import reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -55,7 +55,7 @@ def retry_under(
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
     text, attempt = session.last_said, session.state.attempt
-    switched(session.profile, session.model, "/retry", updates)
+    updated_profile(session.profile, session.model, "/retry", updates)
     before = reply_at_end(session.ledger, session.turns)
     yield from session.undo(keep_pins=True)
     try:

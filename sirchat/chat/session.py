@@ -23,8 +23,8 @@ from sirchat.chat.settings import (
     build_engine,
     build_sampling,
     check_profile,
-    switched,
-    undone,
+    undone_at_end,
+    updated_profile,
 )
 from sirchat.chat.state import (
     ConversationState,
@@ -140,9 +140,9 @@ class Session:
             raise UndoError("there is no message to undo", hint=hint)
         return self.undo_points[-1].text
 
-    def divide(self) -> Division:
+    def divide_budget(self) -> Division:
         """How the budget is divided now among sinks, pins, the policy and recall."""
-        return self._engine.residency.divide()
+        return self._engine.residency.divide_budget()
 
     def budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of so many tokens; None if there is none."""
@@ -164,12 +164,12 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        `attempt` varies the random numbers of sampling, from the tokens that are `allowed`; those
-        of `reply` are taken instead. Raises ContextFullError, before reading, if it can't fit.
+        Tokens are sampled among those `allowed`, with random numbers that `attempt` varies; or else
+        those of `reply` are taken. Raises ContextFullError, before reading, if they can't fit.
         """
         yield from self.read_user(text, interrupted)
         self.state.attempt = attempt
-        turn, closing, profile = self._begin("assistant"), self.template.closing, self.profile
+        turn, closing, profile = self._begin_turn("assistant"), self.template.closing, self.profile
         given = None if reply is None else FixedIds(reply.ids)
         records = self._engine.generate(
             given or Sampler(build_sampling(profile), attempt, allowed),
@@ -177,7 +177,7 @@ class Session:
             stop_ids=self.stop_ids,
             max_new_tokens=profile.max_new_tokens,
             closing=len(closing),
-            interrupted=interrupted if given is None else given.are_picked,
+            interrupted=interrupted if given is None else given.is_exhausted,
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
@@ -201,7 +201,7 @@ class Session:
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt."""
         text = without_surrogates(text)
-        yield from self._flush()
+        yield from self._read_pending()
         if self.seen == 0:
             system, ids = self.template.opening(text, self.profile.system)
         else:
@@ -213,27 +213,27 @@ class Session:
         state, closing = self.state, self.template.closing
         state.round += 1
         state.attempt, state.in_round = 0, True
-        turn = self._begin("user")
+        turn = self._begin_turn("user")
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         texts = [turn.text for turn in self.turns]
-        recollection = self.recall.renew(ids.ids, ids.roles, turn.ref, text, texts)
+        recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, text, texts)
         if recollection is not None:
             turn.stats.seconds_prefill += recollection.seconds
             yield from self._events.recalled(turn.stats.index, recollection)
         yield from turn.read(ids, interrupted, after=closing)
-        yield turn.done(text)
-        yield from self._events.problems()
+        yield turn.finish(text)
+        yield from self._events.take_problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read `text`, from a transcript, as the reply, instead of generating a reply."""
         text = without_surrogates(text)
         ids, closing = self.template.assistant(text), self.template.closing
-        self._engine.require(len(ids.ids) + len(closing))
-        turn = self._begin("assistant")
+        self._engine.require_room(len(ids.ids) + len(closing))
+        turn = self._begin_turn("assistant")
         yield from turn.read(ids, interrupted, after=closing)
         yield from turn.close(closing)
-        yield turn.done(text)
-        yield from self._events.problems()
+        yield turn.finish(text)
+        yield from self._events.take_problems()
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
         """Undo the last user turn, and all that was read, generated or pinned after it began.
@@ -249,7 +249,7 @@ class Session:
             raise UndoError(f"this message can't be undone: {why}") from None
         self.undo_points.pop()
         self.recall.undo()
-        self.state = point.conversation(self.state)
+        self.state = point.restored_state(self.state)
         prompt, pin_system = self.state.prompt, self.profile.pin_system
         if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
             self.profile = self.profile.model_copy(update={"system": prompt})
@@ -261,14 +261,14 @@ class Session:
     def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
         """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
         profile, points = self.profile, self.undo_points
-        with undone(self._engine) as checkpoint:
+        with undone_at_end(self._engine) as checkpoint:
             start = UndoPoint.of(self.state, checkpoint, "", profile.pin_system, self.budget)
             try:
                 self.switch(source, **updates)
                 yield
             finally:
                 self.profile, self.undo_points = profile, points
-                self.state = start.conversation(self.state)
+                self.state = start.restored_state(self.state)
         self.recall.undo()
 
     def switch(
@@ -280,7 +280,7 @@ class Session:
         an interrupt ends the reading. Raises SettingError, which begins with `source`, for a value
         that is not allowed, changing nothing.
         """
-        before, profile = self.profile, switched(self.profile, self.model, source, updates)
+        before, profile = self.profile, updated_profile(self.profile, self.model, source, updates)
         settings, state = build_cache_settings(profile, self._folder), self.state
         is_replaced = self.seen > 0 and profile.system != before.system
         prompt = self.template.system(profile.system) if is_replaced and profile.system else None
@@ -291,15 +291,15 @@ class Session:
             moves = self._engine.residency.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
                 moves += self._engine.residency.exclude(np.asarray(state.system))
-            self._engine.require(size)
+            self._engine.require_room(size)
         self.profile = profile
         if is_replaced:
             state.system, state.prompt = range(0), None
-        events = self._events.moved(state.last, moves)
+        events = self._events.moved(state.last_turn, moves)
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
         events += self._events.switched(self.model, before, profile, restored)
         if prompt is not None:
-            events += [*self._flush(), *self._read_system(prompt, interrupted)]
+            events += [*self._read_pending(), *self._read_system(prompt, interrupted)]
         return events
 
     def note_profile(self, profile: Profile) -> None:
@@ -311,7 +311,7 @@ class Session:
         self.template = template
 
     @contextmanager
-    def replying(self, settings: dict[str, Any]) -> Iterator[None]:
+    def temporary_reply_settings(self, settings: dict[str, Any]) -> Iterator[None]:
         """Context manager: in it, the `settings` of sampling and of a reply's length hold."""
         profile = self.profile
         self.profile = profile.model_copy(update=settings)
@@ -328,7 +328,7 @@ class Session:
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         moves = self._engine.residency.pin(positions, pinned)
-        events = self._events.moved(self.state.last, moves)
+        events = self._events.moved(self.state.last_turn, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
@@ -383,11 +383,11 @@ class Session:
             recalled_turns=self.recall.turns,
         )
 
-    def start(self) -> list[Event]:
+    def opening_events(self) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
         return self._events.started(self.model, self.profile)
 
-    def end(self) -> Ended:
+    def closing_event(self) -> Ended:
         """The event that ends the session."""
         return self._events.ended(self.state)
 
@@ -395,9 +395,12 @@ class Session:
         """The engine's state, without keys and values, to be saved in a file."""
         return self._engine.save()
 
-    def rows(self, limit: int | None = None) -> KeyValues | None:
-        """Keys and values of held and archived tokens; `KeyValueStore.rows` explains `limit`."""
-        return self._engine.store.rows(limit)
+    def copy_key_values(self, limit: int | None = None) -> KeyValues | None:
+        """A copy on the CPU of the keys and values of held and archived tokens, in stream order.
+
+        If it is larger than `limit` bytes, those of held tokens alone; None if these are, too.
+        """
+        return self._engine.store.copy_key_values(limit)
 
     def load(
         self,
@@ -415,24 +418,24 @@ class Session:
         self._engine.load(saved, rows, attention)
         self.state, self.undo_points = state, list(undo_points)
 
-    def _begin(self, role: str) -> OpenTurn:
-        return self._turn(self.state.begin(role))
+    def _begin_turn(self, role: str) -> OpenTurn:
+        return self._open_turn(self.state.begin(role))
 
-    def _turn(self, stats: TurnStats) -> OpenTurn:
+    def _open_turn(self, stats: TurnStats) -> OpenTurn:
         return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
 
-    def _flush(self) -> list[Event]:
-        """Read the pending template ids of a turn that was cut off; returns the events."""
+    def _read_pending(self) -> list[Event]:
+        """Read the template ids that a turn still needs because it was cut off; returns events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self.state.pending_ids, self.state.turns = [], []
-        return self._turn(TurnStats(self.state.last, "")).flush()
+        return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
         """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.residency.check_pins(before)
-        self._engine.require(before + len(ids.ids) + len(self.template.closing))
+        self._engine.require_room(before + len(ids.ids) + len(self.template.closing))
 
     def _note_undo_point(self, text: str) -> None:
         checkpoint, profile = self._engine.checkpoint(), self.profile
@@ -441,13 +444,13 @@ class Session:
         self.undo_points = [*self.undo_points, point][-depth:]
 
     def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
-        turn, start, state = self._begin("system"), self.seen, self.state
+        turn, start, state = self._begin_turn("system"), self.seen, self.state
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
         finally:  # also after an error: the part that was read is pinned, and can be unpinned
             state.system = range(start, self.seen)
             state.prompt = self.profile.system
-        yield turn.done(self.profile.system or "")
+        yield turn.finish(self.profile.system or "")
 
     def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
         return positions_of(target, self.ledger, self._texts, self.state.roles, among, around)

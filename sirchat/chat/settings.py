@@ -107,7 +107,9 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
     check_policy(profile, model, "policy")
 
 
-def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
+def updated_profile(
+    before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]
+) -> Profile:
     """A copy of the settings `before`, with the new values `updates`.
 
     Raises SettingError if a value is not allowed, does not work with this model, or can't be set
@@ -208,7 +210,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
+def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
     """Context manager, between two rounds: at its end, undo every change of the engine in it.
 
     Yields a checkpoint of the engine's state before.

@@ -86,7 +86,7 @@ class ConversationState:
         return [turn.role for turn in self.turns]
 
     @property
-    def last(self) -> int:
+    def last_turn(self) -> int:
         """Index of the last turn; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
 
@@ -127,6 +127,6 @@ class UndoPoint:
         state = deepcopy(replace(now, turns=[]))
         return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
 
-    def conversation(self, now: ConversationState) -> ConversationState:
-        """The conversation as it was at this point; its turns are the first turns of `now`."""
+    def restored_state(self, now: ConversationState) -> ConversationState:
+        """The conversation's state at this point; its turns are the first turns of `now`."""
         return replace(self.state, turns=now.turns[: self.turns])

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.chat.events import Delta, Event, Reading, TokenRow, TurnDone
-from sirchat.chat.pinned_summary import summaries, summary_size
+from sirchat.chat.pinned_summary import summary_size, summary_turns
 from sirchat.chat.reasoning import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.words import spelled, split_words
+from sirchat.chat.words import split_words, word_text
 from sirchat.errors import SettingError, UsageError
 from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
@@ -45,7 +45,7 @@ _PART, _LEAST_PART = 1024, 256  # bounds of the number of tokens that the model 
 _SHARE = 32  # each part's summary may have at least this many tokens
 
 
-def summary(
+def make_summary(
     session: Session, way: str, interrupted: Interrupted = lambda: False
 ) -> Generator[Event, None, str]:
     """Make a summary of the whole chat, evicted text included, in one of `WAYS`.
@@ -84,7 +84,7 @@ class _Message:
 def _messages(session: Session) -> list[_Message]:
     """All messages but summaries and their replies, without reasoning and erased words."""
     rows: dict[int, list[TokenRow]] = {}
-    skipped = {index + step for index in summaries(session) for step in (0, 1)}
+    skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
         is_said = row.role in ("user", "assistant") and "erased" not in row.flags
         if is_said and row.turn not in skipped:
@@ -160,7 +160,7 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
         rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
         words = dict[str, float]()
         for word in split_words(rows):
-            name = spelled(word).casefold()
+            name = word_text(word).casefold()
             if name and name not in STOP_WORDS and name not in words:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER if any(map(str.isdigit, name)) else 1)

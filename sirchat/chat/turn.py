@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
-from sirchat.chat.reasoning import reasoning
+from sirchat.chat.reasoning import reasoning_positions
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import (
@@ -103,8 +103,8 @@ class OpenTurn:
         """Yield the events of a reply as the engine generates it, then read the `closing` ids.
 
         A stop id that is not one of the `end_ids` is a control token; `finish`, if given, is the
-        known reason of the end. If an error cuts the reply off, its text until then is stored, and
-        the `closing` ids are read before the next turn.
+        reason of the end to record. If an error cuts the reply off, its text until then is stored,
+        and the `closing` ids are read before the next turn.
         """
         stats, said, failure = self.stats, list[str](), None
         self._now.reply, self._now.pending_ids = stats, list(closing)
@@ -138,32 +138,32 @@ class OpenTurn:
             self._now.finish(stats, "".join(said))
             raise
         yield from closed
-        yield self.done("".join(said))
-        yield from self._events.problems()
+        yield self.finish("".join(said))
+        yield from self._events.take_problems()
         if failure is not None:
             yield Notice(str(failure))
 
     def close(self, closing: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events."""
         events = list(self.read(_template_ids(closing)))
-        self._close_round()
+        self._end_round()
         if self._evicts_thinking:
-            thought = reasoning(self._engine.ledger, self._events.texts, self.ref.turn)
+            thought = reasoning_positions(self._engine.ledger, self._events.texts, self.ref.turn)
             if len(thought):
                 moves = self._engine.residency.exclude(thought)
                 events += self._events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
-    def flush(self) -> list[Event]:
+    def read_pending(self) -> list[Event]:
         """Read the pending ids, which must follow a turn that was cut off; returns the events."""
         if not self._now.pending_ids:
             return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
         if self._now.in_round:
-            self._close_round()
+            self._end_round()
         return events
 
-    def done(self, text: str) -> TurnDone:
+    def finish(self, text: str) -> TurnDone:
         """End the turn, whose message is `text`; returns the event for it."""
         self._now.finish(self.stats, text)
         return self._events.done(self.stats, text)
@@ -176,8 +176,9 @@ class OpenTurn:
         self.stats.evicted += len(record.positions)
         return self._events.evicted(self.stats.index, record)
 
-    def _close_round(self) -> None:
-        self._engine.close_round()
+    def _end_round(self) -> None:
+        """Let surprisal and attention decay; the next user turn begins another round."""
+        self._engine.decay_at_round_end()
         self._now.in_round = False
 
 

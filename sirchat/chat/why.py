@@ -137,8 +137,8 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     Returns its index, and the words that both have, the rarest first. Rare words count more, and
     the words of a question half.
     """
-    texts = [_telling(turn.text) for turn in turns[:asked]]
-    query = _telling(turns[asked].text)
+    texts = [_telling_words(turn.text) for turn in turns[:asked]]
+    query = _telling_words(turns[asked].text)
     count = Counter(word for words in texts for word in words & query)
     rarity = {word: math.log(1 + asked / n) for word, n in count.items()}
     best: tuple[float, int, tuple[str, ...]] = (0.0, -1, ())
@@ -151,6 +151,6 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     return (best[1], best[2]) if best[2] else None
 
 
-def _telling(text: str) -> set[str]:
+def _telling_words(text: str) -> set[str]:
     words = {word.casefold() for word in re.findall(r"[^\W_]+", text)}
     return {word for word in words if len(word) > 1} - STOP_WORDS

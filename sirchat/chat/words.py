@@ -20,12 +20,12 @@ def is_mark(text: str) -> bool:
     return not text.strip(MARKS)
 
 
-def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
+def without_template(rows: Sequence[TokenRow]) -> list[TokenRow]:
     """The tokens that belong to messages, not to the chat template."""
     return [row for row in rows if row.role != "template"]
 
 
-def spelled(word: Sequence[TokenRow]) -> str:
+def word_text(word: Sequence[TokenRow]) -> str:
     """The text of a word's tokens, without the punctuation and blanks around it."""
     return "".join(row.text for row in word).strip(MARKS)
 
@@ -48,7 +48,7 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
 
 def words_of(rows: Sequence[TokenRow]) -> set[str]:
     """The words of these tokens, in lower case; tokens of the chat template are left out."""
-    return {spelled(word).casefold() for word in split_words(said(rows))}
+    return {word_text(word).casefold() for word in split_words(without_template(rows))}
 
 
 def words_at(
@@ -61,7 +61,7 @@ def words_at(
     asked = set(positions)
     surprisal: dict[str, float] = {}  # of each word's most surprising token, in nats
     for word in split_words(rows):
-        text = spelled(word)
+        text = word_text(word)
         is_asked = any(row.position in asked and not is_mark(row.text) for row in word)
         if is_asked and text.casefold() not in known:
             nats = max(-math.inf if row.surprisal is None else row.surprisal for row in word)
@@ -69,7 +69,7 @@ def words_at(
     return tuple(sorted(surprisal, key=lambda text: -surprisal[text]))
 
 
-def around(positions: Collection[int], seen: int) -> list[int]:
+def near_positions(positions: Collection[int], seen: int) -> list[int]:
     """These positions of a stream of `seen` tokens, and up to 5 on each side of each, ascending."""
     near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
     return sorted(at for at in near if 0 <= at < seen)

@@ -39,7 +39,7 @@ class Division:
     eviction_block: int  # tokens evicted at once while a reply is generated
 
 
-def divide(
+def divide_budget(
     settings: CacheSettings, ledger: Ledger, context_length: int, among: Positions | None = None
 ) -> Division:
     """Divide the budget; `among` are the positions whose pins count, by default those held."""
@@ -97,7 +97,7 @@ def budget_for(
     size = _LEAST
     while size < context_length:
         size = min(2 * size, context_length)
-        division = divide(replace(settings, budget=size), ledger, context_length)
+        division = divide_budget(replace(settings, budget=size), ledger, context_length)
         leaves_room = size - division.sinks - division.pins >= _LEAST
         if leaves_room and division.evictable >= tokens:
             return size

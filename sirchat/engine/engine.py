@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Division
-from sirchat.engine.extra_passes import read_repeated
+from sirchat.engine.extra_passes import record_repeat_attention
 from sirchat.engine.reader import Reader
 from sirchat.engine.residency import CacheUpdate, Residency
 from sirchat.engine.sampling import PromptLookup, Sampler
@@ -109,15 +109,15 @@ class Engine:
         """
         residency, ledger, compacts = self.residency, self.ledger, self._compacts_at_anchors
         residency.round = at.round
-        self.require(len(ids))
+        self.require_room(len(ids))
         turn = PrefillChunk(ids, roles, self._flags(ids, pinned), at)
-        stats, division = self.settings.attention_stats, residency.divide()
+        stats, division = self.settings.attention_stats, residency.divide_budget()
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > self._pass_size(division, pinned):
             shared = self._model.share_unpacked(len(ids) // division.chunk_size)
         done = 0
         while done < len(ids):
-            division = residency.divide()
+            division = residency.divide_budget()
             end = min(len(ids), done + self._pass_size(division, pinned))
             if compacts:  # a chunk ends right after an anchor
                 ends = (i + 1 for i in range(done, end) if turn.flags[i] & _ANCHOR)
@@ -128,7 +128,7 @@ class Engine:
             with shared:  # not around a yield: another conversation may run then
                 self.reader.read(turn.part(done, end), stats, division.sinks if compacts else None)
             if is_first:
-                ledger.rank_first_token(min(division.chunk_size, end))
+                ledger.set_first_surprisal(min(division.chunk_size, end))
             done = end
             if compacts:
                 yield from residency.make_room(0)
@@ -161,7 +161,7 @@ class Engine:
         may_look_ahead = stats is None and not compacts and not self.cache.has_state
         residency.round = at.round
         reader.drop_ahead()
-        division = residency.divide()
+        division = residency.divide_budget()
         for left in range(max_new_tokens, 0, -1):
             if interrupted():
                 yield Stopped("interrupt")
@@ -173,18 +173,20 @@ class Engine:
                 yield Stopped("stop", token_id)
                 return
             if may_be_full:
-                self.require(1 + closing)
+                self.require_room(1 + closing)
+            # Is the cache full? The last division tells fast. If it says so, the budget is divided
+            # again: under `between-turns`, recall may have given up its reserve, which makes room.
             if is_bounded and ledger.held_count - len(ledger.recalled) >= division.policy_bound:
-                division = residency.divide()  # without a reserve that `between-turns` gave up
+                division = residency.divide_budget()
                 if division.policy_rows >= division.policy_bound:
                     yield from residency.make_room(division.eviction_block, division)
-                    division = residency.divide()
+                    division = residency.divide_budget()
             if may_look_ahead and not reader.is_ahead(token_id):
                 if lookup is not None:
                     self._look_ahead(lookup, token_id, left - 1, division.policy_bound)
                 if together() and not reader.is_ahead(token_id):
                     self._grow_for(1)
-                    yield reader.chosen(token_id)
+                    yield reader.chosen_token(token_id)
             if cursor.length == cursor.capacity:
                 self._grow_for(1)
             flags = self._flags([token_id])
@@ -193,10 +195,10 @@ class Engine:
             yield GeneratedToken(token_id, ledger.seen - 1, surprisal[0])
             if compacts:
                 yield from residency.make_room(0)
-                division = residency.divide()
+                division = residency.divide_budget()
         yield Stopped("length")
 
-    def close_round(self) -> None:
+    def decay_at_round_end(self) -> None:
         """End a round: multiply surprisal and attention by `decay`; `auto` spares this round.
 
         Before that, a policy such as `kvzip` has the round's held tokens read a second time.
@@ -205,13 +207,13 @@ class Engine:
         if settings.policy.repeat_layers is not None:
             in_round = ledger.column("round")[ledger.held_positions] == round
             rows = torch.from_numpy(np.flatnonzero(in_round))
-            most = self.residency.divide().chunk_size
-            read_repeated(self.reader, rows, settings.policy.repeat_layers, most)
+            most = self.residency.divide_budget().chunk_size
+            record_repeat_attention(self.reader, rows, settings.policy.repeat_layers, most)
         if settings.decay is not None:
-            ledger.close_round(settings.decay)
+            ledger.apply_decay(settings.decay)
         else:
             factor = automatic_decay(ledger.column("surprisal"), ledger.column("round"))
-            ledger.close_round(factor, spared=round)
+            ledger.apply_decay(factor, spared=round)
 
     def checkpoint(self) -> EngineCheckpoint:
         """The present state, to which `undo` can go back; call it at the beginning of a turn."""
@@ -249,7 +251,7 @@ class Engine:
         is_absolute, total = self.cache.absolute_positions, self.budget
         flags = self.ledger.column("flags")
         positions = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
-        sinks = min(self.residency.divide().sinks, total // 2)
+        sinks = min(self.residency.divide_budget().sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
         cache = self._model.new_cache(min(total, len(positions)))
         cache.set_positions(absolute_positions=is_absolute)
@@ -305,11 +307,11 @@ class Engine:
         else:
             self.rebuild_state()
 
-    def require(self, count: int) -> None:
+    def require_room(self, count: int) -> None:
         """Raise ContextFullError if `count` more tokens can't be read.
 
-        So it is if the policy never evicts and they do not fit, or if absolute positions would
-        exceed the model's context.
+        They can't if the policy never evicts and the context is full, or if absolute positions
+        would exceed the model's context.
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
@@ -377,5 +379,5 @@ class Engine:
         cursor = self.cache.cursor
         needed = cursor.length + count
         if needed > cursor.capacity:  # the budget is no hard bound
-            most = self.residency.divide().hard_bound
+            most = self.residency.divide_budget().hard_bound
             self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))

@@ -19,7 +19,7 @@ from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.models.surprisal import surprisal
 
 
-def read_repeated(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
+def record_repeat_attention(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
     """Read the tokens of the held `rows` [k] a second time, after all that is held.
 
     The highest attention weight that each gets is recorded (see `RepeatAttention`), as a mean over

@@ -29,9 +29,10 @@ _ANCHOR = int(Flag.ANCHOR)
 
 @dataclass(eq=False)
 class _Ahead:
-    """Guessed next ids [m] and what the model has computed for them in advance.
+    """The ids [m] that may be read next, and what was computed for them in advance.
 
-    Their keys and values are in the cache's buffers, but do not count as held.
+    `Reader.look_ahead` fills it with a guess of two ids or more, `ChosenToken.accept` with a single
+    id. Keys and values are in the cache's buffers already, but do not count as held.
     """
 
     ids: Sequence[int]
@@ -146,11 +147,14 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Discard what was computed in advance; returns how many ids of a guess were read."""
+        """Discard what was computed in advance; returns how many ids of a guess were read.
+
+        None if nothing was computed, or only for one id, which was chosen and not guessed.
+        """
         ahead, self._ahead = self._ahead, None
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
-    def chosen(self, token_id: int) -> ChosenToken:
+    def chosen_token(self, token_id: int) -> ChosenToken:
         """The record of the id that is read next, whose logits the caller may compute."""
 
         def accept(logits: Tensor, score: float) -> None:

@@ -6,14 +6,14 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.engine.budget import Division, count_pins, divide, is_pinned
+from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned
 from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
@@ -30,6 +30,15 @@ from sirchat.memory.ledger import Flag, HeldRows, Ledger
 CacheUpdate = list[EvictedRows | RestoredRows]
 
 _NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _LastPass:
+    """The state after the last forward pass, before the settings were switched."""
+
+    settings: CacheSettings
+    selection: Selection  # what the cache held
+    seen: int  # tokens read by then
 
 
 class Residency:
@@ -51,11 +60,11 @@ class Residency:
         self.round = 0
         self._ledger, self._cache, self._store = ledger, cache, store
         self._layers: tuple[Positions, ...] = ()  # recalled tokens of single layers
-        # The settings of the last forward pass, what was held after it, and tokens seen by then.
-        self._at_last_pass: tuple[CacheSettings, Selection, int] | None = None
+        # Noted by `switch`, so that switching back is exact; None if tokens moved otherwise.
+        self._last_pass: _LastPass | None = None
 
     @property
-    def recalled(self) -> int:
+    def recalled_count(self) -> int:
         """Number of cache slots that recall has filled for this round."""
         return self._cache.inserted_count + len(self._ledger.recalled)
 
@@ -70,9 +79,9 @@ class Residency:
         ledger = self._ledger
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
-    def divide(self) -> Division:
+    def divide_budget(self) -> Division:
         """How the budget is divided now, with the settings in force."""
-        return divide(self.settings, self._ledger, self.context_length)
+        return divide_budget(self.settings, self._ledger, self.context_length)
 
     def view(self, round: int | None) -> HeldRows:
         """The held tokens that recall has not restored, as the policy sees them.
@@ -90,7 +99,7 @@ class Residency:
         """
         settings, ledger = self.settings, self._ledger
         if division is None:
-            division = divide(settings, ledger, self.context_length, at)
+            division = divide_budget(settings, ledger, self.context_length, at)
         protected = (at < division.sinks) | is_pinned(settings, ledger, at)
         if settings.protect and round is not None:
             is_current = ledger.column("round")[at] == round
@@ -112,10 +121,10 @@ class Residency:
             if rows is not None:
                 evicted.append(self._keep_rows(rows))
                 division = None
-        division = division or self.divide()
-        if self.recalled > division.reserve:  # new pins have taken some of the reserve
-            self.clear_reserve()
-            division = self.divide()
+        division = division or self.divide_budget()
+        if self.recalled_count > division.reserve:  # new pins have taken some of the reserve
+            self.evict_recalled()
+            division = self.divide_budget()
         if division.policy_rows + count > division.policy_bound:
             evicted.append(self._keep(division.policy_bound - count, division))
         return evicted
@@ -127,12 +136,12 @@ class Residency:
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         self.round = at.round
-        settings, division, to_come = self.settings, self.divide(), count + max_new_tokens
+        settings, division, to_come = self.settings, self.divide_budget(), count + max_new_tokens
         evicted = list[EvictedRows]()
         without_reserve = division.total - division.full_reserve
         if self._ledger.seen + count > division.total and division.policy_rows > without_reserve:
             evicted.append(self._keep(without_reserve, division))
-            division = self.divide()
+            division = self.divide_budget()
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
         between_turns = settings.evict == "between-turns"
@@ -150,7 +159,7 @@ class Residency:
 
         `in_round`: whether the newest tokens of the current round are protected.
         """
-        settings, division = self.settings, self.divide()
+        settings, division = self.settings, self.divide_budget()
         if not settings.policy.bounded:
             return _NONE
         if division.policy_rows + 2 * division.eviction_block <= division.policy_budget:
@@ -175,14 +184,15 @@ class Residency:
         old, self.settings = self.settings, settings
         try:
             self.check_pins(pins)
-            selection = self._after_switch(old)
+            selection = self._selection_after_switch(old)
         except Exception:  # whatever the new policy raises
             self.settings = old
             raise
-        self._at_last_pass = self._pass() or (old, self.selection, self._ledger.seen)
+        if self._last_pass_if_unread() is None:
+            self._last_pass = _LastPass(old, self.selection, self._ledger.seen)
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
-        moves = self._hold(selection)
+        moves = self._apply_selection(selection)
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)
@@ -195,36 +205,36 @@ class Residency:
         """
         before = self._ledger.pinned_positions
         if pinned:
-            new = ~np.isin(positions, before) & (positions >= self.divide().sinks)
+            new = ~np.isin(positions, before) & (positions >= self.divide_budget().sinks)
             self.check_pins(int(new.sum()))
         self._ledger.pin(positions, pinned)
         try:
-            chosen = self._choice()
+            chosen = self._choose_selection()
         except Exception:  # whatever a policy raises
             self._ledger.pin_only(before)
             raise
-        self._at_last_pass = None
-        return self._hold(chosen)
+        self._last_pass = None
+        return self._apply_selection(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict the tokens at these positions, except sinks, for good; or let them return again."""
-        positions = positions[positions >= self.divide().sinks]
+        positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
-        self._at_last_pass = None
+        self._last_pass = None
         if not excluded:
             return []
         held, recalled = (
             np.setdiff1d(among, positions, assume_unique=True)
             for among in (self._ledger.held_positions, self._ledger.recalled)
         )
-        return self._hold(Selection(held, recalled, self._layers))
+        return self._apply_selection(Selection(held, recalled, self._layers))
 
     def check_pins(self, more: int, among: Positions | None = None) -> None:
         """Raise SettingError if the pins, and `more` tokens, would leave too little room.
 
         The pins are those among the positions `among`, by default of all tokens held or archived.
         """
-        division = self.divide()
+        division = self.divide_budget()
         if division.most_pins is None:
             return
         pins = count_pins(
@@ -249,36 +259,40 @@ class Residency:
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
         self.round, self._layers = round, ()
-        self._ledger.recall(selection.recalled)
+        self._ledger.mark_recalled(selection.recalled)
         with suppress(LookupError):  # the archive may have dropped the rows of single layers
             self._insert(selection.layers)
-        self._at_last_pass = None
+        self._last_pass = None
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
         if not self._fits() or not self._holds_pins(self.selection):
-            return self._hold(self._choice())
+            return self._apply_selection(self._choose_selection())
         return []
 
-    def fill_reserve(self, chosen: Positions, layers: tuple[Positions, ...] = ()) -> CacheUpdate:
-        """Restore archived tokens for the next turn, instead of those restored for the last one.
+    def restore_recalled(
+        self, chosen: Positions, layers: tuple[Positions, ...] = ()
+    ) -> CacheUpdate:
+        """Restore archived tokens for the next turn; evict those that recall restored before.
 
         All layers get the tokens at the ascending positions `chosen`, layer i those at `layers[i]`.
         """
         held = np.union1d(self._policy_positions(), chosen)
-        return self._hold(Selection(held, chosen, layers if layers and len(layers[0]) else ()))
+        return self._apply_selection(
+            Selection(held, chosen, layers if layers and len(layers[0]) else ())
+        )
 
-    def clear_reserve(self) -> CacheUpdate:
+    def evict_recalled(self) -> CacheUpdate:
         """Evict all tokens that recall has restored."""
-        if not self.recalled:
+        if not self.recalled_count:
             return []
-        return self._hold(Selection(self._policy_positions(), _NONE))
+        return self._apply_selection(Selection(self._policy_positions(), _NONE))
 
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
-        self._at_last_pass = None
+        self._last_pass = None
 
     def _policy_positions(self) -> Positions:
         """Stream positions [n] of the held tokens that recall has not restored."""
@@ -290,8 +304,11 @@ class Residency:
         return bool(len(flags) and flags[-1] & Flag.ANCHOR)
 
     def _fits(self) -> bool:
-        division = self.divide()
-        return self.recalled <= division.reserve and division.policy_rows <= division.policy_bound
+        division = self.divide_budget()
+        return (
+            self.recalled_count <= division.reserve
+            and division.policy_rows <= division.policy_bound
+        )
 
     def _holds_pins(self, selection: Selection) -> bool:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
@@ -300,46 +317,47 @@ class Residency:
         held = np.setdiff1d(selection.held, selection.recalled, assume_unique=True)
         return bool(np.isin(pinned, held).all())
 
-    def _pass(self) -> tuple[CacheSettings, Selection, int] | None:
-        """`_at_last_pass`, if nothing was read since."""
-        last = self._at_last_pass
-        return last if last is not None and last[2] == self._ledger.seen else None
+    def _last_pass_if_unread(self) -> _LastPass | None:
+        """The state noted after the last pass; None if there is none, or tokens were read since."""
+        last = self._last_pass
+        return last if last is not None and last.seen == self._ledger.seen else None
 
-    def _after_switch(self, old: CacheSettings) -> Selection:
+    def _selection_after_switch(self, old: CacheSettings) -> Selection:
         """What the cache must hold, after the settings have changed from `old`."""
-        new, selection = self.settings, self.selection
-        last, held_then, _ = self._pass() or (None, selection, 0)
-        if last == new and self._store.has(held_then.held) and self._holds_pins(held_then):
-            return held_then
+        new, selection, last = self.settings, self.selection, self._last_pass_if_unread()
+        if last is not None and last.settings == new:
+            held_then = last.selection
+            if self._store.has(held_then.held) and self._holds_pins(held_then):
+                return held_then
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
         is_same &= (old.recall is None) == (new.recall is None)
         if is_same and self._fits() and self._holds_pins(selection):
             return selection
-        return self._choice()
+        return self._choose_selection()
 
-    def _choice(self) -> Selection:
+    def _choose_selection(self) -> Selection:
         """Let the policy choose among all tokens held or archived; none counts as recalled."""
         policy, reachable = self.settings.policy, self._store.reachable()
         if policy.compacts_at_anchors:
             rows = policy.reduce(self.view_of(reachable))
             reachable = reachable if rows is None else reachable[rows.numpy()]
-        num_keep = self.divide().policy_budget
+        num_keep = self.divide_budget().policy_budget
         if len(reachable) <= num_keep:
             return Selection(reachable, _NONE)
         if not policy.bounded:  # not all fit: continue with those that are held
             if self._cache.length > num_keep:
                 policy.keep(self.view(None), num_keep)  # raises the error, in its own words
             return Selection(self._ledger.held_positions.copy(), _NONE)
-        chosen = self._chosen(self.view_of(reachable, self.round), num_keep)
+        chosen = self._choose_rows(self.view_of(reachable, self.round), num_keep)
         return Selection(reachable[chosen.numpy()], _NONE)
 
-    def _hold(self, selection: Selection) -> CacheUpdate:
+    def _apply_selection(self, selection: Selection) -> CacheUpdate:
         """Evict and restore tokens, so that the cache holds exactly `selection`."""
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
             self._layers = ()
-        self._ledger.recall(selection.recalled)
+        self._ledger.mark_recalled(selection.recalled)
         self._insert(selection.layers)
         moves: CacheUpdate = []
         if len(gone):
@@ -351,13 +369,13 @@ class Residency:
     def _insert(self, layers: tuple[Positions, ...]) -> None:
         """Insert archived tokens, for layer i those at `layers[i]`, right after the sinks.
 
-        Those inserted earlier are removed.
+        Tokens inserted earlier are removed; if `layers` is empty, nothing is inserted.
         """
         if layers is self._layers:
             return
         self._layers = layers
         if layers:
-            sinks = int((self._ledger.held_positions < self.divide().sinks).sum())
+            sinks = int((self._ledger.held_positions < self.divide_budget().sinks).sum())
             self._store.insert(sinks, layers)
         else:
             self._cache.remove_inserted()
@@ -367,7 +385,7 @@ class Residency:
         held = self._policy_positions()
         # The pins that count are those among the rows that the policy sees; recall restores none.
         rows = self.view_of(held, self.round, None if len(self._ledger.recalled) else division)
-        return self._keep_rows(self._chosen(rows, num_keep))
+        return self._keep_rows(self._choose_rows(rows, num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
         """Evict all but the rows numbered `rows` [k] in the table of `view`, and recalled ones."""
@@ -377,13 +395,13 @@ class Residency:
             rows = torch.from_numpy(np.searchsorted(ledger.held_positions, stays))
         return EvictedRows(self._store.keep(rows), self._cache.length, ledger.seen)
 
-    def _chosen(self, rows: HeldRows, num_keep: int) -> Tensor:
+    def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.
 
         Raises SettingError for numbers that are not valid, or that leave out a protected row.
         """
         chosen = self.settings.policy.keep(rows, num_keep)
-        if not _is_choice(chosen, rows, num_keep):
+        if not _is_valid_choice(chosen, rows, num_keep):
             raise SettingError(
                 f"policy {type(self.settings.policy).__name__} made an invalid choice of tokens",
                 hint="`sirchat policies check` shows why; /policy NAME chooses another policy",
@@ -391,7 +409,7 @@ class Residency:
         return chosen
 
 
-def _is_choice(chosen: Tensor, rows: HeldRows, num_keep: int) -> bool:
+def _is_valid_choice(chosen: Tensor, rows: HeldRows, num_keep: int) -> bool:
     """Whether `chosen` are `num_keep` ascending row numbers that include all protected rows."""
     if len(chosen) != num_keep or not bool((chosen.diff() > 0).all()):
         return False

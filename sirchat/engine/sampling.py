@@ -74,13 +74,13 @@ class Sampler:
         if sampling.temperature == 0.0:
             likeliest = int(scores.argmax())  # NaN counts as the largest
             if math.isnan(scores[likeliest]):
-                raise _not_numbers()
+                raise _nan_error()
             return likeliest
         scores = narrowed(scores, sampling)
         # On the CPU: not every device has float64, or sums in the same order each time.
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
         if math.isnan(heights[-1]):
-            raise _not_numbers()
+            raise _nan_error()
         at = np.array([position])
         draw = uniform(sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
@@ -92,7 +92,7 @@ class FixedIds(Sampler):
     def __init__(self, ids: Sequence[int]) -> None:
         self._left = list(reversed(ids))
 
-    def are_picked(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether all ids have been picked."""
         return not self._left
 
@@ -100,7 +100,7 @@ class FixedIds(Sampler):
         return self._left.pop()
 
 
-def _not_numbers() -> ModelError:
+def _nan_error() -> ModelError:
     return ModelError(
         "the model's scores for the next token are not numbers",
         hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
@@ -157,7 +157,7 @@ class PromptLookup:
         return guessed if len(guessed) >= _PAYS else []
 
     def learn(self, right: int) -> None:
-        """Adapt later guesses to how many tokens of the last one were right."""
+        """Adapt later guesses to the last one, of which the first `right` tokens were right."""
         self._least = _MATCH if right >= _PAYS else _LONG
         if right >= _PAYS:
             self._next_rest = 8

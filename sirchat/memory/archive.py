@@ -116,7 +116,7 @@ class Archive:
         while self._arriving and (
             self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
         ):
-            self._put_first()
+            self._store_first_transfer()
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None) -> KeyValues:
@@ -192,8 +192,8 @@ class Archive:
             self._count += 1
         return self._count - 1, last
 
-    def _put_first(self) -> None:
-        """Wait for the oldest unfinished copy from a GPU; write it to its places."""
+    def _store_first_transfer(self) -> None:
+        """Wait for the oldest unfinished copy from a GPU; write it to its reserved places."""
         transfer, parts = self._arriving.pop(0)
         tensors, start = transfer.take(), 0
         for number, at, count in parts:
@@ -206,7 +206,7 @@ class Archive:
 
     def _flush(self) -> None:
         while self._arriving:
-            self._put_first()
+            self._store_first_transfer()
 
     def _drop(self, number: int) -> None:
         del self._segments[number]

@@ -168,11 +168,11 @@ class AttentionStats:
         if not (len(positions) and self.is_counted):
             return
         if self._is_checkpointed or not self._restored:
-            self._restored.append(self._of(positions))
+            self._restored.append(self._copy_of(positions))
             self._restorations += 1
         else:  # a token that was restored twice keeps its first total
             last = self._restored.pop()
-            new = self._of(np.setdiff1d(positions, last.positions))
+            new = self._copy_of(np.setdiff1d(positions, last.positions))
             self._restored.append(_joined(last, new))
         self._is_checkpointed = False
 
@@ -184,7 +184,7 @@ class AttentionStats:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, (), repeated, restorations=None)
         return replace(
-            self._of(positions),
+            self._copy_of(positions),
             window=self._window,
             repeated=repeated,
             restorations=self._restorations,
@@ -202,15 +202,15 @@ class AttentionStats:
         while self._restorations > to.restorations:
             self._restorations -= 1
             if self._restored:
-                self._put(self._restored.pop())
-        self._put(to)
+                self._write_back(self._restored.pop())
+        self._write_back(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
 
     def load(self, saved: AttentionCheckpoint) -> None:
         """Load the statistics of a saved chat."""
         if saved.total.any():
-            self._put(saved)
+            self._write_back(saved)
             self._window = saved.window
         if saved.repeated is not None:
             self.repeat.set(saved.positions, saved.repeated)
@@ -230,13 +230,13 @@ class AttentionStats:
         self._window = tuple(windows)
         self._restored.clear()
 
-    def _of(self, positions: Positions) -> AttentionCheckpoint:
+    def _copy_of(self, positions: Positions) -> AttentionCheckpoint:
         known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         at = positions[known]
         total[known], log_decay[known] = self._total[at], self._log_decay[at]
         return AttentionCheckpoint(positions, total, log_decay)
 
-    def _put(self, saved: AttentionCheckpoint) -> None:
+    def _write_back(self, saved: AttentionCheckpoint) -> None:
         if len(saved.positions):
             self._grow(int(saved.positions[-1]) + 1)
         self._total[saved.positions] = saved.total

@@ -295,7 +295,7 @@ class BoundedCache:
     def as_read(self, rows: Tensor) -> list[Tensor]:
         """Keys and values [H, k, D] of the rows numbered `rows` [k], as attention reads them.
 
-        Keys of layer 0, values of layer 0, keys of layer 1, and so on.
+        The list has the keys of layer 0, its values, the keys of layer 1, and so on.
         """
         slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]

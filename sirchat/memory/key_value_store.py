@@ -194,10 +194,10 @@ class KeyValueStore:
         stats = key_value_stats(wanted, len(positions), blocks)
         return {name: or_usual(values) for name, values in stats.items()}
 
-    def rows(self, limit: int | None = None) -> KeyValues | None:
+    def copy_key_values(self, limit: int | None = None) -> KeyValues | None:
         """A copy on the CPU of all that is in the cache or the archive, in stream order.
 
-        If it is larger than `limit` bytes, returns what is in the cache; None if that is, too.
+        If it is larger than `limit` bytes, copies what is in the cache alone; None if that is, too.
         """
         held, positions = self.ledger.held_positions, self.reachable()
         first = self.cache.first_written(torch.arange(min(1, len(held))), held[:1].copy())
@@ -219,7 +219,7 @@ class KeyValueStore:
         if self._archiving:
             archived = np.setdiff1d(np.arange(len(saved)), held)
             self.archive.add(saved.take(archived))
-            self.ledger.archive(saved.positions[archived])
+            self.ledger.mark_archived(saved.positions[archived])
             self._shrink()
 
     def erase(self, positions: Positions) -> None:

@@ -155,7 +155,7 @@ class Ledger:
         if flags[0] & _PINNED if count == 1 else any(flag & _PINNED for flag in flags):
             self._pinned = None
 
-    def rank_first_token(self, count: int) -> None:
+    def set_first_surprisal(self, count: int) -> None:
         """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
@@ -176,7 +176,7 @@ class Ledger:
         gone = np.setdiff1d(before, positions, assume_unique=True)
         came = np.setdiff1d(positions, before, assume_unique=True)
         if len(self.recalled):
-            self.recall(np.setdiff1d(self.recalled, gone, assume_unique=True))
+            self.mark_recalled(np.setdiff1d(self.recalled, gone, assume_unique=True))
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
         self.attention.note_restored(came)
@@ -186,14 +186,14 @@ class Ledger:
         self.held_count = count
         return gone, came
 
-    def recall(self, positions: Positions) -> None:
+    def mark_recalled(self, positions: Positions) -> None:
         """Set the flag `RECALLED` of the tokens at these positions; clear it of all others."""
         flags = self._rows["flags"]
         flags[self.recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
         self.recalled = positions
 
-    def archive(self, positions: Positions) -> None:
+    def mark_archived(self, positions: Positions) -> None:
         """Record that the tokens at these positions are archived, but for those in the cache."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
@@ -225,10 +225,10 @@ class Ledger:
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
         self.recalled, self._pinned = np.zeros(0, np.int64), None
         if recalled is not None:
-            self.recall(recalled)
+            self.mark_recalled(recalled)
 
     def erase(self, positions: Positions) -> None:
-        """Delete what is known of the tokens at these positions, but turn, round and role.
+        """Delete all that is known of the tokens at these positions except turn, round and role.
 
         They must not be in cache or archive.
         """
@@ -265,7 +265,7 @@ class Ledger:
         self.pin(positions, True)
         self._pinned = np.unique(positions)
 
-    def close_round(self, decay: float, spared: int | None = None) -> None:
+    def apply_decay(self, decay: float, spared: int | None = None) -> None:
         """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1).
 
         Those of the last round stay as they are if `spared` is its number.

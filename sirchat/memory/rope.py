@@ -51,7 +51,7 @@ class Rotation:
         torch.mul(second, cos, out=new[..., pairs[1]]).addcmul_(first, sin)
         return out
 
-    def same_angles(self, other: Rotation) -> bool:
+    def has_same_angles(self, other: Rotation) -> bool:
         """Whether `other` has the same frequencies, and therefore the same cosines and sines."""
         return torch.equal(self.inv_freq, other.inv_freq)
 
@@ -71,7 +71,7 @@ class CosSin:
         if rotation is None:
             return None
         for other, where, cos_sin in self._computed:
-            if where == device and other.same_angles(rotation):
+            if where == device and other.has_same_angles(rotation):
                 return cos_sin
         cos, sin = rotation.cos_sin(*self._positions)
         self._computed.append((rotation, device, (cos.to(device), sin.to(device))))

@@ -97,7 +97,7 @@ class Recall:
         """Drop all words of the chat; the next search by words reads its texts again."""
         self._index, self._shared = WordIndex(), {}
 
-    def renew(
+    def restore_for_turn(
         self,
         ids: Sequence[int],
         roles: Sequence[Role],
@@ -118,10 +118,12 @@ class Recall:
         needs = retriever(recall.retriever)
         by_words = isinstance(needs, WordRetriever)
         if not by_words:  # words may find the same tokens again, which then stay
-            residency.clear_reserve()
+            residency.evict_recalled()
+        is_something_evicted = engine.resident != engine.ledger.seen
         self._shared, words = {}, np.zeros(0)
         try:
-            if not (by_words and engine.resident == engine.ledger.seen):  # something is evicted
+            # A retriever that compares no words reads the turn first, which may evict tokens.
+            if is_something_evicted or not by_words:
                 if needs.needs_words:
                     words = self._index_for(needs).scores(texts, text)
                 result = search(engine, self._model, ids, roles, at, words)
@@ -129,13 +131,13 @@ class Recall:
             problem = str(error)
         if result is not None:
             restore(engine, result)
-        elif by_words:
-            residency.clear_reserve()
+        else:
+            residency.evict_recalled()
         restored = residency.recalled_positions
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
         if len(words):
-            self._shared = self._index.shared([each.turn for each in self.turns], text)
+            self._shared = self._index.shared_words([each.turn for each in self.turns], text)
         seconds = time.perf_counter() - start
         return Recollection(scores, self.turns, released, seconds, problem)
 
@@ -161,21 +163,21 @@ def search(
     can be restored; raises LookupError if the model's queries don't fit its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    reserve = engine.residency.divide().reserve
+    reserve = engine.residency.divide_budget().reserve
     if recall is None or not reserve:
         return None
     needs = retriever(recall.retriever)
     if needs.needs_words and not len(words):
         raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
-        return best_turns(engine, words, is_auto=recall.n is None)
+        return tokens_of_best_turns(engine, words, is_auto=recall.n is None)
     longest = engine.budget - reserve  # of a longer turn only the end is read
-    fits = engine.resident - engine.residency.recalled + len(ids) <= longest
+    fits = engine.resident - engine.residency.recalled_count + len(ids) <= longest
     if fits and not engine.ledger.archived_count:
         return None
     if not needs.needs_turn or recall.query == "recent":
-        recent = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)
-        return _scored(engine, model, recent, start, words)
+        recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
+        return _score_archived(engine, model, recent, start, words)
     checkpoint, unused = engine.checkpoint(), nullcontext(QueryRecorder())
     with engine.store.unlimited():
         try:
@@ -184,7 +186,7 @@ def search(
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
             queries = recorder.queries(model.rotations)
-            result = _scored(engine, model, turn, start, words, queries)
+            result = _score_archived(engine, model, turn, start, words, queries)
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, result) if recall.scope == "layer" else result
@@ -225,13 +227,13 @@ class SearchResult:
 
 def restore(engine: Engine, result: SearchResult) -> None:
     """Restore the best of these tokens to the slots that are reserved for recall."""
-    recall, reserve = engine.settings.recall, engine.residency.divide().reserve
+    recall, reserve = engine.settings.recall, engine.residency.divide_budget().reserve
     pick = partial(choose, positions=result.positions, n=reserve, span=recall.span if recall else 0)
     if result.layers is None:
-        engine.residency.fill_reserve(pick(result.scores))
+        engine.residency.restore_recalled(pick(result.scores))
     else:
         nothing = np.zeros(0, np.int64)  # for all layers together
-        engine.residency.fill_reserve(nothing, tuple(pick(scores) for scores in result.layers))
+        engine.residency.restore_recalled(nothing, tuple(pick(scores) for scores in result.layers))
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
@@ -254,18 +256,18 @@ def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Posit
     return np.sort(np.fromiter(chosen, np.int64, len(chosen)))
 
 
-def best_turns(
+def tokens_of_best_turns(
     engine: Engine, scores: NDArray[np.float64], *, is_auto: bool
 ) -> SearchResult | None:
     """The archived tokens of the turns with the highest `scores` [turns]; None without any.
 
     Turns are added, the newer of equal ones first, until they fill the reserve; with `is_auto` only
-    those that fit (`_fitting`). Tokens that are restored already count as archived.
+    turns that fit the new one (`_fitting_turns`). Tokens restored before count as archived.
     """
-    ledger, reserve = engine.ledger, engine.residency.divide().reserve
+    ledger, reserve = engine.ledger, engine.residency.divide_budget().reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
     positions, of_token, count = list[Positions](), list[NDArray[np.float64]](), 0
-    which = np.flatnonzero(_fitting(scores)) if is_auto else np.arange(len(scores))
+    which = np.flatnonzero(_fitting_turns(scores)) if is_auto else np.arange(len(scores))
     best = which[::-1][np.argsort(-scores[which][::-1], kind="stable")]
     # Only the tokens of these turns are looked at, so the time does not grow with the archive.
     for at in range(0, len(best), _TURNS_AT_ONCE):
@@ -300,7 +302,7 @@ def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float
     return tuple(result.scores[torch.from_numpy(at)].tolist())
 
 
-def _scored(
+def _score_archived(
     engine: Engine,
     model: LoadedModel,
     rows: NDArray[np.int64],
@@ -308,7 +310,7 @@ def _scored(
     words: NDArray[np.float64],
     layer_queries: Sequence[LayerQueries] = (),
 ) -> SearchResult | None:
-    """Compare the cache's `rows` with the archived tokens from before `start`; None without any."""
+    """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
     reachable = engine.store.reachable()
     is_archived = ledger.column("state")[reachable] == State.ARCHIVED
@@ -330,7 +332,7 @@ def _scored(
     return SearchResult(archived, scores.mean(0), by_layer)
 
 
-def _recent(engine: Engine) -> NDArray[np.int64]:
+def _recent_rows(engine: Engine) -> NDArray[np.int64]:
     """The cache's rows of the newest tokens, as many as the policy's `recent`; no sinks."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
@@ -348,7 +350,7 @@ def _still_archived(engine: Engine, result: SearchResult | None) -> SearchResult
     return SearchResult(result.positions[there], result.scores[which], result.layers[:, which])
 
 
-def _fitting(scores: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _fitting_turns(scores: NDArray[np.float64]) -> NDArray[np.bool_]:
     # Which turns [n] fit: the others distract the model. A turn after the best one may correct it:
     # it needs only half of the best score, if no turn beside it has a higher score than itself.
     best, beside = scores.max(initial=0.0), np.zeros_like(scores)

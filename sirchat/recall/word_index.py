@@ -32,7 +32,7 @@ _WORD = re.compile(r"\w+")
 _LETTERS = 4
 _DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
 _K1, _B = 1.5, 0.75
-_NAMED = 3  # most words that `shared` returns for a turn
+_NAMED = 3  # most words that `shared_words` returns for a turn
 
 Floats = NDArray[np.float32]
 
@@ -91,7 +91,7 @@ class TurnIndex(ABC):
     def _terms(self, words: Sequence[str]) -> Iterable[str]:
         """The terms of a sentence."""
 
-    def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
+    def shared_words(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
         """For each turn, up to three words of `wanted` that it has in some form, the rarest first.
 
         Only the rarest may be one that a fifth of all turns have. If a turn has none, those of the

@@ -116,7 +116,7 @@ class Autosave:
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
-        rows = self._session.rows(KV_BYTES if mode == "auto" else None)
+        rows = self._session.copy_key_values(KV_BYTES if mode == "auto" else None)
         if rows is None:
             self._store.kv.drop()
             return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
-from sirchat.chat.plain_reply import PlainReply, hold_all
+from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ChosenToken
@@ -101,7 +101,7 @@ def generate_reply(
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     conversation.is_exact = False
-    with session.replying(options.settings):
+    with session.temporary_reply_settings(options.settings):
         try:
             _set_template(session, history)
             allowed = None if options.format is None else options.format(session)
@@ -179,8 +179,8 @@ def _answer(
     if options.is_plain:
         plain = PlainReply(session)
         if options.holds_all:
-            hold_all(session, text)
-        notes = [event.text for event in session.start() if isinstance(event, Notice)]
+            raise_budget_for(session, text)
+        notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
     for event in session.ask(text, lambda: gone() or pieces.has_ended, allowed=allowed):
         if isinstance(event, Choosing):
             yield event.token

@@ -330,7 +330,7 @@ class Commands:
 
     def do_stats(self, rest: str) -> None:
         """-: show the token counts, the speed, and the memory that this conversation takes."""
-        end, session = self._session.end(), self._session
+        end, session = self._session.closing_event(), self._session
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(

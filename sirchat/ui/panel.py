@@ -22,7 +22,7 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
-from sirchat.chat.words import is_mark, said, split_words
+from sirchat.chat.words import is_mark, split_words, without_template
 from sirchat.config.values import short_number
 from sirchat.ui.cells import StyledRun, cut, known_width_line, lay_out, line_of
 from sirchat.ui.tables import (
@@ -220,7 +220,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
             # Punctuation is not counted: a word of nothing else comes last.
             max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
         )
-        for rows in split_words(said(snapshot.rows))
+        for rows in split_words(without_template(snapshot.rows))
     ]
     ranked = sorted(words, key=lambda word: -word.score)
 

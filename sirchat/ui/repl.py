@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.pinned_summary import own_message, pin_summary, undo_summaries
+from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import summary
+from sirchat.chat.summary import make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.devices import threads_in_words
@@ -159,12 +159,12 @@ class Chat:
             case SwitchSession(session, is_other_chat):
                 self._switch_to(session)
                 if is_other_chat:
-                    self.greet(self._session.start())
+                    self.greet(self._session.opening_events())
         return True
 
     def _edit(self, changed: str) -> None:
         """Replace the last message, which the user edits if `changed` is "", and its reply."""
-        text = own_message(self._session)
+        text = last_user_message(self._session)
         changed = changed or self._let_user_edit(text)
         if changed.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
@@ -195,7 +195,7 @@ class Chat:
 
         def made(stops: Interrupted) -> Iterator[Event]:
             nonlocal text
-            text = yield from summary(self._session, way, stops)
+            text = yield from make_summary(self._session, way, stops)
             yield Delta(text)
 
         self._turn(made)

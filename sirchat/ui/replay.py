@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
-from sirchat.chat.plain_reply import PlainReply, describe_excess, hold_all
+from sirchat.chat.plain_reply import PlainReply, describe_excess, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
@@ -33,13 +33,13 @@ def replay(
     Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C.
     """
     show = screen.json if options.json else _Dialogue(screen, session).show
-    for event in session.start():
+    for event in session.opening_events():
         show(event)
     try:
         for event in _events(session, turns, options):
             show(event)
     finally:
-        show(session.end())
+        show(session.closing_event())
 
 
 def print_reply(
@@ -51,7 +51,7 @@ def print_reply(
     ends the reply.
     """
     if holds_all:
-        hold_all(session, text)
+        raise_budget_for(session, text)
     reply = PlainReply(session)
 
     def show(event: Event) -> None:
@@ -65,14 +65,14 @@ def print_reply(
         for note in notes:
             screen.note(note)
 
-    for event in session.start():
+    for event in session.opening_events():
         show(event)
     with Interrupt() as interrupted:
         try:
             for event in session.ask(text, interrupted):
                 show(event)
         finally:
-            show(session.end())
+            show(session.closing_event())
     _stop_if(interrupted)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import check_rewind, pins_note, rewind
+from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
@@ -201,7 +201,7 @@ class SavedChat:
         if back and rewind(self._session, back):
             self._saving.keep_file_after_reset()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
-            self._screen.note(pins_note(self._session))
+            self._screen.note(repinned_note(self._session))
 
     def switch(self, ident: str) -> Session | None:
         """Switch to a branch, by id, name or "main" (the original); None if it is open already.
@@ -388,7 +388,7 @@ def show_resumed_chat(session: Session, screen: Screen) -> None:
         f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
-    screen.note(pins_note(session))
+    screen.note(repinned_note(session))
     usual = with_model_defaults(Profile(), session.model)
     changed = [
         f"{name} {as_typed(getattr(session.profile, name))}"

@@ -114,7 +114,7 @@ def chat(
 
                 with loading_bar(screen, profile.model) as report:
                     session = open_session(report)
-                begin(session, session.start())
+                begin(session, session.opening_events())
             if not leaves:
                 begun.result().run(line)
         finally:
@@ -196,7 +196,7 @@ class SessionLoader:
         try:
             preload_torch()
             session = self._open(self._report)
-            started = list(session.start())
+            started = list(session.opening_events())
         except BaseException as error:
             self.session.set_exception(error)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import pinned_text, pins_note, read_again
+from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.config.profile import FIXED, Profile
@@ -294,8 +294,8 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
-        self._screen.note(pins_note(now))
-        for event in now.start():
+        self._screen.note(repinned_note(now))
+        for event in now.opening_events():
             if isinstance(event, Notice):
                 self._screen.note(event.text)
         self._screen.note(

@@ -15,7 +15,7 @@ from typing import Any
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
-from sirchat.chat.rereading import pins_note, read_before_last, read_whole
+from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
 from sirchat.chat.retry import retriever_for_retry, retry_under, settings_for_full, temporarily
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import UndoPoint
@@ -187,7 +187,7 @@ def _read_anew(
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(again)
     say(again)
-    screen.note(pins_note(again))
+    screen.note(repinned_note(again))
     return again
 
 

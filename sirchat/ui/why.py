@@ -14,7 +14,7 @@ from rich.text import Text
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
-from sirchat.chat.words import around, said, words_at
+from sirchat.chat.words import near_positions, without_template, words_at
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
 from sirchat.recall.word_index import STOP_WORDS
@@ -175,7 +175,7 @@ def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
     if not paid.shares:
         return [_HIDDEN] if paid.shares is None else []
     best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
-    rows = said(session.tokens(around(best, session.seen)))
+    rows = without_template(session.tokens(near_positions(best, session.seen)))
     words = {word: paid.shares[at] for at in reversed(best) for word in words_at([at], rows)}
     telling = [word for word in words if word.casefold() not in STOP_WORDS]
     named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]

@@ -161,7 +161,7 @@ def copied(talk: Session) -> Session:
     """The same chat in another session."""
     made = Session(talk.model, talk.profile)
     received = talk.ledger.attention.checkpoint(np.arange(talk.seen))
-    made.load(talk.save(), talk.state, talk.rows(), received)
+    made.load(talk.save(), talk.state, talk.copy_key_values(), received)
     return made
 
 
@@ -326,7 +326,7 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
 
 
 def test_the_start_says_that_evicted_tokens_leave_a_trace() -> None:
-    said = [event.text for event in chat("lfm2").start() if isinstance(event, Notice)]
+    said = [event.text for event in chat("lfm2").opening_events() if isinstance(event, Notice)]
     assert any("a token that is evicted still has left its trace there" in text for text in said)
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from chatting import babbler, session, tiny
 from sirchat.chat.events import Event, Notice, Reading
-from sirchat.chat.pinned_summary import PREFIX, own_message, pin_summary, undo_summaries
+from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, undo_summaries
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
-from sirchat.chat.summary import WAYS, summary
+from sirchat.chat.summary import WAYS, make_summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 
@@ -43,7 +43,7 @@ def made(
     events: list[Event] = []
 
     def run() -> Generator[Event, None, str]:
-        return (yield from summary(chat, way, stops))
+        return (yield from make_summary(chat, way, stops))
 
     running = run()
     while True:
@@ -55,7 +55,7 @@ def made(
 
 def state(chat: Session) -> tuple[Any, ...]:
     """All of a session: ledger, keys and values, text, undo points, settings."""
-    saved, rows = chat.save(), chat.rows()
+    saved, rows = chat.save(), chat.copy_key_values()
     assert rows is not None
     assert saved.logits is not None
     columns = [saved.rows[name] for name in saved.rows.dtype.names or ()]
@@ -195,7 +195,7 @@ def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() ->
     again = read_whole(chat)
     assert [turn.is_summary for turn in again.turns] == [turn.is_summary for turn in chat.turns]
     for each in (chat, again):
-        assert own_message(each) == PREFIX + "this is no summary."
+        assert last_user_message(each) == PREFIX + "this is no summary."
         undo_summaries(each)  # there is none after it
         assert each.turns[-1].text == PREFIX + "this is no summary."
 

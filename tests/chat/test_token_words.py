@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.words import around, spelled, split_words, words_at
+from sirchat.chat.words import near_positions, split_words, word_text, words_at
 
 
 def rows(*texts: str, turn: int = 0, start: int = 0) -> list[TokenRow]:
@@ -27,12 +27,12 @@ def rows(*texts: str, turn: int = 0, start: int = 0) -> list[TokenRow]:
     ],
 )
 def test_words_begin_after_blanks(texts: tuple[str, ...], words: list[str]) -> None:
-    assert [spelled(word) for word in split_words(rows(*texts))] == words
+    assert [word_text(word) for word in split_words(rows(*texts))] == words
 
 
 def test_a_gap_and_another_turn_end_a_word() -> None:
     apart = [*rows("Hal"), *rows("sen", start=2), *rows("x", start=3, turn=1)]
-    assert [spelled(word) for word in split_words(apart)] == ["Hal", "sen", "x"]
+    assert [word_text(word) for word in split_words(apart)] == ["Hal", "sen", "x"]
 
 
 def test_a_text_without_blanks_is_cut() -> None:
@@ -47,5 +47,5 @@ def test_words_of_some_tokens_are_whole_and_the_most_surprising_is_first() -> No
 
 
 def test_neighbours_stay_within_the_stream() -> None:
-    assert around([0, 19], seen=20) == [*range(6), *range(14, 20)]
-    assert around([], seen=10) == []
+    assert near_positions([0, 19], seen=20) == [*range(6), *range(14, 20)]
+    assert near_positions([], seen=10) == []

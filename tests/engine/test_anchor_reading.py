@@ -321,12 +321,12 @@ def test_a_model_without_training_is_warned_of() -> None:
         return [one.text for one in events if isinstance(one, Notice)]
 
     chat = session(policy="anchor")
-    assert any("not trained" in text for text in notices(chat.start()))
-    assert not any("not trained" in text for text in notices(session().start()))
+    assert any("not trained" in text for text in notices(chat.opening_events()))
+    assert not any("not trained" in text for text in notices(session().opening_events()))
     other = session()
     assert any("not trained" in text for text in notices(other.switch("/policy", policy="anchor")))
     lazy = session(policy="anchor", policy_options={"lazy": True})
-    assert not any("not trained" in text for text in notices(lazy.start()))
+    assert not any("not trained" in text for text in notices(lazy.opening_events()))
 
 
 def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Pa
     ready.tokenizer.save_pretrained(tmp_path / "out")
     model = load_model(str(tmp_path / "out"), device="cpu")
     chat = session(model, policy="anchor", sinks=1, max_new_tokens=8)
-    chat.start()
+    chat.opening_events()
     for turn, text in enumerate(("Hello!", "My name is Anna.", "What is my name?"), 1):
         list(chat.ask(text))
         rows = chat.tokens(chat.ledger.held_positions.tolist())

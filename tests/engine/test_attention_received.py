@@ -129,7 +129,7 @@ def talk(
                 mine = [row for row in every if not 0 <= row - sinks < foreign]
                 sums.add(held, [one[:, :, mine] for one in weights])
             model.passes.clear()
-        engine.close_round()
+        engine.decay_at_round_end()
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
@@ -324,7 +324,7 @@ def memory(policy: Policy, budget: int = 48) -> CacheSettings:
 def prefill(engine: Engine, count: int, number: int) -> Iterator[object]:
     ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(number)).tolist()
     yield from engine.prefill(ids, [Role.USER] * count, TurnRef(number, number))
-    engine.close_round()
+    engine.decay_at_round_end()
 
 
 def received(engine: Engine) -> list[np.ndarray]:

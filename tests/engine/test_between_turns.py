@@ -70,7 +70,7 @@ def test_what_is_held_is_what_algorithm_1_holds_after_every_turn(seed: int) -> N
         assert engine.resident == len(paper.entropy) <= size
         within = [*prefill(engine, ids, turn.turn), *generate(engine, reply, turn.turn + 1)]
         assert not evicted(within)
-        engine.close_round()
+        engine.decay_at_round_end()
         read = engine.ledger.column("token_id")[len(paper.ids) : engine.ledger.seen].tolist()
         paper.turn_ends(read)
         assert engine.ledger.held_positions.tolist() == sorted(paper.entropy)
@@ -143,7 +143,7 @@ def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> No
 def test_undo_goes_back_to_more_than_the_budget() -> None:
     engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
     prefill(engine, some_ids(180))
-    engine.close_round()
+    engine.decay_at_round_end()
     before, checkpoint = state_of(engine)[:2], engine.checkpoint()
     engine.residency.make_room_for_turn(30, 10, TurnRef(2, 1))
     prefill(engine, some_ids(30), 2)

@@ -86,7 +86,7 @@ def test_no_conversation_ever_exceeds_its_budget(
             undo(engine, *checkpoints.pop())
             continue
         if step == "close":
-            engine.close_round()
+            engine.decay_at_round_end()
             round_number += 1
             continue
         for record in records_of(engine, model, step, what, TurnRef(0, round_number)):
@@ -185,7 +185,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
         engine, gone = Engine(loaded("llama"), settings), []
         for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
             gone += evicted(prefill(engine, some_ids(count), turn=turn))
-            engine.close_round()
+            engine.decay_at_round_end()
         return gone, engine.ledger.held_positions.tolist()
 
     at_once = after_some_turns()
@@ -270,7 +270,7 @@ def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
 def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64, sinks=2))
     prefill(engine, some_ids(60))
-    engine.close_round()
+    engine.decay_at_round_end()
     prefill(engine, some_ids(1), turn=2)
     gone = evicted(engine.residency.switch(CacheSettings(Sink(), budget=20, sinks=2)))
     assert gone == [list(range(2, 61 - 18))]
@@ -328,7 +328,7 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
         assert not evicted(prefill(engine, ids, turn) + generate(engine, reply, turn + 1))
-        engine.close_round()
+        engine.decay_at_round_end()
         check_whole(engine)
     assert engine.resident == memory.budget
 
@@ -373,7 +373,7 @@ def test_on_a_gpu_the_budget_holds_and_the_draws_are_those_of_the_cpu() -> None:
                 if isinstance(record, EvictedRows):
                     assert record.resident <= 64
             assert engine.resident <= 64
-            engine.close_round()
+            engine.decay_at_round_end()
     gpu, cpu = (engine.ledger for engine in engines)
     assert gpu.column("arrival_key").tolist() == cpu.column("arrival_key").tolist()
     assert gpu.held_positions.tolist() == cpu.held_positions.tolist()

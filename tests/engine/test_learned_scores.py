@@ -13,7 +13,7 @@ from chatting import tiny
 from engine_steps import generate, prefill, some_ids
 from families import loaded
 from scorers import predicted, random_scorer
-from sirchat.chat.settings import check_policy, switched
+from sirchat.chat.settings import check_policy, updated_profile
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
@@ -45,7 +45,7 @@ def ids_read(engine: Engine) -> list[int]:
 def test_they_are_recorded_while_text_is_read_in_pieces_and_generated(policy: Any) -> None:
     engine = Engine(scored(), CacheSettings(policy=policy, budget=200))
     prefill(engine, some_ids(90))
-    engine.close_round()
+    engine.decay_at_round_end()
     generate(engine, 12)
     assert len(scores(engine)) == 102
     assert scores(engine) == pytest.approx(predicted(scored(), ids_read(engine)), abs=1e-4)
@@ -105,6 +105,6 @@ def test_the_policy_is_refused_in_one_line_with_the_command_that_trains_a_scorer
     )
     assert str(error.value) == text
     with pytest.raises(SettingError, match="there is no scorer"):
-        switched(Profile(), model, "/policy", {"policy": "learned"})
+        updated_profile(Profile(), model, "/policy", {"policy": "learned"})
     check_policy(Profile(), model, "--policy")
     check_policy(wanted, scored(), "--policy")

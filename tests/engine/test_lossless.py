@@ -37,7 +37,7 @@ def talked(first: CacheSettings, family: str = "llama", rounds: int = 6, **optio
 def talk(engine: Engine, turn: int, count: int = 40) -> None:
     ids = random.Random(turn).choices(range(3, 128), k=count)
     list(engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)))
-    engine.close_round()
+    engine.decay_at_round_end()
 
 
 @pytest.mark.slow

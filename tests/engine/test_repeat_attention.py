@@ -25,7 +25,7 @@ def ids_of(count: int, seed: int) -> list[int]:
 
 def read(engine: Engine, ids: list[int], number: int) -> None:
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(number, number)))
-    engine.close_round()
+    engine.decay_at_round_end()
 
 
 def received(engine: Engine) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_a_long_round_is_read_again_in_pieces() -> None:
     engine = Engine(loaded("llama"), KVZIP)
     ids = ids_of(80, 3)
     read(engine, ids, 1)
-    size = engine.residency.divide().chunk_size
+    size = engine.residency.divide_budget().chunk_size
     assert 0 < size < 80
     parts = [
         expected(ids, start, min(80, start + size), (0, 1, 2, 3)) for start in range(0, 80, size)

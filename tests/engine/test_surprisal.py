@@ -32,7 +32,7 @@ def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass:
         prefill(engine, some_ids(45, turn), turn)
         records = generate(engine, 15, turn + 1)
         shown += [record.surprisal for record in records if isinstance(record, GeneratedToken)]
-        engine.close_round()
+        engine.decay_at_round_end()
     ids = torch.tensor(engine.ledger.column("token_id").tolist())
     with torch.inference_mode():
         logits = model.module(ids[None], use_cache=False).logits[0]
@@ -67,7 +67,7 @@ def test_with_evictions_a_model_sees_what_is_held_and_nothing_else() -> None:
     for turn in range(0, 8, 2):
         oracle.follow(prefill(engine, some_ids(40, turn), turn), engine)
         oracle.follow(generate(engine, 20, turn + 1), engine)
-        engine.close_round()
+        engine.decay_at_round_end()
     assert oracle.evictions > 10
     np.testing.assert_allclose(
         engine.ledger.column("surprisal")[1:], oracle.surprisals[1:], atol=1e-4

@@ -216,7 +216,7 @@ def test_a_moved_bfloat16_row_is_computed_in_float32() -> None:
 def test_the_rotation_is_found_among_all_candidates(rotation: Rotation) -> None:
     found = match_rotation(samples(rotation), FREQUENCIES, 1e-4)
     assert found is not None
-    assert found.same_angles(rotation)
+    assert found.has_same_angles(rotation)
     assert (found.interleaved, found.offset) == (rotation.interleaved, rotation.offset)
 
 

@@ -52,7 +52,7 @@ def test_every_column_is_what_was_appended_and_held_rows_are_what_was_kept(
             assert gone.tolist() == [p for i, p in enumerate(held) if i not in what]
             held = [held[i] for i in kept]
         else:
-            ledger.close_round(what)
+            ledger.apply_decay(what)
             for row in rows:
                 row["decay"] *= what
     check(ledger, rows, held)
@@ -151,7 +151,7 @@ def test_a_first_token_ranks_as_its_chunks_maximum_and_alone_by_unknown_surprisa
 ) -> None:
     ledger = Ledger(unknown_surprisal=4.0)
     append_rows(ledger, first)
-    ledger.rank_first_token(len(first))
+    ledger.set_first_surprisal(len(first))
     append_rows(ledger, [9.0])
     assert np.isnan(ledger.column("surprisal")[0])
     assert ledger.surprisal_of(ledger.held_positions).tolist() == [*ranks, 9.0]
@@ -161,7 +161,7 @@ def test_decay_applies_to_the_closed_round_and_not_to_the_next() -> None:
     ledger = Ledger()
     for _ in range(3):
         append_rows(ledger, [8.0])
-        ledger.close_round(0.5)
+        ledger.apply_decay(0.5)
     assert np.exp(ledger.log_decayed_surprisal_of(np.arange(3))) == pytest.approx([1.0, 2.0, 4.0])
 
 
@@ -229,7 +229,7 @@ def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
         ledger.attention.add(
             np.arange(number), [PassAttention.from_weights(looks)], ledger.log_decay
         )
-    ledger.close_round(0.25, spared=2)
+    ledger.apply_decay(0.25, spared=2)
     at = np.arange(2)
     assert np.exp(ledger.log_decayed_surprisal_of(at)) == pytest.approx([0.75, 8.0])
     assert ledger.attention.totals(at, ledger.log_decay) == pytest.approx([0.5, 1.0])

@@ -209,7 +209,7 @@ def cases(pick: st.DrawFn) -> Case:
         queries += [[Fraction(0)] * len(roles)] * (length - 1) + [looks]
         attention += [Fraction(0)] * length
         attention = [(one + look) / 2 for one, look in zip(attention, looks, strict=True)]
-        ledger.close_round(0.5)
+        ledger.apply_decay(0.5)
         scores += [Fraction(n, 2 ** (rounds - number)) for n in nats]
         flags += new_flags
     held = sorted(random.sample(range(len(scores)), random.randint(1, len(scores))))
@@ -386,7 +386,7 @@ def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
     ledger = Ledger()
     for number in range(1000):
         append_rows(ledger, [8.0, 3.0], number)
-        ledger.close_round(0.4)
+        ledger.apply_decay(0.4)
     held = all_held(ledger)
     assert Salience(recent=0).keep(held, 3).tolist() == [1997, 1998, 1999]
     assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [1996, 1998, 1999]
@@ -419,7 +419,7 @@ def test_two_thousand_halvings_still_rank_rightly() -> None:
     ledger = Ledger()
     append_rows(ledger, [8.0, 3.0, 5.0])
     for number in range(2000):
-        ledger.close_round(0.5)
+        ledger.apply_decay(0.5)
         if number == 1997:
             append_rows(ledger, [3.0])
     held = all_held(ledger)

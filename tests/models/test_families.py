@@ -94,7 +94,7 @@ def test_sliding_and_full_layers_may_turn_at_different_speeds() -> None:
     model_type, overrides = HELD["gemma3"]
     deeper = build(model_type, {**overrides, "num_hidden_layers": 6})
     keys = [layer.key for layer in wrap_model("gemma3", deeper, None).rotations]
-    assert [key.same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
+    assert [key.has_same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
 
 
 def test_nanochat_rotates_backward() -> None:

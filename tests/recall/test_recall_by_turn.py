@@ -33,7 +33,7 @@ def listened(policy: str, retriever: str, family: str = "llama") -> tuple[Engine
     """An engine that has evicted most of its turns, without recall until then."""
     engine, model = talked(memory(policy, retriever="mips"), rounds=ROUNDS, family=family)
     engine.residency.switch(memory(policy, retriever=retriever))
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     return engine, model
 
 
@@ -79,7 +79,7 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
     restore(engine, found)
-    assert engine.residency.recalled <= engine.residency.divide().reserve
+    assert engine.residency.recalled_count <= engine.residency.divide_budget().reserve
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()
 

@@ -117,8 +117,8 @@ def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all()
         list(one.read_user("My name is Anna."))
         assert one.resident == one.seen
     list(one.read_user("Tell me a joke. " * 20))
-    assert one.divide().reserve > 0, "this turn does not fit beside all that was said"
-    assert one.resident - len(one.recall.scores) <= 256 - one.divide().reserve
+    assert one.divide_budget().reserve > 0, "this turn does not fit beside all that was said"
+    assert one.resident - len(one.recall.scores) <= 256 - one.divide_budget().reserve
 
 
 def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
@@ -129,7 +129,7 @@ def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
     list(one.read_user("Who is Quixbert? " * 20))
     assert one.seen - before > 68, "more than the reserve leaves to the policy"
     assert one.recall.scores, "what was restored stays for this turn"
-    assert one.divide().reserve == one.divide().full_reserve > 0
+    assert one.divide_budget().reserve == one.divide_budget().full_reserve > 0
     assert one.resident <= 256
 
 
@@ -138,7 +138,7 @@ def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
     told = len(one.template.as_text("Our zebra is called Quixbert. " * 9))
     list(one.read_user("Our zebra is called Quixbert. " * 9))
     tell(one, *["Tell me a joke."] * 40)
-    assert 256 - one.divide().reserve < told < 128, "half of the budget may be pinned"
+    assert 256 - one.divide_budget().reserve < told < 128, "half of the budget may be pinned"
     one.pin("turn 0")
     assert len(one.ledger.pinned_positions) >= told
     assert one.resident <= 256
@@ -150,7 +150,7 @@ def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_tur
     list(one.read_user("My name is Anna. " * 80))
     assert one.seen > 256 >= one.resident > 256 - 16, "evicted in small blocks"
     list(one.read_user("Tell me a joke."))
-    assert one.resident - len(one.recall.scores) <= 256 - one.divide().reserve < 256
+    assert one.resident - len(one.recall.scores) <= 256 - one.divide_budget().reserve < 256
 
 
 def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:

@@ -91,7 +91,7 @@ def test_what_comes_back_is_what_the_equations_choose(
     family: str, scope: Scope, retriever: str
 ) -> None:
     engine, model = talked(memory(retriever=retriever, scope=scope), rounds=6, family=family)
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
@@ -127,7 +127,7 @@ def test_what_comes_back_is_what_the_equations_choose(
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -145,7 +145,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
 
 def test_attention_is_what_the_queries_would_look_at() -> None:
     engine, model = talked(memory(retriever="attention"))
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     ids = some_ids(99, 7)
     asked: dict[int, Tensor] = {}
 
@@ -178,7 +178,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
 def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope: Scope) -> None:
     engine, model = talked(memory(policy, retriever=retriever, scope=scope))
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
     assert same(contents(engine), before)
@@ -221,24 +221,24 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: S
     """Sink goes by position alone: what it holds is the same with and without a reserve."""
     with_recall, _ = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
     without, _ = talked(replace(memory("sink", 66), recall=None), rounds=9)
-    assert with_recall.residency.recalled == 30
+    assert with_recall.residency.recalled_count == 30
     held = set(with_recall.ledger.held_positions.tolist())
     assert set(without.ledger.held_positions.tolist()) <= held
-    with_recall.residency.clear_reserve()
-    assert with_recall.residency.recalled == 0
+    with_recall.residency.evict_recalled()
+    assert with_recall.residency.recalled_count == 0
     assert with_recall.resident == with_recall.ledger.held_count <= 66
 
 
 def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     before = contents(engine)
     found = find(engine, model, some_ids(50, 10), 50)
     assert found is not None
     restore(engine, found)
     assert engine.resident == engine.ledger.held_count + 20
     assert not same(contents(engine)[1:3], before[1:3])
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     assert same(contents(engine), before)
 
 
@@ -269,7 +269,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         assert engine.resident <= engine.budget
         recalled = engine.ledger.recalled
         assert np.isin(recalled, engine.ledger.held_positions).all()
-        assert engine.residency.recalled <= max(engine.residency.divide().reserve, 0)
+        assert engine.residency.recalled_count <= max(engine.residency.divide_budget().reserve, 0)
 
 
 @pytest.mark.parametrize("scope", ["token", "layer"])
@@ -299,7 +299,7 @@ def test_the_reserve_leaves_the_conversation_room_to_read() -> None:
     assert most_recalled(200, 16) == 8
     assert most_recalled(200, 8) == 0
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert engine.residency.divide().reserve == 27
+    assert engine.residency.divide_budget().reserve == 27
 
 
 def test_an_empty_archive_is_not_searched() -> None:

@@ -46,7 +46,7 @@ def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> No
         check_recall(changed_profile(Profile(), "flag", recall="attention"), model, "--recall")
     assert "mips" in str(error.value)
     engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)
-    assert engine.residency.recalled
+    assert engine.residency.recalled_count
 
 
 def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
@@ -105,13 +105,13 @@ def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
         "raise the budget or lower recall_n"
     ]
     chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
-    assert notices(chat.start()) == told
+    assert notices(chat.opening_events()) == told
     assert notices(chat.switch("/decay", decay=0.9)) != told
     assert notices(chat.switch("/set", recall_n=60)) == []
     assert notices(chat.switch("/set", recall_n=200)) == told
     assert notices(chat.switch("/budget", budget=400)) == []
     assert notices(chat.switch("/policy", policy="full")) == []
-    assert notices(session(policy="sink", budget=96, recall_n=200).start()) == []
+    assert notices(session(policy="sink", budget=96, recall_n=200).opening_events()) == []
 
 
 def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget() -> None:

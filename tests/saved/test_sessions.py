@@ -81,7 +81,7 @@ def state(chat: Session) -> dict[str, Any]:
     logits = chat.save().logits
     assert logits is not None
     view = chat.snapshot()
-    end = chat.end()
+    end = chat.closing_event()
     return {
         "turns": chat.turns,
         "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
@@ -89,7 +89,7 @@ def state(chat: Session) -> dict[str, Any]:
         "counts": (end.turns, end.seen, end.resident, end.tokens_out),
         "logits": logits.tolist(),
         "profile": chat.profile,
-        "kv": contents(chat.rows()),
+        "kv": contents(chat.copy_key_values()),
     }
 
 
@@ -298,13 +298,13 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     talk(chat, saving, MESSAGES[:6])
-    rows = chat.rows()
+    rows = chat.copy_key_values()
     assert rows is not None
     assert len(rows) > chat.resident
     monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * rows.nbytes // len(rows))
     saving.close()
     again = resumed(folder, babbler())
-    kept = again.rows()
+    kept = again.copy_key_values()
     assert kept is not None
     assert kept.positions.tolist() == chat.save().held.tolist()
     assert again.snapshot().rows == chat.snapshot().rows

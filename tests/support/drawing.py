@@ -14,7 +14,7 @@ from rich.style import Style
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
-from sirchat.chat.words import said, words_at
+from sirchat.chat.words import without_template, words_at
 from sirchat.ui.theme import theme_named
 
 DARK, LIGHT, NONE = (theme_named(name, {}) for name in ("dark", "light", "none"))
@@ -105,7 +105,7 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         known = [row.surprisal for row, _ in own if row.surprisal is not None]
         mean = sum(known) / len(known) if known else None
         kept = [row for row, stays in own if stays]
-        turns.append(HeldShare(index, role, len(own), len(kept), mean, len(said(kept))))
+        turns.append(HeldShare(index, role, len(own), len(kept), mean, len(without_template(kept))))
     bins = [
         tuple(
             sum(
@@ -133,7 +133,9 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         slots=tuple(range(len(held))),
         turns=tuple(turns),
         histogram=Histogram(*bins),
-        leaving_words=words_at([row.position for row in said(leaving)], said(held)),
+        leaving_words=words_at(
+            [row.position for row in without_template(leaving)], without_template(held)
+        ),
     )
 
 

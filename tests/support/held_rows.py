@@ -30,7 +30,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def state(chat: Session) -> tuple[Any, ...]:
     """Everything that what comes next depends on, and all counts but times."""
     rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
-    end = chat.end()
+    end = chat.closing_event()
     counts = (end.turns, end.seen, end.resident, end.tokens_out)
     logits = chat.save().logits
     return rows, counts, None if logits is None else logits.tolist()

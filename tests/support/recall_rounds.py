@@ -35,13 +35,13 @@ def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Searc
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
     """Read a turn as a session does: search the archive, recall, read."""
     ids = some_ids(turn, count)
-    engine.residency.clear_reserve()
+    engine.residency.evict_recalled()
     found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
         restore(engine, found)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
-    engine.close_round()
+    engine.decay_at_round_end()
     return found
 
 

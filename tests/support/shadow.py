@@ -147,7 +147,8 @@ class WatchedModel(LoadedModel):
         if chat is not None:
             repeats = chat._engine.settings.policy.repeat_layers is not None
             rows = cache.length + (0 if repeats else len(ids))
-            assert rows <= chat.divide().hard_bound, f"{rows} rows of {chat.divide().hard_bound}"
+            most = chat.divide_budget().hard_bound
+            assert rows <= most, f"{rows} rows of {most}"
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def check(chat: Session, theta: float) -> None:
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
     assert cache.length == len(held) + cache.inserted_count, "cache and ledger differ"
-    assert cache.length <= chat.divide().hard_bound, "over the budget"
+    assert cache.length <= chat.divide_budget().hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)
@@ -251,7 +252,7 @@ def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) ->
     for layer in range(len(cache.row_layers)):
         positions = held
         if cache.inserted_count:
-            sinks = int((held < engine.residency.divide().sinks).sum())
+            sinks = int((held < engine.residency.divide_budget().sinks).sum())
             start = cache._inserted.start
             assert start <= sinks, "inserted rows are not after the sinks"
             positions = np.concatenate([held[:start], layers[layer], held[start:]])

@@ -9,7 +9,7 @@ import pytest
 from chatting import session
 from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
-from sirchat.chat.pinned_summary import own_message, pin_summary, undo_summaries
+from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
 from terminal import Terminal
 
@@ -51,7 +51,7 @@ def test_words_that_can_no_longer_be_restored_are_not_called_unknown(own_home: P
 
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
     list(pin_summary(chat.session, "colours."))
-    assert own_message(chat.session) == SAID[-1]
+    assert last_user_message(chat.session) == SAID[-1]
     undo_summaries(chat.session)
     assert chat.texts == list(SAID)
     assert chat.commands.run("/edit blue it is") == Edit("blue it is")

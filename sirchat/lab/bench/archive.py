@@ -61,7 +61,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
         ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
         for _ in engine.prefill(ids, [Role.USER] * len(ids), TurnRef(turn=turn, round=turn)):
             archive = max(archive, engine.store.archive.nbytes)
-        engine.close_round()
+        engine.decay_at_round_end()
         disk = max(disk, _size(files))
         now = resident_memory()
         before = now if archive < limit // 2 else before

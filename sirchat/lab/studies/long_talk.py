@@ -272,13 +272,13 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
         bounds += [bounds[-1] + len(asked.ids), bounds[-1] + len(whole.ids)]
         turns += [Turn("user", user.text), Turn("assistant", reply.text)]
         read_ids(engine, whole.ids, number, roles=whole.roles)
-        engine.close_round()
+        engine.decay_at_round_end()
     saved = engine.save()
     for number, (start, end) in enumerate(pairwise(bounds), len(now.turns)):
         saved.rows["turn"][start:end] = number  # in the engine, each round was one turn
     attention = engine.ledger.attention.checkpoint(engine.store.reachable())
     now = replace(now, turns=turns, round=now.round + len(rounds))
-    session.load(saved, now, engine.store.rows(), attention)
+    session.load(saved, now, engine.store.copy_key_values(), attention)
 
 
 def _continued(session: Session) -> Engine:
@@ -286,7 +286,7 @@ def _continued(session: Session) -> Engine:
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.ledger.attention.checkpoint(np.arange(session.seen))
-    engine.load(session.save(), session.rows(), attention)
+    engine.load(session.save(), session.copy_key_values(), attention)
     return engine
 
 

@@ -228,7 +228,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
     engine = open_engine(model, setting)
     for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)
-        engine.close_round()
+        engine.decay_at_round_end()
     return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])
 
 

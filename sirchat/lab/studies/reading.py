@@ -51,7 +51,7 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
     """Read a user turn and its reply in one piece, as round `number` of the chat, from 1."""
     whole = whole_round(template, user, reply, first=number == 1)
     read_ids(engine, whole.ids, number, roles=whole.roles)
-    engine.close_round()
+    engine.decay_at_round_end()
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:

@@ -156,5 +156,5 @@ def rows_of_text(
         or [0] * len(ids),
         learned_scores=list(learned_scores),
     )
-    ledger.rank_first_token(len(ids))
+    ledger.set_first_surprisal(len(ids))
     return ledger.held(sinks=sinks, protected=np.arange(len(ids)) < sinks)

@@ -76,7 +76,7 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
             flags=flags.tolist(),
             learned_scores=learned.tolist(),
         )
-        ledger.close_round(0.9)
+        ledger.apply_decay(0.9)
         survivors = np.flatnonzero(random.random(ledger.held_count) < 0.8)
         ledger.keep(torch.from_numpy(survivors))
     sinks = 4 if policy.honours_sinks else 0

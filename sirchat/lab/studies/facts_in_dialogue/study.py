@@ -19,7 +19,7 @@ import numpy as np
 
 from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.summary import WAYS, summary
+from sirchat.chat.summary import WAYS, make_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
@@ -220,7 +220,7 @@ def _summary(session: Session, way: str) -> str:
 
     def events() -> Iterator[Event]:
         nonlocal text
-        text = yield from summary(session, way)
+        text = yield from make_summary(session, way)
 
     for _ in events():
         pass

@@ -298,7 +298,7 @@ class TextReader:
         size = self.piece or len(ids)
         for number, start in enumerate(range(0, len(ids), size), 1):
             if number > 1:
-                engine.close_round()
+                engine.decay_at_round_end()
             to_come = reply if start + size >= len(ids) else 0
             read_ids(engine, ids[start : start + size], number, to_come)
         return engine

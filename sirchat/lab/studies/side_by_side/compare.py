@@ -325,7 +325,7 @@ class ComparedSession:
         self._rounds: list[RoundResult] = []
         self.is_open = True
         self.notes: list[str] = []
-        self._note(self._session.start())
+        self._note(self._session.opening_events())
 
     @property
     def rank(self) -> tuple[bool, int]:
