@@ -38,7 +38,9 @@ class Query:
         Raises LookupError if there are none, or if they can't be compared with the cached keys.
         """
         keys = self.key_values.tensors[2 * layer]
-        if layer >= len(self.layer_queries) or not self.layer_queries[layer].is_comparable_with(keys):
+        if layer >= len(self.layer_queries) or not self.layer_queries[layer].is_comparable_with(
+            keys
+        ):
             raise LookupError("this model's queries cannot be compared with its KV cache")
         return self.layer_queries[layer]
 
