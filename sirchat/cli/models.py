@@ -13,7 +13,7 @@ from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
 from sirchat.cli.registry import lab_module
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import resolve, set_default
+from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require_available
 from sirchat.models.listing import FoundModel
@@ -172,7 +172,7 @@ def models_default(
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
         return
     require_available(name)
-    path = set_default("model", name)
+    path = write_default_setting("model", name)
     _say(f"{name} is now the default model ({paths.abbreviated(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
         _say(f"here the environment variable SIRCHAT_MODEL still says {other}")

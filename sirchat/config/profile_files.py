@@ -177,7 +177,7 @@ def init_profile(name: str) -> Path:
     return path
 
 
-def set_default(key: str, value: object) -> Path:
+def write_default_setting(key: str, value: object) -> Path:
     """Write one setting into the user's `default.yaml`, whose other lines stay; returns its path.
 
     Raises SettingError if the value is not allowed, or if the file can't be changed.

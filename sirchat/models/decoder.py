@@ -38,7 +38,7 @@ class Decoder(nn.Module):
         self.config = config
         self.generation_config: ConfigValues = config
         self.model = DecoderBody(config, dtype)
-        self.lm_head = _matrix(config.hidden_size, config.vocab_size, False, dtype)
+        self.lm_head = _empty_linear(config.hidden_size, config.vocab_size, False, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -183,10 +183,10 @@ class _Attention(nn.Module):
             for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
         has_bias = config.model_type == "qwen2"
-        self.q_proj = _matrix(size, width, has_bias, dtype)
-        self.k_proj = _matrix(size, narrow, has_bias, dtype)
-        self.v_proj = _matrix(size, narrow, has_bias, dtype)
-        self.o_proj = _matrix(width, size, False, dtype)
+        self.q_proj = _empty_linear(size, width, has_bias, dtype)
+        self.k_proj = _empty_linear(size, narrow, has_bias, dtype)
+        self.v_proj = _empty_linear(size, narrow, has_bias, dtype)
+        self.o_proj = _empty_linear(width, size, False, dtype)
         if config.model_type == "qwen3":
             self.q_norm = _Norm(self.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = _Norm(self.head_dim, config.rms_norm_eps, dtype)
@@ -225,9 +225,9 @@ class _Attention(nn.Module):
 class _Network(nn.Module):
     def __init__(self, size: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_proj = _matrix(size, inner, False, dtype)
-        self.up_proj = _matrix(size, inner, False, dtype)
-        self.down_proj = _matrix(inner, size, False, dtype)
+        self.gate_proj = _empty_linear(size, inner, False, dtype)
+        self.up_proj = _empty_linear(size, inner, False, dtype)
+        self.down_proj = _empty_linear(inner, size, False, dtype)
 
     def forward(self, h: Tensor) -> Tensor:
         gate, up = _products((self.gate_proj, self.up_proj), h)
@@ -288,7 +288,7 @@ def _rotated(x: Tensor, reading: _Reading) -> Tensor:
     return turned.to(reading.dtype).transpose(1, 2)
 
 
-def _matrix(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
+def _empty_linear(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
     return Linear(columns, rows, bias=has_bias, device="meta", dtype=dtype)
 
 

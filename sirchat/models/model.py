@@ -217,7 +217,7 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """Each layer's number among those with keys and values; empty if not a hybrid model."""
+        """For a hybrid model, a layer's number among those with keys and values; else empty."""
         return layer_numbers(self.kinds or [])
 
     @property

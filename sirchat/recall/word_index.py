@@ -131,7 +131,7 @@ class TurnIndex(ABC):
         return (rarest, *others[: _NAMED - 1])
 
     def _update(self, texts: Sequence[str]) -> None:
-        """Remove the turns whose text changed since the last search, and add the new ones."""
+        """Remove the turns from the first changed one on, and add those that now stand there."""
         known = self._texts
         same = max(0, min(len(known), len(texts)) - 1)  # mostly, only the last text has changed
         if known[:same] != texts[:same]:

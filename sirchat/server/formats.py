@@ -21,7 +21,10 @@ _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class Formats:
-    """Makes the formats of replies for one model, whose vocabulary is prepared at first use."""
+    """Makes the masks of next ids that hold a model's replies to JSON or to calls of tools.
+
+    The model's vocabulary is prepared at first use.
+    """
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
@@ -104,7 +107,10 @@ def _grammar(
 
 
 def _forbid_other_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments; a simple one then allows only arguments that it names."""
+    """The schema of a tool's arguments, changed to allow only those that it names.
+
+    Unchanged if it has no `properties`, or combines other schemas.
+    """
     # small models would invent more and more arguments
     is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
     return {"additionalProperties": False, **schema} if is_plain else schema

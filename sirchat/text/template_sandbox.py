@@ -275,7 +275,7 @@ def _most_made(name: str, value: Any, others: Sequence[Any]) -> int:
 def _length(value: Any) -> int:
     """Upper bound for the number of characters of a value written as text.
 
-    Raises TemplateError if it has too many items, as a list that contains itself has.
+    Raises TemplateError for too many items; a list that contains itself would never end.
     """
     size, left, seen = 0, [value], 0
     while left:

@@ -84,10 +84,10 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
     """Write each turn as a line of JSON, `{"role", "content"}`, in UTF-8."""
     for turn in turns:
         record = {"role": turn.role, "content": turn.content}
-        stream.write(json_text(record).encode() + b"\n")
+        stream.write(terminal_safe_json(record).encode() + b"\n")
 
 
-def json_text(value: object, indent: int | None = None) -> str:
+def terminal_safe_json(value: object, indent: int | None = None) -> str:
     """A value as JSON that can't control a terminal; other non-ASCII characters are not escaped."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -232,14 +232,16 @@ class Chat:
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
-                stops = stop_signal(interrupt, self._keyboard, is_stopped)
+                stops = make_stop_check(interrupt, self._keyboard, is_stopped)
                 for event in events(stops):
                     view.show(event)
         finally:
             self._keyboard.mark_pastes(False)
 
 
-def stop_signal(interrupt: Interrupt, keyboard: Keyboard, is_stopped: bool) -> Callable[[], bool]:
+def make_stop_check(
+    interrupt: Interrupt, keyboard: Keyboard, is_stopped: bool
+) -> Callable[[], bool]:
     """A function that returns True once the reply must stop: after Esc or Ctrl-C, or at once."""
 
     def stops() -> bool:

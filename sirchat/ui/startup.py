@@ -23,7 +23,7 @@ from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import set_default
+from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
@@ -151,7 +151,7 @@ def choose_model(screen: Screen) -> str | None:
     keys |= {"\r": offered[0].name, "t": "tiny"}
     name = keys[ask_for_key("Press a key: ", tuple(keys), prompt_output(screen))]
     try:
-        set_default("model", name)
+        write_default_setting("model", name)
     except SettingError as error:
         screen.error(str(error))
     else:

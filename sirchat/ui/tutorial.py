@@ -23,7 +23,7 @@ from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.prompt import Line, Prompt
-from sirchat.ui.repl import stop_signal
+from sirchat.ui.repl import make_stop_check
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
@@ -106,7 +106,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
             return prompt.read(suggested)
 
         def stops(interrupt: Interrupt) -> Interrupted:
-            return stop_signal(interrupt, keyboard, False)
+            return make_stop_check(interrupt, keyboard, False)
 
         return _Tutorial(session, screen, read, stops).run()
 

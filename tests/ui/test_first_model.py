@@ -10,7 +10,7 @@ import pytest
 
 from chatting import save_babbler
 from command import run
-from sirchat.config.profile_files import resolve, set_default
+from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import SettingError
 from sirchat.models import listing
 from sirchat.models.listing import FoundModel
@@ -90,11 +90,11 @@ def test_other_lines_of_the_users_defaults_stay(own_home: Path) -> None:
     user_profiles_dir().mkdir(parents=True)
     path = user_profiles_dir() / "default.yaml"
     path.write_text("# mine\nbudget: 512\n#model: tiny\nmodel: other  # old\ndecay: 0.5")
-    assert set_default("model", "tiny-anchor") == path
+    assert write_default_setting("model", "tiny-anchor") == path
     assert path.read_text() == "# mine\nbudget: 512\n#model: tiny\nmodel: tiny-anchor\ndecay: 0.5"
     assert resolve(None, {}, {}).model == "tiny-anchor"
     path.write_text("decay: 0.5")
-    set_default("model", "tiny")
+    write_default_setting("model", "tiny")
     assert path.read_text() == "decay: 0.5\nmodel: tiny\n"
     assert [file.name for file in path.parent.iterdir()] == ["default.yaml"]
 
@@ -104,11 +104,11 @@ def test_a_file_that_cannot_be_changed_line_by_line_stays_as_it_is(own_home: Pat
     path = user_profiles_dir() / "default.yaml"
     path.write_text("{budget: 512, model: other}")
     with pytest.raises(SettingError, match="model: tiny"):
-        set_default("model", "tiny")
+        write_default_setting("model", "tiny")
     assert path.read_text() == "{budget: 512, model: other}"
 
 
 def test_the_file_of_defaults_is_private(own_home: Path) -> None:
-    path = set_default("model", "tiny")
+    path = write_default_setting("model", "tiny")
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700

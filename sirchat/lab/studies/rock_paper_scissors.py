@@ -23,8 +23,8 @@ from sirchat.lab.studies.sirllm_files import (
     MOVES_OF,
     find_file,
     missing_files_error,
-    move_files,
     moves,
+    paths_of_moves,
 )
 from sirchat.lab.studies.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.lab.synthetic.rounds import BEATS, game_opening, game_round, outcome
@@ -69,13 +69,13 @@ class RockPaperScissors(Grid):
         if Path(os.path.expanduser(self.data)).is_file():
             path = Path(os.path.expanduser(self.data))
             return {path.stem.removeprefix(MOVES_OF).replace(" ", "-"): moves(path)}
-        files = {one: find_file(self.data, move_files(one)) for one in PLAYERS}
+        files = {one: find_file(self.data, paths_of_moves(one)) for one in PLAYERS}
         found: dict[str, Sequence[str]] = {
             one: moves(path) for one, path in files.items() if path is not None
         }
         if not found:
             raise missing_files_error(
-                self.data, [name for one in PLAYERS for name in move_files(one)]
+                self.data, [name for one in PLAYERS for name in paths_of_moves(one)]
             )
         return found
 

@@ -26,7 +26,7 @@ GROCERY_FILES = ("grocery_keys/keys.jsonl", "grocery_keys.jsonl", "keys.jsonl")
 MOVES_OF = "rock_paper_scissors_dominant_"
 
 
-def move_files(player: str) -> tuple[str, ...]:
+def paths_of_moves(player: str) -> tuple[str, ...]:
     """The paths, relative to a data folder, at which the file with a player's moves may be."""
     name = f"{MOVES_OF}{player}.jsonl"
     return f"rock_paper_scissors/{name}", name

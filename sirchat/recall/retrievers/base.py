@@ -60,9 +60,9 @@ class LayerRetriever(Retriever):
 class SimilarityRetriever(LayerRetriever):
     """Scores archived tokens by the similarity of their keys and values to those of the new turn.
 
-    The score is the largest similarity to a token of the turn: the mean of inner products over
-    keys, values and heads, without rotary positions. Equations (1) to (3) of Retrieval-Augmented
-    StreamingLLM.
+    The score is the similarity to the turn's mean, or to its most similar token: the mean of inner
+    products over keys, values and heads, without rotary positions. Equations (1) to (3) of
+    Retrieval-Augmented StreamingLLM.
     """
 
     cosine: ClassVar[bool] = True  # scale vectors to length 1 first

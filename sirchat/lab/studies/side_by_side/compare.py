@@ -386,7 +386,10 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round, and record the predictions or compare them with `reference`."""
+        """Read a round; returns its positions, or none if there is nothing to compare with.
+
+        The reference session records its predictions in `reference`; others are compared with them.
+        """
         start, agreement = self._session.seen, None
         if self._is_reference:
             reference.predictions = Predictions(start)
