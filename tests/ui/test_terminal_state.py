@@ -157,8 +157,8 @@ def test_sigterm_ends_a_reply_though_a_library_has_caught_its_exception(
 def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import time\nimport sirchat.__main__ as program\nimport sirchat.models.compiling as one\n"
-        "one.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
+        "import time\nimport sirchat.__main__ as program\nimport sirchat.models.load as load\n"
+        "load.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
     )
     with _Shell(tmp_path, endless, *warm_python(), program=str(slow)) as shell:
         shell.wait_screen("loading$")
