@@ -200,3 +200,12 @@ def test_the_page_needs_no_key_but_what_it_shows_does() -> None:
         listed = server.client.get("/v1/sirchat/sessions", headers=own).json()
     assert listed["data"] == []
     assert "salience" in listed["policies"]
+
+
+def test_another_site_can_not_change_a_memory() -> None:
+    with served(max_new_tokens=4) as server:
+        _, ident = asked(server, "Hello.")
+        path, foreign = f"/v1/sirchat/sessions/{ident}", {"Origin": "http://elsewhere.example"}
+        response = server.client.post(path, json={"budget": 64}, headers=foreign)
+        assert response.status_code == 403
+        assert memory(server, ident)["budget"] != 64
