@@ -11,7 +11,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from chatting import hub_tokenizer, session, tiny
 from families import build
 from gguf_file import write_gguf
-from simulated_devices import DEVICES, KIND, simulated_devices
+from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
 from sirchat.models.device_map import ModelPart, place_parts
@@ -185,6 +186,39 @@ def test_the_simulation_refuses_what_mixes_devices(simulation: None) -> None:
             torch.stack([one, mixed])
     assert (one + other.to(one.device)).device == DEVICES[0]
     assert (one * 2).tolist() == [2, 2]
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "a number": lambda x: x.sum().item(),
+    "a truth": lambda x: bool(x.any()),
+    "a list": lambda x: x.tolist(),
+    "a comparison": lambda x: torch.equal(x, x),
+    "closeness": lambda x: torch.allclose(x, x),
+    "places": lambda x: x.nonzero(),
+    "chosen numbers": lambda x: x[x > 1],
+    "a copy to the host": lambda x: x.cpu(),
+    "a copy from the host": lambda x: torch.ones(2).to(x.device),
+    "a copy into another": lambda x: x.copy_(torch.ones(2)),
+    "a copy to another device": lambda x: x.to(DEVICES[1]),
+    "a tensor of a list": lambda x: torch.tensor([1.0], device=x.device),
+    "as often as it says": lambda x: x.repeat_interleave(x.long()),
+    "classes": lambda x: F.one_hot(x.long()),
+}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_the_simulation_can_refuse_to_wait(inference: bool, simulation: None) -> None:
+    x = torch.ones(2, device=DEVICES[0])
+    with torch.inference_mode(inference):
+        for wait in WAITS.values():
+            wait(x)
+            with refuses_waits(), pytest.raises(RuntimeError, match="waits for"):
+                wait(x)
+        with refuses_waits():
+            x[x > 2] = 0.0  # fills, without a look at the places
+            y = F.linear(x.double()[None], torch.ones(3, 2, device=x.device).double())
+            assert torch.ones(2).sum().item() == 2.0  # the host waits for nobody
+    assert y.tolist() == [[2.0, 2.0, 2.0]]
 
 
 _LONG = pytest.mark.skipif(not os.environ.get("SIRCHAT_ATTACK"), reason="a longer form")

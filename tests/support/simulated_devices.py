@@ -28,6 +28,13 @@ FREE = {0: 1_800_000, 1: 1_800_000}  # bytes that each says are free, beside the
 
 _aten = torch.ops.aten
 _COPIES = (_aten.copy_.default, _aten._to_copy.default)
+# Operations that need a device's numbers on the host; so do those that index by booleans.
+_WAITING = (
+    *(_aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal, _aten.nonzero),
+    *(_aten.masked_select, _aten._unique, _aten._unique2, _aten.unique_dim),
+    *(_aten.unique_consecutive, _aten.bincount, _aten.argwhere, _aten.allclose),
+)
+_INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 
 
 class SimulatedTensor(Tensor):
@@ -89,6 +96,36 @@ class _Tensors(TorchFunctionMode):
             return func(*args, **kwargs)
         device = kwargs.pop("device")
         return func(*args, **kwargs).to(device)
+
+
+class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what waits for a simulated device, or would copy from or to one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        where = {one.device for one in tensors if isinstance(one, SimulatedTensor)}
+        if func in _COPIES:
+            end = args[1].device if func is _aten.copy_.default else kwargs.get("device")
+            where = {args[0].device, torch.device(end or args[0].device)}
+        if len(where) > 1 or (where and _needs_numbers(func, args, kwargs)):
+            raise RuntimeError(f"{func} waits for {', '.join(sorted(map(str, where)))}")
+        if where or func.overloadpacket is _aten.to:  # inference mode shows the whole of some
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        return func(*args, **kwargs)
+
+
+def _needs_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    packet = func.overloadpacket
+    if packet in _INDEXING:
+        is_fill = packet is not _aten.index and args[2].numel() == 1 and len(args) < 4
+        return not is_fill and any(one.dtype == torch.bool for one in args[1] if one is not None)
+    if packet is _aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    return packet in _WAITING
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -162,3 +199,29 @@ def simulated_devices() -> Iterator[list[torch.device]]:
         patch.setattr("accelerate.utils.offload.safe_open", _open)
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a simulation is of one thread
         yield DEVICES
+
+
+@contextmanager
+def refuses_waits() -> Iterator[None]:
+    """Within this block, which is within `simulated_devices()`, waiting for a device is an error.
+
+    That is what can't be captured as a CUDA graph: numbers of a device on the host, and copies
+    between the host and a device, or two devices.
+    """
+
+    def tolist(tensor: SimulatedTensor) -> Any:
+        raise RuntimeError(f"tolist waits for {tensor.device}")
+
+    mode = _NoWaits()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(SimulatedTensor, "tolist", tolist)
+        yield
+
+
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module's parameters and buffers to a simulated device, for good."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = SimulatedTensor(tensor.detach(), device)
