@@ -38,6 +38,8 @@ class Cursor:
     length: int  # in use
     capacity: int  # allocated
     written: int = 0  # by the last forward pass
+    # int64 [1] on the device: the slot to which a pass writes its row, which then reads all slots.
+    slot: Tensor | None = None
 
 
 class BoundedCache:
@@ -387,6 +389,13 @@ class CachedTensor:
         self.buffer.narrow(3, cursor.length, count).copy_(rows)
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
+    def write_at(self, slot: Tensor, row: Tensor) -> Tensor:
+        """Write one row [1, H, 1, D] to `slot` [1]; returns all slots, those not in use, too."""
+        assert self.buffer is not None
+        rows = row.to(self.buffer.dtype).expand(len(self.buffer), *row.shape)
+        self.buffer.index_copy_(3, slot, rows)
+        return self.attended.to(row.dtype)
+
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
         """Move the rows in the slots `tail` [t] to those from `start` on, and rotate them."""
         if self.buffer is None:
@@ -469,6 +478,8 @@ class RowLayer:
     ) -> tuple[Tensor, Tensor]:
         """Write m new keys and values [1, H, m, D]; returns all of each, [1, H, n + m, D]."""
         keys, values = self.tensors
+        if (slot := self.cursor.slot) is not None:
+            return keys.write_at(slot, key_states), values.write_at(slot, value_states)
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
 

@@ -59,10 +59,16 @@ class HubRowLayer(RowLayer, CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
-    def get_seq_length(self) -> int:
-        return self.cursor.length
+    @property
+    def is_compileable(self) -> bool:  # whether masks are made from lengths on the device
+        return self.cursor.slot is not None
+
+    def get_seq_length(self) -> int | Tensor:
+        return self.cursor.length if self.cursor.slot is None else self.cursor.slot
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.cursor.slot is not None:
+            return self.cursor.capacity, 0
         return self.cursor.length + query_length, 0
 
     def get_max_length(self) -> int:

@@ -216,6 +216,7 @@ def test_the_simulation_can_refuse_to_wait(inference: bool, simulation: None) ->
                 wait(x)
         with refuses_waits():
             x[x > 2] = 0.0  # fills, without a look at the places
+            x.repeat_interleave(2)
             y = F.linear(x.double()[None], torch.ones(3, 2, device=x.device).double())
             assert torch.ones(2).sum().item() == 2.0  # the host waits for nobody
     assert y.tolist() == [[2.0, 2.0, 2.0]]

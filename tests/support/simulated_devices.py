@@ -123,7 +123,7 @@ def _needs_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if packet in _INDEXING:
         is_fill = packet is not _aten.index and args[2].numel() == 1 and len(args) < 4
         return not is_fill and any(one.dtype == torch.bool for one in args[1] if one is not None)
-    if packet is _aten.repeat_interleave:
+    if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     return packet in _WAITING
 
