@@ -36,8 +36,8 @@ class HubStep:
     def supports(model: Any) -> str:
         """Check that a `LoadedModel` can decode so; returns "", or in a few words why not."""
         module = model.module
-        if model.kinds is not None:
-            return "not all of its layers have keys and values only"
+        if model.has_state:
+            return "some of its layers keep a state"
         if is_spread(module):
             return "it is spread over several devices"
         if model.anchors is not None:

@@ -51,7 +51,7 @@ class Talk:
     @torch.inference_mode()
     def record(self) -> None:
         """Record a step; until then, the slots that are not in use contain NaN."""
-        for tensor in self.ours._tensors:
+        for tensor in (tensor for layer in self.ours.row_layers for tensor in layer.tensors):
             assert tensor.buffer is not None
             tensor.buffer[:, :, :, self.ours.length :] = torch.nan
         self.key = self.step.key([self.ours])
@@ -207,7 +207,7 @@ def test_what_can_not_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         return HubStep.supports(replace(of_family("phi"), **changed))
 
     hybrid = wrap_model("lfm2", build("lfm2", HYBRIDS["lfm2"]), None)
-    assert HubStep.supports(hybrid) == "not all of its layers have keys and values only"
+    assert HubStep.supports(hybrid) == "some of its layers keep a state"
     spread, own, failing, packed = (build("phi", {}) for _ in range(4))
     spread.hf_device_map = {"model": 0, "lm_head": "cpu"}
     assert why(module=spread) == "it is spread over several devices"
