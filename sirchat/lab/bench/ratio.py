@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,21 @@ def bench_model(
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)
-    config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
+    return random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
+
+
+def random_model(
+    name: str,
+    shape: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "auto",
+) -> LoadedModel:
+    """Build a model of a shape, the values of its config, with random weights."""
+    config = AutoConfig.for_model(**{"max_position_embeddings": 8192, **shape})
     torch.manual_seed(0)
-    with where:  # 8b in float32 on the CPU first would take minutes, and 32 GB
-        module: Any = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+    with device:  # 8b in float32 on the CPU first would take minutes, and 32 GB
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
     return wrap_model(f"{name} (random weights)", module, None)
