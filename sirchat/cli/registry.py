@@ -119,6 +119,7 @@ EXAMPLES: dict[str, str] = {
     "bench start": "sirchat bench start --model smollm2",
     "bench all": "sirchat bench all --model smollm2 --json",
     "bench compare": "sirchat bench compare here.json there.json",
+    "bench gpu": "sirchat bench gpu --json gpu.json",
     "bench make-model": "sirchat bench make-model 1b 1b.gguf",
     "bench memory": "sirchat bench memory --model smollm2",
     "bench panel": "sirchat bench panel",

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from sirchat.cli.flags import Debug, misplaced_flag_error
 from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import changed_profile, resolve
-from sirchat.errors import UsageError
+from sirchat.errors import SirchatError, UsageError
 from sirchat.lab.commands.study_flags import Json, whole_numbers
 
 if TYPE_CHECKING:
@@ -363,6 +363,39 @@ def training(
         _load(profile, for_hub=True),
         json,
     )
+
+
+@bench_app.command()
+def gpu(
+    minutes: Annotated[
+        float,
+        typer.Option(help="Maximum number of minutes in all; other rows are left out.", min=0),
+    ] = 9,
+    device: Annotated[
+        str, typer.Option(metavar="cuda|cpu", help="A GPU; cpu tries the rows at tiny sizes.")
+    ] = "cuda",
+    only: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Measure rows with such a word in their names.")
+    ] = "",
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write all numbers to FILE as JSON; - stands for stdout."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure all of decoding on a GPU in one run, on models with random weights.
+
+    The rows are decoding and its parts with 135m, 1b and 8b, packed too, and whether results are
+    exact. The most important ones come first; an error in one is shown, and the others go on.
+    """
+    if device not in ("cuda", "cpu"):
+        raise UsageError(f"--device {device!r} must be cuda or cpu")
+    from sirchat.lab.bench.gpu import bench_gpu
+
+    if not bench_gpu(device, minutes, only, json):
+        raise SirchatError("nothing could be measured", hint="the rows' notes say why")
 
 
 @bench_app.command("compare")
