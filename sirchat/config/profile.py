@@ -73,15 +73,15 @@ class Profile(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type that the model computes with; auto is float32 on a CPU, bfloat16 on a GPU."""
     quantize: Literal["auto", "none", "packed", "int8", "int4"] = "auto"
-    """How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 bits, as does auto
+    """How the weights are stored: packed keeps those of a GGUF file in 4 or 8 bits, as does auto
     unless dtype is given; int8 and int4 round the weights of any model to 8 or 4 bits; none stores
     them unpacked, as dtype."""
     unpack_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Number type to which packed weights are unpacked where many tokens are read at once; auto is
+    """Number type to which a CPU unpacks packed weights where many tokens are read at once; auto is
     the one that is measured to be faster here."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of keys and values in the cache; auto is that of dtype. If the weights are
-    packed, auto is float16 or bfloat16, whichever is measured to be faster here."""
+    packed, auto on a CPU is float16 or bfloat16, whichever is measured to be faster here."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether a CPU generates tokens with a compiled program: auto uses one that exists; if there
     is none, a chat compiles it in the background; on compiles it before the start."""

@@ -1,4 +1,4 @@
-"""A Llama-shaped model on a CPU, without transformers: reads a chunk of ids into a cache.
+"""A Llama-shaped model without transformers: reads a chunk of ids into a cache.
 
 Its parts have transformers' names. Products and norms are computed in the type of the weights,
 attention in that of the cache: with packed weights 16 bits, in half of float32's time.
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
     @property
     def rotations(self) -> list[LayerRotation]:
         """The rotary embedding (RoPE) of each layer."""
-        key = Rotation(self.model.rotary_emb.inv_freq.clone())
+        key = Rotation(self.model.rotary_emb.inv_freq.cpu().clone())
         return [LayerRotation(key)] * len(self.model.layers)
 
     def get_input_embeddings(self) -> Any:
@@ -113,14 +113,16 @@ class DecoderBody(nn.Module):
         `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
         """
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
+        device = input_ids.device
         x = self.embed_tokens(input_ids)
         if position_ids is None:
-            position_ids = torch.arange(held, held + count)[None]
+            position_ids = torch.arange(held, held + count, device=device)[None]
         cos, sin = self.rotary_emb(x, position_ids)  # [1, m, D]
         dtype = (None if cache is None else cache.dtype) or x.dtype
         if attention_mask is None and held and count > 1:
-            sees = torch.ones(count, held + count, dtype=torch.bool).tril(held)
-            attention_mask = torch.zeros(sees.shape).masked_fill_(~sees, -math.inf)[None, None]
+            sees = torch.ones(count, held + count, dtype=torch.bool, device=device).tril(held)
+            scores = torch.zeros(sees.shape, device=device)
+            attention_mask = scores.masked_fill_(~sees, -math.inf)[None, None]
         mask = None if attention_mask is None else attention_mask.to(dtype)
         reading = _Reading(cos, signed(sin), dtype, mask, cache)
         for layer in self.layers:
@@ -205,14 +207,17 @@ class _Attention(nn.Module):
         if reading.cache is not None:
             layer = reading.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
+        of_queries = keys, values
+        if reading.mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
+            groups = queries.shape[1] // keys.shape[1]
+            of_queries = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         attended = F.scaled_dot_product_attention(
             queries,
-            keys,
-            values,
+            *of_queries,
             attn_mask=reading.mask,
             is_causal=reading.mask is None and queries.shape[2] > 1,
             scale=self.scaling,
-            enable_gqa=queries.shape[1] > keys.shape[1],
+            enable_gqa=queries.shape[1] > of_queries[0].shape[1],
         )  # [1, H_q, m, D]
         if OBSERVERS.get():
             options = {"scaling": self.scaling}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
@@ -19,6 +20,7 @@ from sirchat.models.shape import (
     cache_bytes,
     packed_rows,
     precision,
+    unpacked_type,
     uses_cpu,
 )
 from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
@@ -58,6 +60,15 @@ class Choice:
     largest_budget: int | None
 
 
+class _Form(NamedTuple):
+    """The form of the weights in memory."""
+
+    precision: str  # what `shape.precision` returns
+    item: int  # bytes of one weight that is not packed
+    block: int  # rows that are packed in four bits together; 0: four bits are not possible
+    on_cpu: bool
+
+
 @dataclass(frozen=True)
 class ModelFit:
     """The memory that a model takes with several choices of settings, the present ones first.
@@ -92,10 +103,9 @@ def weights_by_part(found: FoundModel, profile: Profile) -> tuple[dict[str, int]
     Raises ModelError if the model's files can't be read.
     """
     stored, shape = _files_of(found)
-    form = precision(shape, profile)
-    item, outer, layers = _item_size(form, profile), Counter[str](), Counter[int]()
+    form, outer, layers = _form_of(shape, profile), Counter[str](), Counter[int]()
     for tensor in stored.tensors:
-        size = _tensor_bytes(tensor, _packed_bits(tensor, stored, form), item)
+        size = _tensor_bytes(tensor, stored, form)
         if layer := _LAYER.search(tensor.name):
             layers[int(layer[1])] += size
         else:
@@ -113,12 +123,10 @@ def _files_of(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
 
 def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Yield other settings than those of the profile: the option to type, and a changed profile."""
-    settings = [("dtype", "float32"), ("dtype", "bfloat16")]
-    if uses_cpu(profile):
-        packed = [("quantize", "packed")] if shape.stays_packed else []
-        four = [("quantize", "int4")] if packed_rows() else []
-        settings = [*packed, *settings, ("quantize", "int8"), *four]
-    for name, value in settings:
+    packed = [("quantize", "packed")] if shape.stays_packed else []
+    four = [("quantize", "int4")] if packed_rows(profile) else []
+    unpacked = [("dtype", "float32"), ("dtype", "bfloat16")]
+    for name, value in [*packed, *unpacked, ("quantize", "int8"), *four]:
         changes = {"dtype": "auto", "quantize": "auto", name: value}
         yield f"--{name} {value}", profile.model_copy(update=changes)
 
@@ -126,14 +134,13 @@ def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, 
 def _choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
 ) -> Choice:
-    form = precision(shape, profile)
-    item = _item_size(form, profile)
-    weights, limit = _weight_bytes(stored, form, item), shape.context_length
+    form = _form_of(shape, profile)
+    weights, limit = _weight_bytes(stored, form), shape.context_length
     budgets = {
         *(budget for budget in BUDGETS if limit is None or budget < limit),
         *([limit] if limit else []),
     }
-    loading, working = _bytes_while_loading(stored, form, item), _bytes_while_reading(stored, form)
+    loading, working = _bytes_while_loading(stored, form), _bytes_while_reading(stored, form)
     row = cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row is not None and uses_cpu(profile):
@@ -142,7 +149,7 @@ def _choice(
         largest = min(rows, limit or rows) if fits else 0
     return Choice(
         setting,
-        form,
+        form.precision,
         weights,
         loading,
         working,
@@ -152,60 +159,62 @@ def _choice(
     )
 
 
-def _item_size(form: str, profile: Profile) -> int:
-    """Bytes of one weight that is not packed; `form` is what `precision` returns."""
-    return 2 if {"float16", "bfloat16"} & {form, profile.dtype} else 4
+def _form_of(shape: ModelShape, profile: Profile) -> _Form:
+    item = 4 if unpacked_type(profile) == "float32" else 2
+    return _Form(precision(shape, profile), item, packed_rows(profile), uses_cpu(profile))
 
 
-def _weight_bytes(stored: StoredWeights, form: str, item: int) -> int:
-    return sum(_tensor_bytes(t, _packed_bits(t, stored, form), item) for t in stored.tensors)
+def _weight_bytes(stored: StoredWeights, form: _Form) -> int:
+    return sum(_tensor_bytes(tensor, stored, form) for tensor in stored.tensors)
 
 
-def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
+def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> int:
+    bits = _packed_bits(tensor, stored, form)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
-    return tensor.count * item
+    return tensor.count * form.item
 
 
-def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: str) -> int | None:
+def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> int | None:
     """The bits of each weight, 4 or 8, by the rules of gguf.model and packing; None: not packed."""
-    if form == "packed":
+    if form.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
         wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
-    elif form in ("int8", "int4"):
+    elif form.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
-        wants_four = form == "int4" and tensor.is_matrix and not tensor.is_head
+        wants_four = form.precision == "int4" and tensor.is_matrix and not tensor.is_head
     else:
         return None
     rows, columns = tensor.shape[-2:]
     if ".ffn_gate_up_exps." in tensor.name:  # becomes two layers
         rows //= 2
-    block = packed_rows()
-    fits = block > 0 and rows % block == 0 and columns % 32 == 0
+    fits = form.block > 0 and rows % form.block == 0 and columns % 32 == 0
     return 4 if wants_four and fits else 8
 
 
-def _bytes_while_loading(stored: StoredWeights, form: str, item: int) -> int:
+def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
     """The most bytes that the weights take while they are loaded, without pages of the file."""
     largest = max((tensor.count for tensor in stored.tensors), default=0)
-    weights = _weight_bytes(stored, form, item)
-    if form == "packed":
+    weights = _weight_bytes(stored, form)
+    if form.precision == "packed":
         factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
         taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
-    if form in ("int8", "int4"):  # all are unpacked, then packed one by one
-        return item * stored.count + 10 * largest
+    if form.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
+        return form.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)
 
 
-def _bytes_while_reading(stored: StoredWeights, form: str) -> int:
+def _bytes_while_reading(stored: StoredWeights, form: _Form) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
     packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, form)]
     size = 2 * sum(tensor.count for tensor in packed)
-    return size if size <= MOST_UNPACKED else 2 * max(tensor.count_at_once for tensor in packed)
+    if form.on_cpu and size <= MOST_UNPACKED:  # a GPU keeps none for the next pass
+        return size
+    return 2 * max((tensor.count_at_once for tensor in packed), default=0)

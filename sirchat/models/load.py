@@ -30,8 +30,8 @@ from sirchat.models.probe import refuse_foreign_tokenizer, refuse_unsupported_la
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.text.tokenizer import tokenizer_of_folder
 
-# How a CPU stores the weights. `packed` keeps those of a GGUF file packed; `auto` does so if they
-# are in blocks of few bits, if the CPU can, and if no dtype was given. `int8` rounds each matrix to
+# How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
+# blocks of few bits, if the device can, and if no dtype was given. `int8` rounds each matrix to
 # eight bits with a scale for each row; `int4` to four bits with a scale and a minimum for each 32
 # weights, where the shape of the matrix allows it.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
@@ -100,27 +100,25 @@ def load_model(
         use_threads(threads)
     source, gguf = locate(name)
     try:
-        if quantize not in ("auto", "none") and target.type != "cpu":
-            raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
         torch_dtype, parts = pick_dtype(dtype, target), None
         if gguf:
             path, packs = Path(source) / gguf["gguf_file"], _stays_packed(quantize, dtype, target)
             options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
             parts = load_gguf_parts(path, target, torch_dtype, progress, **options)
-        elif target.type == "cpu" and not for_hub and Path(source).is_dir():
+        elif not for_hub and Path(source).is_dir():
             parts = load_folder_parts(Path(source), torch_dtype, progress)
         if quantize == "packed" and not (gguf and parts):
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
         if parts is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}
-            parts = _load_with_transformers(
-                name, source, target, torch_dtype, progress, options, spread
-            )
+            parts = _load_with_transformers(name, source, torch_dtype, progress, options, spread)
         module, tokenizer = parts
         refuse_foreign_tokenizer(module, tokenizer, name)
         if quantize in ("int8", "int4"):
-            pack_module(module, 8 if quantize == "int8" else 4)
+            pack_module(module, 8 if quantize == "int8" else 4, target)
+        if spread is None:  # only now: a GPU may have no room for weights that are not packed yet
+            module = module.to(target)
         choose_matmul_method(module, unpack)
         return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
     except ModelError:
@@ -142,6 +140,7 @@ def load_gguf_parts(
     """Load module and tokenizer of a GGUF file; None if only transformers can read it.
 
     `packs` says whether weights in blocks of few bits stay packed; None: yes if there are such.
+    Packed weights are on `device`, all else on the CPU or where `spread` says.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import model, vocabulary
@@ -150,13 +149,12 @@ def load_gguf_parts(
         refuse_misread(file)
         return None
     packs = spread is None and (has_blocks(file) if packs is None else packs)
-    is_hubs = for_hub or device.type != "cpu"
-    load = vocabulary.hub_tokenizer if is_hubs else vocabulary.load_tokenizer
+    load = vocabulary.hub_tokenizer if for_hub else vocabulary.load_tokenizer
     tokenizer = load(str(path.parent), path.name, file)
-    module = model.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
-    if spread is None:
-        return module.to(device), tokenizer
-    spread.dispatch(module)
+    how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
+    module = model.load_module(file, dtype, progress, **how)
+    if spread is not None:
+        spread.dispatch(module)
     return module, tokenizer
 
 
@@ -192,15 +190,14 @@ def load_folder_parts(
 
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
     """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
-    if quantize == "auto" and dtype == "auto" and device.type == "cpu":
-        return None if four_bit_block() else False
+    if quantize == "auto" and dtype == "auto":
+        return None if device.type != "cpu" or four_bit_block() else False
     return quantize == "packed"
 
 
 def _load_with_transformers(
     name: str,
     source: str,
-    device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
@@ -234,9 +231,8 @@ def _load_with_transformers(
             **placed,
             **reports,
         )
-    if spread is None:
-        return module.to(device), tokenizer
-    spread.dispatch(module) if is_gguf else spread.finish_loading(module)
+    if spread is not None:
+        spread.dispatch(module) if is_gguf else spread.finish_loading(module)
     return module, tokenizer
 
 

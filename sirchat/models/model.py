@@ -264,7 +264,8 @@ class LoadedModel:
         """The number type of keys and values in the cache."""
         if self.cache_type != "auto":
             return pick_dtype(self.cache_type, self.device)
-        if not (self._is_packed and self.dtype == torch.float32):
+        on_cpu = self.device.type == "cpu"
+        if not (on_cpu and self._is_packed and self.dtype == torch.float32):
             return self.dtype
         return fastest_type(head_shape(self.module.config))
 

@@ -1,7 +1,8 @@
-"""Linear layers whose weights stay packed in four or eight bits, computed by torch on a CPU.
+"""Linear layers whose weights stay packed in four or eight bits.
 
-torch's kernels round inputs to bfloat16 (with float32 they are ten times slower), and are made for
-few rows. For more, weights are unpacked: for each product, or once within `SharedWeights`.
+On a CPU, torch's kernels round inputs to bfloat16 (with float32 they are ten times slower), and are
+made for few rows. For more, weights are unpacked: for each product, or once within `SharedWeights`.
+On a GPU weights are unpacked for each product, some rows at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sirchat.models.shape import MOST_UNPACKED
 # Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
 
-_VOCABULARY = 4096  # a larger eight-bit matrix is unpacked in parts of this many rows
+_PART = 4096  # a larger matrix is unpacked in parts of so many rows; not one of four bits on a CPU
 _LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 _MANY_PASSES = 10  # so many passes over the same weights make up for arranging them for products
@@ -67,9 +68,9 @@ class PackedLinear(nn.Module, ABC):
         """Multiply rows x [m, K] with the weights, unpacked now or in an earlier pass: [m, N]."""
         shared = self._shared()
         if shared is None:
-            return x @ self.unpacked(self.matmul_method.type)
+            return x @ self.unpacked(x.dtype)
         if self not in shared.unpacked:
-            weights = self.unpacked(self.matmul_method.type)
+            weights = self.unpacked(x.dtype)
             if shared.are_arranged:
                 weights = torch.ops.mkldnn._reorder_linear_weight(weights.T, len(x))
             shared.unpacked[self] = weights
@@ -85,6 +86,12 @@ class PackedLinear(nn.Module, ABC):
     @abstractmethod
     def multiply_few(self, x: Tensor) -> Tensor:
         """Multiply a few bfloat16 rows x [m, K] with the packed weights: x W^T [m, N], no bias."""
+
+    def _for_gpu(self, x: Tensor) -> Tensor:
+        """The rows [m, K] of x [..., K] in the type of their products on a GPU."""
+        # float16 would overflow: eight-bit weights are multiplied without their scales
+        dtype = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
+        return x.reshape(-1, self.in_features).to(dtype)
 
     @classmethod
     def join_layers(cls, parts: Sequence[Self]) -> Self:
@@ -104,20 +111,23 @@ class PackedLinear(nn.Module, ABC):
 
 
 class Int4Linear(PackedLinear):
-    """A linear layer with four-bit weights in groups of 32: each is `q * scale + minimum`.
+    """A linear layer on a CPU with four-bit weights in groups of 32: `q * scale + minimum`.
 
     `fits` says which shapes fit.
     """
 
-    bits, row_dims = 4, {"packed": 0, "scales": 1}
+    bits = 4
+    row_dims: Mapping[str, int] = {"packed": 0, "scales": 1}
     packed: Tensor
     scales: Tensor
 
     def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = GROUP * len(scales), len(packed)
-        self.register_buffer("packed", packed)  # [N, K / 2], as torch's kernel has it
-        self.register_buffer("scales", scales)  # bfloat16 [K / 32, N, 2]: scale and zero
+        self.in_features, self.out_features = 2 * packed.shape[1], len(packed)
+        # here packed [N, K / 2], as torch's kernel has it; scales, bfloat16 [K / 32, N, 2], has
+        # scale and zero: each weight is (q - 8) * scale + zero
+        for name, buffer in zip(self.row_dims, (packed, scales), strict=True):
+            self.register_buffer(name, buffer)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
@@ -170,6 +180,51 @@ class Int4Linear(PackedLinear):
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
 
 
+class Int4GpuLinear(Int4Linear):
+    """A layer with the weights of an `Int4Linear`, as the kernels for GPUs read them.
+
+    `nibbles` is uint8 [N, K / 2] in the order of `FourBit.nibbles`, `scales` [N, K / 32, 2].
+    """
+
+    bits, row_dims = 4, {"nibbles": 0, "scales": 0}
+    nibbles: Tensor
+
+    @classmethod
+    def of_values(
+        cls, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
+    ) -> Self:
+        first, second = q.view(len(q), -1, 2, GROUP // 2).unbind(2)  # halves of the groups
+        return cls.of_nibbles(first | second << 4, scale, minimum, bias)
+
+    @classmethod
+    def of_nibbles(
+        cls, nibbles: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
+    ) -> Self:
+        scales = _zeros_beside(scale, minimum).transpose(0, 1)  # [N, K / 32, 2]
+        return cls(nibbles.flatten(1), scales.contiguous(), bias)
+
+    @staticmethod
+    def fits(rows: int, columns: int) -> bool:
+        """Whether a matrix [rows, columns] can be packed in four bits."""
+        return columns % GROUP == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _add_bias(self.multiply_few(self._for_gpu(x)), x, self.bias)
+
+    def multiply_few(self, x: Tensor) -> Tensor:
+        parts = (slice(at, at + _PART) for at in range(0, self.out_features, _PART))
+        return torch.cat([x @ self._unpacked_rows(some, x.dtype).T for some in parts], 1)
+
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self._unpacked_rows(slice(None), dtype).T
+
+    def _unpacked_rows(self, some: slice, dtype: torch.dtype) -> Tensor:
+        groups = self.nibbles[some].view(-1, self.in_features // GROUP, GROUP // 2)
+        q = torch.cat((groups & 15, groups >> 4), -1).view(torch.int8).sub_(8)  # [n, K / 32, 32]
+        scale, zero = self.scales[some, :, :, None].to(dtype).unbind(2)  # [n, K / 32, 1]
+        return torch.addcmul(zero, q.to(dtype), scale).flatten(1)  # [n, K]
+
+
 class Int8Linear(PackedLinear):
     """A linear layer with eight-bit weights: `q * scale`, int8 [N, K] and bfloat16 [N]."""
 
@@ -185,22 +240,29 @@ class Int8Linear(PackedLinear):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            return _add_bias(self._multiply_parts(self._for_gpu(x)), x, self.bias)
         flat, how = x.reshape(-1, self.in_features), self.matmul_method
         if len(flat) <= how.few_8:
             return _add_bias(self.multiply_few(flat.bfloat16()), x, self.bias)
         flat = flat.to(how.type)
-        if self._shared() is not None or self.out_features <= _VOCABULARY:
+        if self._shared() is not None or self.out_features <= _PART:
             return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
-        y = torch.empty(len(flat), self.out_features, dtype=how.type)
-        for start in range(0, self.out_features, _VOCABULARY):  # a large vocabulary takes gigabytes
-            some = slice(start, start + _VOCABULARY)
-            torch.mul(flat @ self.q[some].to(how.type).T, self.scale[some], out=y[:, some])
-        return _add_bias(y, x, self.bias)
+        return _add_bias(self._multiply_parts(flat), x, self.bias)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.q.to(dtype).T
 
+    def _multiply_parts(self, x: Tensor) -> Tensor:
+        y = x.new_empty(len(x), self.out_features)
+        for start in range(0, self.out_features, _PART):  # a large vocabulary takes gigabytes
+            some = slice(start, start + _PART)
+            torch.mul(x @ self.q[some].to(x.dtype).T, self.scale[some], out=y[:, some])
+        return y
+
     def multiply_few(self, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            return self._multiply_parts(x)
         y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x, self.q, self.scale)
         return y
 
@@ -318,14 +380,20 @@ def set_matmul_method(module: nn.Module, products: MatmulMethod) -> None:
 
 
 def matmul_method_of(module: nn.Module) -> MatmulMethod | None:
-    """How the packed layers of a module multiply; None if it has no packed layer."""
-    return next((layer.matmul_method for layer in _layers_of(module)), None)
+    """How the packed layers of a module on a CPU multiply; None if it has no such layer."""
+    on_cpu = (layer for layer in _layers_of(module) if next(layer.buffers()).is_cpu)
+    return next((layer.matmul_method for layer in on_cpu), None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of all packed layers in a module."""
     for layer in _layers_of(module):
         yield from layer.buffers()
+
+
+def four_bit_kind(device: torch.device) -> type[Int4Linear]:
+    """The class of layers with four-bit weights on a device."""
+    return Int4Linear if device.type == "cpu" else Int4GpuLinear
 
 
 @cache

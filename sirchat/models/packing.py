@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.packed import (
-    Int4Linear,
     Int8Head,
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
+    four_bit_kind,
     quantize_int4,
     quantize_int8,
 )
+
+Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
 
 # Groups of layers with the same input; a decode step computes one product for each group.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _ALIGN = 64  # bytes
+_ROWS = 4096  # rows of a matrix that are rounded at a time on a GPU
+_CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def pack_module(module: Any, bits: int) -> None:
-    """Replace the linear layers of a model by packed ones of 8 or 4 bits, in place.
+def pack_module(module: Any, bits: int, device: torch.device | None = None) -> None:
+    """Replace the linear layers of a model by packed ones of 8 or 4 bits, in place, on `device`.
 
     The head gets 8 bits, and so does a layer whose shape does not allow 4. Embeddings stay, or read
-    the weights that they share with the head.
+    the weights that they share with the head. Without `device`, layers stay where they are.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
-    is_tied = embeddings.weight is head.weight
+    is_tied, device = embeddings.weight is head.weight, device or module.device
+    four, store = four_bit_kind(device), WeightStore(0, device)
     for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
         weight = layer.weight.detach()
         packed: PackedLinear
         if layer is head:
-            packed = eight = Int8Head(*quantize_int8(weight), layer.bias)
+            packed = eight = Int8Head(*_rounded(quantize_int8, weight, device), layer.bias)
             if is_tied:
                 shared = SharedEmbedding(embeddings, eight, weight.dtype)
                 module.set_input_embeddings(shared)
-        elif bits == 4 and Int4Linear.fits(*weight.shape):
-            packed = Int4Linear.of_values(*quantize_int4(weight), layer.bias)
+        elif bits == 4 and four.fits(*weight.shape):
+            packed = four.of_values(*_rounded(quantize_int4, weight, device), layer.bias)
         else:
-            packed = Int8Linear(*quantize_int8(weight), layer.bias)
+            packed = Int8Linear(*_rounded(quantize_int8, weight, device), layer.bias)
         module.set_submodule(name, packed)
-        fuse_projections(module, name, WeightStore(0))
+        fuse_projections(module, name, store)
     trim_memory()
 
 
@@ -83,27 +88,31 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
 
 
 class WeightStore:
-    """One block of `size` bytes for the weights of many layers.
+    """One block of `size` bytes on a device for the weights of many layers.
 
     Without it, the temporary tensors of packing would leave gaps between these.
     """
 
-    def __init__(self, size: int) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8)
+    def __init__(self, size: int, device: torch.device = _CPU) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor without values in the block, or elsewhere if it has no room."""
+        """Make a tensor without values in the block, or beside it if it has no room."""
         place = self._place(prod(shape) * dtype.itemsize)
-        return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
+        if place is None:
+            return torch.empty(shape, dtype=dtype, device=self._bytes.device)
+        return place.view(dtype).view(shape)
 
     def move(self, layer: nn.Module) -> None:
-        """Move a layer's buffers into the block, as far as it has room."""
+        """Move a layer's buffers into the block, or beside it where it has no room."""
         for name, buffer in layer.named_buffers():
-            if _begin(buffer) == _begin(self._bytes):
+            if 0 <= buffer.data_ptr() - self._bytes.data_ptr() < len(self._bytes):
                 continue  # made by `empty`
             place = self._place(buffer.nbytes)
-            if place is not None:
+            if place is None:
+                setattr(layer, name, buffer.to(self._bytes.device))
+            else:
                 here = place.view(buffer.dtype).view(buffer.shape)
                 setattr(layer, name, here.copy_(buffer))
 
@@ -153,5 +162,11 @@ class PackedExperts(nn.Module):
         return y if self.down_proj_bias is None else y + self.down_proj_bias[expert]
 
 
-def _begin(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _rounded(
+    quantize: Callable[[Tensor], Rounded], weight: Tensor, device: torch.device
+) -> Rounded:
+    """Round a matrix [N, K] by a function of packed.py, on a GPU from float32, as a CPU has it."""
+    if device.type == "cpu":
+        return quantize(weight)
+    parts = [quantize(rows.to(device).float()) for rows in torch.split(weight, _ROWS)]
+    return cast(Rounded, tuple(torch.cat(each) for each in zip(*parts, strict=True)))

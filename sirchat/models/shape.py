@@ -53,7 +53,7 @@ class ModelShape:
         layer_elements: how many numbers of a token the KV cache stores in each layer: values, and
             keys twice (as first written and as moved) where they rotate.
         archived_elements: how many numbers of a token the archive stores in all layers.
-        stays_packed: whether the weights stay packed, on a CPU that can compute with these.
+        stays_packed: whether the weights stay packed, on a device that can compute with these.
     """
 
     kind: str
@@ -145,14 +145,18 @@ def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | Non
 
 def precision(shape: ModelShape, profile: Profile) -> str:
     """The form of the weights in memory: `packed`, `int8`, `int4`, or the name of a number type."""
-    on_cpu = uses_cpu(profile)
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
-    unasked = profile.quantize == "auto" and profile.dtype == "auto" and on_cpu
-    if unasked and shape.stays_packed and packed_rows():
+    unasked = profile.quantize == "auto" and profile.dtype == "auto"
+    if unasked and shape.stays_packed and packed_rows(profile):
         return "packed"
+    return unpacked_type(profile)
+
+
+def unpacked_type(profile: Profile) -> str:
+    """The number type of weights that are not packed, by the rules of `devices.pick_dtype`."""
     if profile.dtype == "auto":
-        return "float32" if on_cpu else "bfloat16"
+        return "float32" if uses_cpu(profile) else "bfloat16"
     return profile.dtype
 
 
@@ -169,8 +173,13 @@ def free_memory() -> int | None:
     return None
 
 
-def packed_rows() -> int:
-    """What `packed.four_bit_block` returns here, read from the system without loading torch."""
+def packed_rows(profile: Profile) -> int:
+    """How many rows are packed in four bits together: 1 on a GPU, on a CPU `four_bit_block`.
+
+    That is read from the system without loading torch.
+    """
+    if not uses_cpu(profile):
+        return 1
     with suppress(OSError):
         processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
         return 64 if "avx512f" in processors else 32 if "avx2" in processors else 0
@@ -262,8 +271,10 @@ def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
     """Bytes of one number in the KV cache, by the rules of `LoadedModel.cache_dtype`."""
-    kind = profile.cache_dtype
-    return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
+    kind: str = profile.cache_dtype
+    if kind == "auto":
+        kind = precision(shape, profile) if uses_cpu(profile) else unpacked_type(profile)
+    return 4 if kind == "float32" else 2
 
 
 def _has_accelerator() -> bool:

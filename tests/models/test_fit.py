@@ -120,7 +120,8 @@ def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPa
     said = fit_of(find_model("tiny"), Profile(device="auto"), 10**12)
     assert said.choices[0].precision == "bfloat16"
     assert {one.largest_budget for one in said.choices} == {None}
-    assert not any("quantize" in one.setting for one in said.choices)
+    settings = ["", "--dtype float32", "--quantize int8", "--quantize int4"]
+    assert [one.setting for one in said.choices] == settings
 
 
 def test_only_the_files_that_the_index_names_are_counted(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ _WAITING = (
     *(_aten.unique_consecutive, _aten.bincount, _aten.argwhere, _aten.allclose),
 )
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+# Operations that a GPU does not have, in any version of torch.
+_OF_CPUS = (
+    *(_aten._weight_int8pack_mm.default, _aten._weight_int4pack_mm_for_cpu.default),
+    _aten._convert_weight_to_int4pack_for_cpu.default,
+)
 
 
 class SimulatedTensor(Tensor):
@@ -144,6 +149,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0].device
     else:
         target = next(iter(where), torch.device("cpu"))
+    if func in _OF_CPUS and target.type == KIND:
+        raise RuntimeError(f"{func} works on a CPU only")
     known = {id(one.host): one for one in tensors if isinstance(one, SimulatedTensor)}
 
     def simulated(one: Any) -> Any:

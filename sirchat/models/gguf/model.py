@@ -23,11 +23,11 @@ from sirchat.models.gguf.translate import Target, config_values, target_of
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
-    Int4Linear,
     Int8Head,
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
+    four_bit_kind,
     quantize_int8,
 )
 from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
@@ -35,6 +35,7 @@ from sirchat.models.progress import Progress, switch_off_bars
 
 _NUMBERS = 2**18  # weights that are unpacked at a time: they fit the processor's cache
 _MUCH = 2**26  # bytes to read before memory is given back again
+_CPU = torch.device("cpu")
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
 
@@ -45,13 +46,14 @@ def load_module(
     *,
     keep_packed: bool = False,
     for_hub: bool = False,
+    device: torch.device = _CPU,
 ) -> Any:
-    """Make the model of a GGUF file on the CPU, with weights of `dtype`, or packed.
+    """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
     With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits. With `for_hub`,
     it is a model of transformers. Raises ModelError if tensors are missing or of a wrong shape.
     """
-    loader = _Loader(file, dtype, keep_packed, for_hub)
+    loader = _Loader(file, dtype, keep_packed, for_hub, device)
     read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         loader.add(name, tensor)
@@ -67,7 +69,12 @@ def load_module(
 
 class _Loader:
     def __init__(
-        self, file: GgufFile, dtype: torch.dtype, keep_packed: bool, for_hub: bool
+        self,
+        file: GgufFile,
+        dtype: torch.dtype,
+        keep_packed: bool,
+        for_hub: bool,
+        device: torch.device,
     ) -> None:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
         self._values = config_values(file) or {}
@@ -76,7 +83,8 @@ class _Loader:
         self._module: Any = (
             Decoder(DecoderConfig(self._values), dtype) if is_own else _empty(self._values, dtype)
         )
-        self._store = WeightStore(_most_packed(file) if keep_packed else 0)
+        self._four = four_bit_kind(device)
+        self._store = WeightStore(_most_packed(file) if keep_packed else 0, device)
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
@@ -160,15 +168,15 @@ class _Loader:
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
-        if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
+        if wants_four and not splits_group and self._four.fits(*tensor.shape):
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
-                Int4Linear.of_nibbles(
+                self._four.of_nibbles(
                     *(_undo_change(x, change, values) for x in split_four_bit(part))
                 )
                 for part in parts
             ]
-            return layers[0] if len(layers) == 1 else Int4Linear.join_layers(layers)
+            return layers[0] if len(layers) == 1 else self._four.join_layers(layers)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
         has_place = is_alone and change is None
         q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
