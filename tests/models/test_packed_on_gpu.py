@@ -19,7 +19,7 @@ pytest.importorskip("gguf")
 from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
-from simulated_devices import DEVICES, simulated_devices
+from simulated_devices import DEVICES, refuses_waits, simulated_devices
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, packing
 from sirchat.models.decoder import Decoder
@@ -284,6 +284,17 @@ def test_rows_of_any_number_are_packed_in_four_bits(endless: str, gpu: torch.dev
     model.forward([1], cache)
     assert said.weights == pytest.approx(held_bytes(model), rel=0.01)
     assert said.caches[1024] == cache.nbytes
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_nothing_waits_for_the_gpu_while_ids_are_read(quantize: Any, gpu: torch.device) -> None:
+    model = load_model("tiny", quantize=quantize)
+    kv_cache, ids = model.new_cache(40), torch.tensor([IDS[:5]], device=gpu)
+    with torch.inference_mode(), refuses_waits():
+        for _ in range(2):
+            found = model.module(ids, cache=kv_cache).logits
+            kv_cache.commit(5)
+    assert found.shape == (1, 5, model.vocab_size)
 
 
 def test_a_folder_on_a_gpu_is_read_without_transformers(gpu: torch.device) -> None:
