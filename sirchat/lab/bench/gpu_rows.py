@@ -190,7 +190,12 @@ def _decode(bench: Bench, name: str, quantize: Quantize = "none") -> _Values:
         before = torch.cuda.memory_allocated()
     ratio = bench.compare(partial(generated_blocks, model, options), other)
     size = weight_bytes(model)
-    yield Value("a token", ratio.ours_ms, "ms", f"{options.cache:,} rows")
+    step: Any = model.decode_step
+    kind = getattr(getattr(step, "body", step), "kernels", type(step).__name__)
+    why = getattr(getattr(model, "captured", None), "problems", "")  # not to use the fastest step
+    yield Value(
+        "a token", ratio.ours_ms, "ms", f"{options.cache:,} rows; {kind}; {why}".rstrip("; ")
+    )
     limit = 1000 * size / bench.bandwidth
     yield Value("over reading the weights once", ratio.ours_ms / limit, "x", f"{size / 1e9:.2f} GB")
     yield _over(f"over {against}", ratio)
@@ -256,7 +261,7 @@ def _attention_to(bench: Bench, rows: int) -> _Values:
     pool = make(layers, 3, heads, rows, size).to(bench.dtype)
     query = make(1, heads * group, 1, size).to(bench.dtype)
     new, turn = make(1, (group + 2) * heads, size), torch.ones(1, size, device=bench.device)
-    place = torch.tensor([[pool.data_ptr(), rows]], device=bench.device)
+    place = torch.tensor([[pool.data_ptr()], [rows]], device=bench.device)
     last = torch.tensor([rows - 1], device=bench.device)
 
     def by_torch(mask: Tensor | None) -> None:
@@ -309,7 +314,7 @@ def _features(bench: Bench, name: str) -> _Values:
 
 def _recall(bench: Bench, model: LoadedModel) -> _Values:
     budget = bench.options.cache
-    recall = RecallSettings("bm25", n=min(400, budget // 4))
+    recall = RecallSettings("bm25", n=16 if bench.is_small else 400)
     engine = _reading(model, 2 * budget, budget=budget, archive=_ARCHIVE, recall=recall)
     residency, ledger = engine.residency, engine.ledger
     archived = np.setdiff1d(np.arange(ledger.seen), ledger.held_positions)[: recall.n]
@@ -410,8 +415,12 @@ _MakeStep = Callable[[LoadedModel], Any]
 
 
 def _captured_step(model: LoadedModel, kernels: str, captures: bool) -> Any:
+    body = import_module("sirchat.models.llama_step").LlamaStep
     made = import_module("sirchat.models.captured_step").CapturedStep
-    return made(model.module, model.cache_dtype, model.scorer.layers, kernels, captures)
+    layers = model.scorer.layers
+    score = getattr(model.scorer, "scores_on_device", None) if layers else None
+    step = body(model.module, kernels, layers)
+    return made(step, model.device, captures=captures, score=score)
 
 
 # Ways to decode a token.

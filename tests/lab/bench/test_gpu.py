@@ -27,17 +27,22 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.decode_step import DecodeStep
 
 
+class Body:
+    """What a captured step runs."""
+
+    def __init__(self, module: Any, kernels: str, scored: Any) -> None:
+        if kernels == "triton":
+            raise RuntimeError("no [compiler]\nat line 1")
+        self.module, self.scored = module, scored
+
+
 class StandIn(DecodeStep):
     """A step of the CPU that has what the rows ask of a captured one."""
 
     capture_seconds = 0.5
 
-    def __init__(
-        self, module: Any, dtype: torch.dtype, scored: Any, kernels: str, captures: bool
-    ) -> None:
-        if kernels == "triton":
-            raise RuntimeError("no [compiler]\nat line 1")
-        super().__init__(module, dtype, scored)
+    def __init__(self, body: Body, device: torch.device, *, captures: bool, score: Any) -> None:
+        super().__init__(body.module, torch.float32, body.scored)
         self.captures = captures
 
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
@@ -47,9 +52,10 @@ class StandIn(DecodeStep):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("sirchat.models.captured_step")
-    module.CapturedStep = StandIn
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, part in {"captured_step.CapturedStep": StandIn, "llama_step.LlamaStep": Body}.items():
+        module = ModuleType(f"sirchat.models.{name.partition('.')[0]}")
+        setattr(module, name.partition(".")[2], part)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture(scope="module")
