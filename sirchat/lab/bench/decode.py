@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
@@ -151,7 +152,7 @@ def reading_bytes(size: int, model: LoadedModel, options: BenchOptions) -> Itera
 
 
 _ARCHIVE = 2**30  # the archive's default limit in bytes
-_POLICY = Entropy()
+_POLICY, _GREEDY = Entropy(), Sampling()
 
 
 def bench_decode(
@@ -175,6 +176,8 @@ def bench_decode(
     if step is not None and step.compiled is not None:
         compiled = "decode with the compiled step against without"
         yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
+    sampled = partial(ours, sampling=Sampling(**SOUND))
+    yield compare("decode with a chat's default sampling against greedy", sampled, ours, options)
     yield compare(
         "decode of a text that was just read, with lookup against without",
         lambda: repeated_blocks(model, options, _engine(model, options), lookup=True),
@@ -238,12 +241,13 @@ def generated_blocks(
     seen: int = 0,
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
+    sampling: Sampling = _GREEDY,
 ) -> Iterator[float]:
     """Time sirchat's decoding after `seen` tokens; yields seconds per token, forever."""
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
     _prefill(engine, ids)
-    sampler = Sampler(Sampling())
+    sampler = Sampler(sampling)
 
     text = TextStream(model.tokenizer) if model.tokenizer is not None else None
 
