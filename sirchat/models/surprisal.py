@@ -63,9 +63,10 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
-        parts = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
-        log_p = torch.cat(parts)
-        return -log_p.gather(1, ids.to(log_p.device)[:, None])[:, 0].clamp_max(0.0)
+        each = (torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS))
+        blocks = zip(each, torch.split(ids, _ROWS), strict=True)
+        parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
+        return -torch.cat(parts).clamp_max(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and torch.cpu._is_vnni_supported()
