@@ -67,7 +67,7 @@ class Sampler:
         mask = self._allowed(self._picked)
         if not mask.any():
             raise ModelError("no token may follow in the format of this reply")
-        allowed = logits.masked_fill(to_device(~mask, logits.device), -math.inf)
+        allowed = logits.masked_fill(to_device([~mask], logits.device)[0], -math.inf)
         self._picked.append(self._choose(allowed, said_ids, position))
         return self._picked[-1]
 
@@ -75,7 +75,7 @@ class Sampler:
         sampling, scores = self._sampling, logits
         if sampling.repetition_penalty != 1.0:
             said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
-            said = to_device(said, scores.device)
+            said = to_device([said], scores.device)[0]
             scores = penalized(scores.float(), said, sampling.repetition_penalty)
         if sampling.temperature == 0.0:
             best = scores.max(-1)  # NaN counts as the largest

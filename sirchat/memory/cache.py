@@ -1,14 +1,13 @@
-"""The KV cache: buffers to which rows are appended, and from which any row can be evicted.
+"""The KV cache: rows are appended to it, and any row can be evicted.
 
-A row is the keys and values of one token in all layers, a slot its place in the buffers. Keys are
-kept as first written, too: a row that moves is rotated from those, so errors never add up.
+A row is the keys and values of one token in all layers, a slot its place in the buffers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,29 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.key_values import CacheState, KeyValues, Positions, to_device
-from sirchat.memory.rope import CosSin, Rotation
+from sirchat.memory.row_buffers import Cursor, RowBuffers, Turns
+from sirchat.memory.row_buffers import LayerRotation as LayerRotation
 
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]
 
-
-@dataclass(frozen=True)
-class LayerRotation:
-    """The rotary position embeddings of one layer's keys and values; None: not rotated."""
-
-    key: Rotation | None
-    value: Rotation | None = None
-
-
-@dataclass
-class Cursor:
-    """Numbers of cache slots, which are the same for all layers."""
-
-    length: int  # in use
-    capacity: int  # allocated
-    written: int = 0  # by the last forward pass
-    # int64 [1] on the device: the slot to which a pass writes its row, which then reads all slots.
-    slot: Tensor | None = None
+Store = Callable[[KeyValues], object]  # gets rows that leave the cache
 
 
 class BoundedCache:
@@ -71,15 +54,10 @@ class BoundedCache:
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
         where: Sequence[torch.device | None] = devices or [None] * len(rotations)
-        self.layers = self._new_layers(
-            [
-                (self.cursor, rotation, dtype, device)
-                for rotation, device in zip(rotations, where, strict=True)
-            ]
-        )
+        self._rows = RowBuffers(self.cursor, rotations, dtype, where)
+        self.layers = self._new_layers([(self._rows, number) for number in range(len(where))])
         self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
-        # Keys of layer 0, values of layer 0, keys of layer 1, and so on.
-        self._tensors = [tensor for layer in self.row_layers for tensor in layer.tensors]
+        self._tensors = self._rows.tensors
         self._with_state = [layer for layer in self.layers if isinstance(layer, HoldsState)]
         self._state: CacheState = tuple({} for _ in self._with_state)
         self._is_clean = True  # whether no pass has begun since the last commit
@@ -102,6 +80,14 @@ class BoundedCache:
     def capacity(self) -> int:
         """Number of slots in the buffers."""
         return self.cursor.capacity
+
+    @property
+    def pool(self) -> Tensor | None:
+        """[L, 3, H, capacity, D]: keys as attention reads them, keys as first written, values.
+
+        None before the first rows, and if the layers differ. `grow_to` makes a new one.
+        """
+        return self._rows.pool
 
     @property
     def has_state(self) -> bool:
@@ -177,15 +163,20 @@ class BoundedCache:
         self.cursor.length = end
 
     @torch.inference_mode()
-    def keep(self, rows: Tensor) -> None:
-        """Remove all rows but those numbered `rows` [k] (int64, ascending) and inserted ones."""
-        if self._inserted:
-            before = int((rows < self._inserted.start).sum())
-            inserted = torch.arange(self._inserted.start, self._inserted.stop)
-            slots = self.slots_of(rows)
-            rows = torch.cat((slots[:before], inserted, slots[before:]))
-            self._inserted = range(before, before + len(inserted))
-        self._keep_slots(rows)
+    def keep(self, rows: Tensor, leaving: Tensor | None = None, store: Store | None = None) -> None:
+        """Remove all rows but those numbered `rows` [k] (int64, ascending) and inserted ones.
+
+        Before, `store` gets a copy of the rows numbered `leaving`, as first written.
+        """
+        before = int((rows < self._inserted.start).sum())
+        inserted = torch.arange(self._inserted.start, self._inserted.stop)
+        kept, leaving = self.slots_of(rows), self.slots_of(rows[:0] if leaving is None else leaving)
+        kept = torch.cat((kept[:before], inserted, kept[before:]))
+        moved = (kept != torch.arange(len(kept))).nonzero()
+        start = int(moved[0, 0]) if len(moved) else len(kept)
+        self._move(kept[start:], start, leaving, store)
+        self._inserted = range(before, before + len(inserted))
+        self.cursor.length = len(kept)
 
     @torch.inference_mode()
     def insert(self, start: int, layers: list[KeyValues]) -> None:
@@ -196,23 +187,21 @@ class BoundedCache:
         self.remove_inserted()
         end, count = self.length, len(layers[0])
         self.grow_to(end + count)
-        slots = torch.arange(start, start + count)
-        for layer, rows in zip(self.row_layers, layers, strict=True):
-            new = torch.from_numpy(rows.positions) if self.absolute_positions else slots
-            moves = CosSin(torch.from_numpy(rows.written_at), new)
-            for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
-                device = tensor.attended.device
-                cos_sin = moves.of(tensor.rotation, device)
-                tensor.insert(start, end, to_device(given, device), cos_sin)
-        for column in (self._written_at, self._stream):
-            column[start + count : end + count] = column[start:end].copy()
+        moved = torch.arange(start, end)
+        self._move(moved, start + count, moved[:0])
+        slots, turns = torch.arange(start, start + count), dict[int, Tensor]()
+        for layer, rows in enumerate(layers):
+            every = self._turns(rows.written_at, slots, rows.positions)
+            turns |= {at: every[at] for at in (2 * layer, 2 * layer + 1) if at in every}
+        self._put(start, [one for rows in layers for one in rows.tensors], turns)
+        new = slice(start, start + count)
+        for part in self._rows.parts(count):
+            if part.rotation is not None:  # as each layer's were written at other positions
+                part.rows[:, 1, :, new] = part.rows[:, 0, :, new]
         self._written_at[start : start + count] = slots.numpy()
         self._stream[start : start + count] = -1  # inserted rows differ from layer to layer
         self._inserted = range(start, start + count)
         self.cursor.length = end + count
-        moved = torch.arange(start + count, end + count)
-        written_at = torch.from_numpy(self._written_at[start + count : end + count])
-        self._compact(moved, start + count, written_at, self._rotary_positions(moved))
 
     @torch.inference_mode()
     def remove_inserted(self) -> None:
@@ -220,7 +209,7 @@ class BoundedCache:
         rows = torch.arange(self.length - self.inserted_count)
         slots, self._inserted = self.slots_of(rows), range(0)
         if len(slots) < self.length:
-            self._keep_slots(slots)
+            self.keep(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
         """The slots [k] of the rows numbered `rows` [k]."""
@@ -234,21 +223,19 @@ class BoundedCache:
 
         `positions` [k] are their stream positions.
         """
-        rows = self.slots_of(rows)
-        tensors = [tensor.first_written(rows) for tensor in self._tensors]
-        return KeyValues(positions, self._written_at[rows.numpy()], tensors)
+        found, slots = list[KeyValues](), self.slots_of(rows)
+        self.layer_values(len(self.row_layers) - 1)  # an error before the first pass
+        self._move(slots[:0], 0, slots, found.append)
+        return replace(found[0], positions=positions)
 
     @torch.inference_mode()
     def rotated(self, rows: KeyValues, slots: Tensor) -> KeyValues:
         """First-written `rows` [k], rotated as attention would read them in `slots` [k]."""
-        new = torch.from_numpy(rows.positions) if self.absolute_positions else slots
-        moves = CosSin(torch.from_numpy(rows.written_at), new)
-        moved = list[Tensor]()
-        for tensor, given in zip(self._tensors, rows.tensors, strict=True):
-            rotation, cos_sin = tensor.rotation, moves.of(tensor.rotation, given.device)
-            if rotation is not None and cos_sin is not None:
-                given = rotation.apply(given, *cos_sin)
-            moved.append(given)
+        moved, turns = list(rows.tensors), self._turns(rows.written_at, slots, rows.positions)
+        on_device = to_device(list(turns.values()), moved[0].device)
+        for number, turn in zip(turns, on_device, strict=True):
+            if (rotation := self._tensors[number].rotation) is not None:
+                moved[number] = rotation.apply(moved[number], *turn)
         return KeyValues(rows.positions, rows.written_at, moved)
 
     @torch.inference_mode()
@@ -257,14 +244,13 @@ class BoundedCache:
         count = len(rows)
         self._inserted = range(0)
         self.grow_to(count)
-        self._stream[:count] = rows.positions
-        written_at = torch.from_numpy(rows.written_at)
-        moves = CosSin(written_at, self._rotary_positions(torch.arange(count)))
-        for tensor, given in zip(self._tensors, rows.tensors, strict=True):
-            device = tensor.device or given.device
-            cos_sin = moves.of(tensor.rotation, device)
-            tensor.replace(self.cursor, to_device(given, device), cos_sin)
-        self._written_at[:count] = rows.written_at
+        for layer, tensors in enumerate(self._rows.layers):
+            if tensors[0].buffer is None:
+                given = rows.tensors[2 * layer : 2 * layer + 2]
+                self._rows.allocate(layer, *(one[None] for one in given))
+        turns = self._turns(rows.written_at, torch.arange(count), rows.positions)
+        self._put(0, rows.tensors, turns)
+        self._stream[:count], self._written_at[:count] = rows.positions, rows.written_at
         self.cursor.length = count
 
     @torch.inference_mode()
@@ -290,8 +276,7 @@ class BoundedCache:
             setattr(self, name, grown)
         self._slots = np.arange(capacity)
         self.cursor.capacity = capacity
-        for tensor in self._tensors:
-            tensor.grow(self.cursor)
+        self._rows.grow()
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
@@ -303,7 +288,8 @@ class BoundedCache:
         views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]
         if len(slots) == self.length:
             return views
-        return [view.index_select(1, slots.to(view.device)) for view in views]
+        on = {device: to_device([slots], device)[0] for device in self.devices}
+        return [view.index_select(1, on[view.device]) for view in views]
 
     def layer_keys(self, layer: int) -> Tensor:
         """The n cached keys of a layer, as attention reads them: a view [1, H, n, D]."""
@@ -327,151 +313,52 @@ class BoundedCache:
             layer.set_state(state)
         self._is_clean = True
 
-    def _rotary_positions(self, slots: Tensor) -> Tensor:
-        """The rotary positions [n] of the keys in `slots` [n]."""
-        if not self.absolute_positions:
-            return slots
-        return torch.from_numpy(self._stream[slots.numpy()].clip(min=0))
+    def _turns(self, written_at: Positions, slots: Tensor, stream: Positions) -> Turns:
+        """What rotates rows with stream positions `stream` [n] to `slots` [n]."""
+        old = torch.from_numpy(written_at)
+        new = torch.from_numpy(stream.clip(min=0)) if self.absolute_positions else slots
+        turns = dict[int, Tensor]()
+        for rotation, numbers in self._rows.turned.items():
+            turns |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
+        return turns
 
-    def _keep_slots(self, kept: Tensor) -> None:
-        slots = torch.arange(len(kept))
-        moved = (kept != slots).nonzero()
-        start = int(moved[0, 0]) if len(moved) else len(kept)
-        tail = kept[start:]
-        if len(tail):
-            written_at = self._written_at[tail.numpy()]
-            self._stream[start : len(kept)] = self._stream[tail.numpy()]
-            new = self._rotary_positions(slots[start:])
-            self._compact(tail, start, torch.from_numpy(written_at), new)
-            self._written_at[start : len(kept)] = written_at
-        self.cursor.length = len(kept)
+    def _move(self, slots: Tensor, start: int, leaving: Tensor, store: Store | None = None) -> None:
+        """Move rows in `slots` [n] to those from `start` on; before, `store` those in `leaving`."""
+        at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
+        written_at, stream = self._written_at[at], self._stream[at]
+        turns = self._turns(written_at, torch.arange(start, end), stream)
+        parts = self._rows.parts(max(len(slots), len(leaving)))
+        given = [slots, leaving, *turns.values()]
+        on = {device: to_device(given, device) for device in {part.rows.device for part in parts}}
+        if store is not None:
+            blocks = (part.chosen(on[part.rows.device][1]) for part in parts)
+            tensors = [one for block in blocks for one in block.flatten(0, 1)]
+            store(KeyValues(self._stream[gone], self._written_at[gone], tensors))
+        for part in parts if len(slots) else ():
+            index, _, *turned = on[part.rows.device]
+            part.write(start, part.chosen(index), dict(zip(turns, turned, strict=True)))
+        self._written_at[start:end], self._stream[start:end] = written_at, stream
 
-    def _compact(self, tail: Tensor, start: int, old: Tensor, new: Tensor) -> None:
-        """Move the slots `tail` [t] to those from `start` on, rotated from `old` to `new`."""
-        moves = CosSin(old, new)
-        on_device: dict[torch.device, Tensor] = {}
-        for tensor in self._tensors:
-            if tensor.buffer is not None:
-                device = tensor.buffer.device
-                index = on_device.setdefault(device, tail.to(device))
-                tensor.compact(index, start, moves.of(tensor.rotation, device))
-
-
-class CachedTensor:
-    """The keys or the values of one layer, in a buffer [copies, 1, H, capacity, D].
-
-    With a `rotation`, copy 0 has the rows as attention reads them, copy 1 as first written.
-    """
-
-    def __init__(
-        self,
-        rotation: Rotation | None,
-        dtype: torch.dtype | None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.rotation = rotation
-        self._dtype, self.device = dtype, device
-        self.buffer: Tensor | None = None
-
-    def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Write m new `rows` [1, H, m, D] after the n rows in use.
-
-        Returns all rows [1, H, n + m, D] as attention reads them, in the type of `rows`: a view, or
-        a copy if the buffer has another type.
-        """
-        count = rows.shape[2]
-        end = cursor.length + count
-        if self.buffer is None:
-            self.buffer = self._allocate(cursor, rows)
-        if end > self.buffer.shape[3]:  # `narrow` would fail too, but not name the limit
-            raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
-        # narrow takes half the time of indexing, and this runs for every token and layer
-        self.buffer.narrow(3, cursor.length, count).copy_(rows)
-        return self.attended.narrow(2, 0, end).to(rows.dtype)
-
-    def write_at(self, slot: Tensor, row: Tensor) -> Tensor:
-        """Write one row [1, H, 1, D] to `slot` [1]; returns all slots, those not in use, too."""
-        assert self.buffer is not None
-        rows = row.to(self.buffer.dtype).expand(len(self.buffer), *row.shape)
-        self.buffer.index_copy_(3, slot, rows)
-        return self.attended.to(row.dtype)
-
-    def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in the slots `tail` [t] to those from `start` on, and rotate them."""
-        if self.buffer is None:
-            return
-        end = start + len(tail)
-        rows = self.buffer[-1][:, :, tail]  # [1, H, t, D]; index_select takes twice as long
-        self.buffer[-1, :, :, start:end] = rows
-        if self.rotation is not None and cos_sin is not None:
-            self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *cos_sin)
-
-    def first_written(self, slots: Tensor) -> Tensor:
-        """A copy [H, k, D] of the rows in `slots` [k], as first written."""
-        if self.buffer is None:
-            raise LookupError("this layer has not been written yet")
-        return self.buffer[-1].index_select(2, slots.to(self.buffer.device))[0]
-
-    def replace(self, cursor: Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to slots 0 to n - 1, and rotate them."""
-        count = rows.shape[1]
-        if self.buffer is None:
-            self.buffer = self._allocate(cursor, rows[None])
-        written = self.buffer[-1]
-        written[0, :, :count] = rows
-        if self.rotation is not None and cos_sin is not None:
-            self.attended[0, :, :count] = self.rotation.apply(written[0, :, :count], *cos_sin)
-
-    def insert(
-        self, start: int, end: int, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """Insert `rows` [H, k, D], rotated, before slot `start`, also as first-written ones.
-
-        The first-written rows in slots `start` to `end` - 1 move up by k; the caller rotates them.
-        """
-        assert self.buffer is not None
-        count, written = rows.shape[1], self.buffer[-1]
-        written[:, :, start + count : end + count] = written[:, :, start:end].clone()
-        if self.rotation is not None and cos_sin is not None:
-            rows = self.rotation.apply(rows, *cos_sin).to(rows.dtype)
-            self.attended[0, :, start : start + count] = rows
-        written[0, :, start : start + count] = rows
-
-    def grow(self, cursor: Cursor) -> None:
-        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
-        if self.buffer is None:
-            return
-        copies, batch, heads, _, dims = self.buffer.shape
-        grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
-        grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
-        self.buffer, self.attended = grown, grown[0]
-
-    def _allocate(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        copies = 1 if self.rotation is None else 2
-        shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-        self.device = self.device or rows.device
-        buffer = rows.new_empty(shape, dtype=self._dtype or rows.dtype, device=self.device)
-        self.attended = buffer[0]  # [1, H, capacity, D]
-        return buffer
+    def _put(self, start: int, tensors: Sequence[Tensor], turns: Turns) -> None:
+        """Write first-written rows, [H, n, D] of all tensors, to the slots from `start` on."""
+        for part in self._rows.parts(tensors[0].shape[1]):
+            own = [tensors[number] for number in part.numbers]
+            moved = to_device([*own, *turns.values()], part.rows.device)
+            rows, turned = torch.stack(moved[: len(own)]), moved[len(own) :]
+            rows = rows.view(len(part.rows), -1, *rows.shape[1:])
+            part.write(start, rows, dict(zip(turns, turned, strict=True)))
 
 
-RowArguments = tuple[Cursor, LayerRotation, torch.dtype | None, torch.device | None]
+RowArguments = tuple[RowBuffers, int]  # the buffers of all layers, and the layer's number
 
 
 class RowLayer:
     """The keys and values of one layer; one with a sliding window stores as many as any other."""
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        rotation: LayerRotation,
-        dtype: torch.dtype | None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, rows: RowBuffers, number: int) -> None:
         super().__init__()
-        self.cursor = cursor
-        key, value = rotation.key, rotation.value
-        self.tensors = CachedTensor(key, dtype, device), CachedTensor(value, dtype, device)
+        self.cursor, self.tensors = rows.cursor, rows.layers[number]
+        self._rows, self._number = rows, number
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -480,6 +367,8 @@ class RowLayer:
         keys, values = self.tensors
         if (slot := self.cursor.slot) is not None:
             return keys.write_at(slot, key_states), values.write_at(slot, value_states)
+        if keys.buffer is None:
+            self._rows.allocate(self._number, key_states, value_states)
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
 

@@ -102,8 +102,8 @@ class KeyValueStore:
         """Evict all but the cache's rows numbered `rows` [k]; returns the evicted positions."""
         evicted = np.ones(self.ledger.held_count, bool)
         evicted[rows.numpy()] = False
-        self._archive_rows(np.flatnonzero(evicted))
-        self.cache.keep(rows)
+        leaving, _ = self._unarchived(np.flatnonzero(evicted))
+        self.cache.keep(rows, leaving, self.archive.add if len(leaving) else None)
         positions = self.ledger.keep(rows, self._evicted_state)
         self._shrink()
         return positions
@@ -237,11 +237,15 @@ class KeyValueStore:
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
         """Copy the cache's rows numbered `rows` [k] to the archive, if it lacks them."""
+        chosen, positions = self._unarchived(rows)
+        if len(positions):
+            self.archive.add(self.cache.first_written(chosen, positions))
+
+    def _unarchived(self, rows: NDArray[np.int64]) -> tuple[Tensor, Positions]:
+        """Which of the cache's rows numbered `rows` the archive lacks, and their positions."""
         positions = self.ledger.held_positions[rows]
         new = ~self.archive.has(positions)
-        if new.any():
-            chosen = torch.from_numpy(rows[new])
-            self.archive.add(self.cache.first_written(chosen, positions[new]))
+        return torch.from_numpy(rows[new]), positions[new]
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
         """Make the cache hold what is at `positions` [n]; it has the rows numbered `rows` [k]."""

@@ -6,8 +6,9 @@ for it. Copies to a GPU come from pinned memory and run on the stream of the com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
+
+_JOINED = 2**26  # most bytes of tensors that are joined for one copy, which takes as many again
 
 # A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
 # key of a tensor is its kind, `conv` or `recurrent`, and its number.
@@ -44,7 +47,7 @@ class KeyValues:
 
     def to(self, device: torch.device | str) -> KeyValues:
         """The same on `device`."""
-        tensors = [tensor.to(device) for tensor in self.tensors]
+        tensors = to_device(self.tensors, torch.device(device))
         return KeyValues(self.positions, self.written_at, tensors)
 
     def take(self, index: NDArray[np.int64]) -> KeyValues:
@@ -58,11 +61,15 @@ def merged(first: KeyValues, second: KeyValues) -> KeyValues:
     """Copies of both, in ascending order of position, on the devices of the first."""
     positions = np.concatenate([first.positions, second.positions])
     order = np.argsort(positions)
-    chosen = torch.from_numpy(order)
-    tensors = [
-        torch.cat([a, to_device(b, a.device)], dim=1).index_select(1, chosen.to(a.device))
-        for a, b in zip(first.tensors, second.tensors, strict=True)
-    ]
+    device = first.tensors[0].device
+    index, *theirs = to_device([torch.from_numpy(order), *second.tensors], device)
+    if device.type != "cpu" and len({(one.shape, one.device) for one in first.tensors}) == 1:
+        block = torch.cat([torch.stack(first.tensors), torch.stack(theirs)], dim=2)
+        tensors = list(block.index_select(2, index))
+    else:
+        pairs = zip(first.tensors, theirs, strict=True)
+        ready = (to_device([one, other, index], one.device) for one, other in pairs)
+        tensors = [torch.cat(both, dim=1).index_select(1, chosen) for *both, chosen in ready]
     written_at = np.concatenate([first.written_at, second.written_at])[order]
     return KeyValues(positions[order], written_at, tensors)
 
@@ -92,22 +99,26 @@ class Transfers:
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Start to copy tensors, which must not change until the copies are finished."""
-        copies, streams = list[Tensor](), dict[torch.device, Any]()
-        for tensor in tensors:
-            device = tensor.device
-            if not tensor.is_cuda:
-                copies.append(tensor.to("cpu"))
-                continue
-            if device not in streams:
-                streams[device] = self._stream(device)
-                streams[device].wait_stream(torch.cuda.current_stream(device))
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            with torch.cuda.stream(streams[device]):
-                copy.copy_(tensor, non_blocking=True)
-            tensor.record_stream(streams[device])  # keeps its memory until the copy is finished
-            copies.append(copy)
-        return Transfer(copies, [stream.record_event() for stream in streams.values()])
+        """Start to copy tensors, which must not change until the copies are finished.
+
+        Up to 64 MiB, there is one copy from each device.
+        """
+        ends = list[Any]()
+        copies = _copied(tensors, torch.device("cpu"), partial(self._start, ends))
+        return Transfer(copies, ends)
+
+    def _start(self, ends: list[Any], tensor: Tensor) -> Tensor:
+        """Start to copy a tensor; adds an event, the copy's end, to `ends`."""
+        if not tensor.is_cuda:
+            return tensor.cpu()
+        stream = self._stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # keeps its memory until the copy is finished
+        ends.append(stream.record_event())
+        return copy
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
@@ -115,13 +126,34 @@ class Transfers:
         return self._streams[device]
 
 
-def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """The tensor on `device`, itself if it is there or `device` is None.
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on `device`, copied if they are on another one; the same one is copied once.
 
-    The CPU does not wait for a copy to a GPU.
+    Up to 64 MiB, there is one copy from each device. The CPU does not wait for a copy to a GPU.
     """
-    if device is None or tensor.device == device:
-        return tensor
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+
+    def copy(one: Tensor) -> Tensor:
+        to_gpu = device.type == "cuda" and not one.is_cuda
+        return (one.pin_memory() if to_gpu else one).to(device, non_blocking=to_gpu)
+
+    return _copied(tensors, device, copy)
+
+
+def _copied(
+    tensors: Sequence[Tensor], device: torch.device, copy: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The tensors; `copy` copies those that are not on `device`, from each other one at once."""
+    moving = {id(one): one for one in tensors if one.device != device}
+    moved = dict[int, Tensor]()
+    for source in {one.device for one in moving.values()}:
+        here = [one for one in moving.values() if one.device == source]
+        if sum(one.nbytes for one in here) > _JOINED:
+            moved |= {id(one): copy(one) for one in here}
+            continue
+        here.sort(key=lambda one: -one.element_size())  # so that all are aligned
+        flat = [one.contiguous().as_strided((one.numel(),), (1,)) for one in here]
+        joined = torch.cat([one.view(torch.uint8) for one in flat])
+        parts = torch.split(copy(joined), [one.nbytes for one in here])
+        for one, part in zip(here, parts, strict=True):
+            moved[id(one)] = part.view(one.dtype).view(one.shape)
+    return [moved.get(id(one), one) for one in tensors]

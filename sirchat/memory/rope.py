@@ -56,28 +56,6 @@ class Rotation:
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
-class CosSin:
-    """Cosines and sines that rotate n keys from rotary positions `old` [n] to `new` [n].
-
-    They are computed once for each device and each set of frequencies.
-    """
-
-    def __init__(self, old: Tensor, new: Tensor) -> None:
-        self._positions = old, new
-        self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
-
-    def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines of a rotation, if there is one, each [n, d/2], on `device`."""
-        if rotation is None:
-            return None
-        for other, where, cos_sin in self._computed:
-            if where == device and other.has_same_angles(rotation):
-                return cos_sin
-        cos, sin = rotation.cos_sin(*self._positions)
-        self._computed.append((rotation, device, (cos.to(device), sin.to(device))))
-        return self._computed[-1][2]
-
-
 def unrotated(vectors: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
     """Keys or values [H, k, D] without their `rotation`, in float32.
 

@@ -109,7 +109,7 @@ def test_rows_leave_a_gpu_on_a_stream_of_their_own() -> None:
         archive.add(rows([at, at + 1]).to(gpu))
         torch.full((2**20,), -1.0, device=gpu)  # may get the memory of those rows
     check_fetched(archive, list(range(40)))
-    back = to_device(archive.fetch(np.arange(40)).tensors[0], gpu)
+    (back,) = to_device(archive.fetch(np.arange(40)).tensors[:1], gpu)
     assert back.is_cuda
     assert back[0, :, 0].tolist() == list(range(40))
 

@@ -22,6 +22,7 @@ HEADS, HEAD_DIM = 2, 8
 WHOLE = Rotation(1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
 LAST = Rotation(1e2 ** -(torch.arange(0, 4, 2) / 4), interleaved=True, offset=4)
 LAYERS = [LayerRotation(WHOLE), LayerRotation(None), LayerRotation(None, LAST)]
+POOLED = [LayerRotation(WHOLE), LayerRotation(Rotation(WHOLE.inv_freq / 3))]  # in one tensor
 
 steps = st.lists(
     st.one_of(
@@ -43,10 +44,13 @@ class Row:
 
 
 @pytest.mark.slow
-@given(steps)
-@settings(max_examples=60)
-def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[str, Any]]) -> None:
-    cache, rows = BoundedCache(LAYERS, capacity=40), list[Row]()
+@pytest.mark.parametrize("layers", [LAYERS, POOLED])
+@given(plan=steps)
+@settings(max_examples=30)
+def test_slot_i_holds_row_i_as_first_written_and_rotated_once(
+    plan: list[tuple[str, Any]], layers: list[LayerRotation]
+) -> None:
+    cache, rows = BoundedCache(layers, capacity=40), list[Row]()
     for step, what in plan:
         if step == "reserve":
             cache.grow_to(what)
@@ -60,7 +64,7 @@ def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[s
             if step == "read":  # what is not committed is lost
                 cache.commit(what)
                 rows += [Row(part, len(rows) + i) for i, part in enumerate(written)]
-        check(cache, rows)
+        check(cache, rows, layers)
 
 
 def test_attention_reads_the_new_rows_before_they_are_committed() -> None:
@@ -136,7 +140,7 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
 
 def write(cache: BoundedCache, count: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Write random rows to every layer; returns for each row its layers' keys and values."""
-    layers = [random_rows(count) for _ in LAYERS[: len(cache.layers)]]
+    layers = [random_rows(count) for _ in cache.layers]
     for layer, (keys, values) in enumerate(layers):
         cache.layers[layer].update(keys, values)
     return [[(k[:, :, [i]], v[:, :, [i]]) for k, v in layers] for i in range(count)]
@@ -147,9 +151,9 @@ def random_rows(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape), torch.randn(shape)
 
 
-def check(cache: BoundedCache, rows: list[Row]) -> None:
+def check(cache: BoundedCache, rows: list[Row], layers: list[LayerRotation]) -> None:
     assert cache.length == len(rows)
-    for layer, rotations in enumerate(LAYERS):
+    for layer, rotations in enumerate(layers):
         for slot, row in enumerate(rows):
             for i, rotation in enumerate((rotations.key, rotations.value)):
                 expected = row.tensors[layer][i]

@@ -1,0 +1,367 @@
+"""Keys and values of all layers in one tensor: as exact as buffers apart, and moved at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import simulated_devices as simulation
+from held_rows import append_rows
+from simulated_devices import DEVICES, KIND, simulated_devices
+from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.key_value_store import KeyValueStore
+from sirchat.memory.key_values import KeyValues, Positions, Transfers, to_device
+from sirchat.memory.ledger import Ledger
+from sirchat.memory.rope import Rotation
+
+HEADS, DIMS, CAPACITY = 2, 8, 24
+TURN = Rotation(9 ** -(torch.arange(0, DIMS, 2) / DIMS))
+NEAR, FAR = LayerRotation(TURN), LayerRotation(Rotation(TURN.inv_freq / 7))
+LAYERS = [NEAR, FAR, NEAR]  # as in Gemma, not all have the same frequencies
+OTHER = LayerRotation(None)  # a layer that is not rotated, so that all have buffers of their own
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["read", "keep", "restore", "insert", "remove", "reserve", "positions"]),
+        st.integers(0, 2**32),
+    ),
+    max_size=9,
+)
+
+
+def new_cache(layers: list[LayerRotation], device: torch.device) -> BoundedCache:
+    return BoundedCache(layers, CAPACITY, torch.bfloat16, [device] * len(layers))
+
+
+def random_rows(count: int, seed: int, heads: int = HEADS, dims: int = DIMS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, heads, count, dims), generator=generator).bfloat16()
+
+
+def write(cache: BoundedCache, count: int, seed: int, at: Positions | None = None) -> None:
+    for number, layer in enumerate(cache.layers):
+        rows = (random_rows(count, seed + 2 * number + which) for which in (0, 1))
+        layer.update(*to_device(list(rows), cache._tensors[0].device or torch.device("cpu")))
+    cache.commit(count, at)
+
+
+def part_of(rows: KeyValues, layer: int, chosen: list[int]) -> KeyValues:
+    index = torch.tensor(chosen)
+    tensors = [one.cpu()[:, index] for one in rows.tensors[2 * layer : 2 * layer + 2]]
+    return KeyValues(rows.positions[chosen], rows.written_at[chosen], tensors)
+
+
+@dataclass
+class Held:
+    """A cache, the stream positions of its rows, and first-written rows of an earlier step."""
+
+    cache: BoundedCache
+    positions: Positions
+    seen: int = 0
+    stored: KeyValues | None = None
+
+    def do(self, step: str, seed: int) -> None:
+        """Carry out a step, if it is possible."""
+        cache, draw, held = self.cache, Random(seed), len(self.positions)
+        if step == "read":
+            cache.remove_inserted()
+            new = np.arange(self.seen, self.seen + draw.randint(1, 5))
+            cache.grow_to(held + len(new))
+            write(cache, len(new), seed, new)
+            self.seen, self.positions = self.seen + len(new), np.append(self.positions, new)
+        elif step == "reserve":
+            cache.grow_to(cache.capacity + draw.randint(1, 9))
+        elif step == "keep":
+            left, is_kept = list[KeyValues](), np.array([draw.random() < 0.7 for _ in range(held)])
+            kept, leaving = (torch.from_numpy(np.flatnonzero(one)) for one in (is_kept, ~is_kept))
+            expected = cache.first_written(leaving, self.positions[~is_kept])
+            cache.keep(kept, leaving, left.append)
+            assert same(left[0], expected)
+            self.stored = expected if len(expected) else self.stored
+            self.positions = self.positions[is_kept]
+        elif self.stored is not None and step == "restore":
+            cache.replace(self.stored)
+            self.positions = self.stored.positions
+        elif self.stored is not None and step == "insert":
+            start, every = draw.randint(0, held), range(len(self.stored))
+            rows = [draw.choices(every, k=2) for _ in cache.layers]
+            parts = [part_of(self.stored, layer, chosen) for layer, chosen in enumerate(rows)]
+            cache.insert(start, parts)
+        elif step == "remove":
+            cache.remove_inserted()
+        elif step == "positions":
+            cache.remove_inserted()
+            cache.set_positions(absolute_positions=draw.random() < 0.5)
+
+
+def same(one: KeyValues, other: KeyValues) -> bool:
+    pairs = zip(one.tensors, other.tensors, strict=False)  # the last layer may be `OTHER`
+    return (
+        one.positions.tolist() == other.positions.tolist()
+        and one.written_at.tolist() == other.written_at.tolist()
+        and all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+    )
+
+
+def all_read(cache: BoundedCache) -> list[Tensor]:
+    layers = range(len(cache.layers))
+    return [view(at) for at in layers for view in (cache.layer_keys, cache.layer_values)]
+
+
+@given(steps)
+@settings(max_examples=8, deadline=None)
+def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
+    plan: list[tuple[str, int]],
+) -> None:
+    with simulated_devices(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sirchat.memory.row_buffers._AT_ONCE", 1_000)  # all layers of few rows
+        cpu = torch.device("cpu")
+        places = ([*LAYERS, OTHER], cpu), (LAYERS, cpu), (LAYERS, DEVICES[0])
+        apart, *pooled = every = [Held(new_cache(*one), np.zeros(0, np.int64)) for one in places]
+        for step, seed in [("read", 1), ("read", 2), ("keep", 3), *plan]:
+            for one in every:
+                one.do(step, seed)
+            rows, positions = torch.arange(len(apart.positions)), apart.positions
+            expected, *found = (one.cache.first_written(rows, positions) for one in every)
+            assert all(same(one, expected) for one in found)
+            assert apart.cache.pool is None
+            for cache in (one.cache for one in pooled):
+                assert cache.pool is not None
+                assert cache.pool.shape == (3, 3, HEADS, cache.capacity, DIMS)
+                views = zip(all_read(cache), all_read(apart.cache), strict=False)
+                assert all(torch.equal(one.cpu(), other) for one, other in views)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
+def test_an_inserted_row_is_rotated_from_where_its_own_layer_wrote_it(
+    layers: list[LayerRotation],
+) -> None:
+    cache = new_cache(layers, torch.device("cpu"))
+    write(cache, 9, seed=0)
+    first = cache.first_written(torch.arange(9), np.arange(9))
+    cache.keep(torch.arange(4, 9))
+    cache.insert(2, [part_of(first, layer, [layer, 3 - layer]) for layer in range(len(layers))])
+    for layer, rotation in enumerate(layers):
+        written_at = torch.tensor([4, 5, layer, 3 - layer, 6, 7, 8])
+        keys, values = (one[:, written_at] for one in first.tensors[2 * layer : 2 * layer + 2])
+        assert torch.equal(cache.layer_keys(layer)[0], turned(keys, rotation, written_at))
+        assert torch.equal(cache.layer_values(layer)[0], values)
+
+
+def turned(keys: Tensor, rotation: LayerRotation, written_at: Tensor) -> Tensor:
+    """Keys [H, n, D], rotated from `written_at` [n] to slots 0 to n - 1."""
+    if rotation.key is None:
+        return keys
+    turn = rotation.key.cos_sin(written_at, torch.arange(len(written_at)))
+    return rotation.key.apply(keys, *turn).to(keys.dtype)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
+def test_an_inserted_row_then_moves_from_where_it_was_inserted(layers: list[LayerRotation]) -> None:
+    cache = new_cache(layers, torch.device("cpu"))
+    write(cache, 9, seed=0)
+    first = cache.first_written(torch.arange(9), np.arange(9))
+    cache.insert(4, [part_of(first, layer, [layer, 3 - layer]) for layer in range(len(layers))])
+    inserted = [cache.layer_keys(layer)[0, :, 4:6].clone() for layer in range(len(layers))]
+    cache.keep(torch.tensor([1, 3, 8]))
+    for layer, rotation in enumerate(layers):
+        keys = first.tensors[2 * layer]
+        keys = torch.cat([keys[:, [1, 3]], inserted[layer], keys[:, [8]]], 1)
+        expected = turned(keys, rotation, torch.tensor([1, 3, 4, 5, 8]))
+        assert torch.equal(cache.layer_keys(layer)[0], expected)
+
+
+def test_a_tensors_buffer_is_a_part_of_the_pool_and_looks_like_one_of_its_own() -> None:
+    cache, apart = (new_cache(layers, torch.device("cpu")) for layers in (LAYERS, [*LAYERS, OTHER]))
+    for size in (CAPACITY, 2 * CAPACITY):
+        for one in (cache, apart):
+            one.grow_to(size)
+            write(one, 4, seed=size)
+        assert cache.pool is not None
+        assert cache.pool.is_contiguous()
+        assert cache.nbytes == cache.pool.nbytes
+        for ours, theirs in zip(cache._tensors, apart._tensors, strict=False):
+            assert ours.buffer is not None
+            assert theirs.buffer is not None
+            assert ours.buffer.is_contiguous()
+            assert ours.buffer.stride() == theirs.buffer.stride()
+            assert ours.buffer.shape == theirs.buffer.shape
+        keys, values = (tensor.buffer for tensor in cache.row_layers[1].tensors)
+        assert keys is not None
+        assert values is not None
+        assert torch.equal(cache.pool[1, :, :, :4], torch.cat([keys, values])[:, 0, :, :4])
+        cache.pool.zero_()
+        assert not keys.any()
+
+
+@pytest.mark.parametrize(
+    ("layers", "shapes"),
+    [
+        ([NEAR, NEAR], [(2, 8, 8), (1, 8, 8)]),  # the second layer has fewer heads
+        ([NEAR, NEAR], [(2, 8, 8), (2, 8, 4)]),  # its values are shorter
+        ([NEAR, NEAR], [(2, 8, 4), (2, 8, 4)]),  # as in all layers
+        ([LayerRotation(None, TURN)] * 2, [(2, 8, 8)] * 2),  # only values are rotated
+        ([LayerRotation(None)] * 2, [(2, 8, 8)] * 2),
+        ([NEAR, LayerRotation(Rotation(torch.ones(2)))], [(2, 8, 8)] * 2),  # a part of each key
+        ([NEAR, LayerRotation(Rotation(TURN.inv_freq, interleaved=True))], [(2, 8, 8)] * 2),
+    ],
+)
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_layers_that_differ_have_buffers_apart(
+    layers: list[LayerRotation], shapes: list[tuple[int, int, int]], how: str
+) -> None:
+    cache, rows = BoundedCache(layers, CAPACITY), list[Tensor]()
+    for heads, *dims in shapes:
+        rows += [random_rows(6, len(rows) + at, heads, dims[at]) for at in (0, 1)]
+    if how == "written":
+        for number, layer in enumerate(cache.layers):
+            layer.update(*rows[2 * number : 2 * number + 2])
+        cache.commit(6)
+    else:
+        cache.replace(KeyValues(np.arange(6), np.arange(6), [one[0] for one in rows]))
+    assert cache.pool is None
+    for one, tensor in zip(rows, cache._tensors, strict=True):
+        assert tensor.buffer is not None
+        size = one.nbytes // 6 * CAPACITY * (1 if tensor.rotation is None else 2)
+        assert size == tensor.buffer.nbytes == tensor.buffer.untyped_storage().nbytes()
+    kept = torch.tensor([0, 2, 5])
+    cache.keep(kept)
+    found = cache.first_written(torch.arange(3), np.arange(3))
+    assert all(map(torch.equal, found.tensors, [one[0, :, kept] for one in rows]))
+    for number, tensor in enumerate(cache._tensors):
+        view = (cache.layer_keys, cache.layer_values)[number % 2](number // 2)
+        expected = rows[number][:, :, kept]
+        if tensor.rotation is not None:
+            turn = tensor.rotation.cos_sin(kept, torch.arange(3))
+            expected = tensor.rotation.apply(expected, *turn).bfloat16()
+        assert torch.equal(view, expected)
+
+
+def test_layers_on_different_devices_have_buffers_apart() -> None:
+    """Also if only the first rows tell where they are."""
+    rows = random_rows(3, 0)
+    with simulated_devices():
+        for devices in (None, DEVICES):
+            cache = BoundedCache([NEAR, NEAR], CAPACITY, devices=devices)
+            for layer, device in zip(cache.layers, DEVICES, strict=True):
+                layer.update(*[rows.to(device)] * 2)
+            cache.commit(3)
+            assert cache.pool is None
+            assert cache.devices == DEVICES
+            cache.keep(torch.tensor([1, 2]))
+            for tensor in cache.first_written(torch.arange(2), np.arange(2)).tensors:
+                assert torch.equal(tensor.cpu(), rows[0, :, 1:])
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count what is copied to and from simulated devices, and what else these compute."""
+    counts, run = Counter[str](), simulation._run
+
+    def counting(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        made = run(func, args, kwargs)
+        if func in simulation._COPIES:
+            ends = {one.device for one in (args[0], made, *args[1:2]) if isinstance(one, Tensor)}
+            if len(ends) > 1:
+                counts["upload" if made.device.type == KIND else "download"] += 1
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "_run", counting)
+        yield counts
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
+def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
+    layers: list[LayerRotation],
+) -> None:
+    with simulated_devices(), torch.inference_mode():
+        cache, ledger = new_cache(layers, DEVICES[0]), Ledger()
+        store = KeyValueStore(cache, ledger, limit=2**20)
+        write(cache, 20, seed=0)
+        append_rows(ledger, [1.0] * 20)
+        checkpoint = store.checkpoint()
+        with counted() as eviction:
+            store.keep(torch.tensor([0, 1, 2, *range(9, 20)]))
+        assert eviction == {"upload": 1, "download": 1}
+        with counted() as again:  # the rows are archived already
+            store.undo(checkpoint)
+            again.clear()
+            store.keep(torch.tensor([0, 1, 2, *range(9, 20)]))
+        assert again == {"upload": 1}
+        with counted() as recall:
+            store.hold(np.array([0, 1, 4, 6, *range(9, 20)]))
+        with counted() as insertion:
+            store.insert(1, [np.array([3, 5])] * len(layers))
+        saved = cache.first_written(torch.arange(15), ledger.held_positions.copy()).to("cpu")
+        with counted() as resume:
+            cache.replace(saved)
+        if layers is LAYERS:
+            # indices of the evicted and of the held rows, the restored ones, what rotates them
+            assert recall == {"upload": 4, "download": 1}
+            assert insertion == {"upload": 2}  # the rows, and what makes room for them
+            assert resume == {"upload": 1}
+
+
+@pytest.mark.parametrize(("most", "copies"), [(2**20, 1), (50, 7)])
+def test_tensors_of_any_types_are_copied_at_once_unless_large(
+    most: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.memory.key_values._JOINED", most)
+    tensors = [
+        random_rows(3, 0)[0],
+        torch.arange(3)[::2],
+        torch.ones(0),
+        torch.randn(5).expand(2, 5),
+        torch.tensor([True, False, True]),
+        torch.tensor(7.5, dtype=torch.float64),
+        torch.from_numpy(np.broadcast_to(np.int64(4), 1).copy()).as_strided((1,), (0,)),
+    ]
+    with simulated_devices():
+        there = tensors[0].to(DEVICES[0])
+        with counted() as counts:
+            *moved, again, stayed = to_device([*tensors, tensors[0], there], DEVICES[0])
+        assert counts == {"upload": copies}
+        assert again is moved[0]
+        assert stayed is there
+        with counted() as counts:
+            back = Transfers().to_host([*moved, tensors[1]]).take()
+        assert counts == {"download": copies}
+        assert back[-1] is tensors[1]
+        for found, expected in zip(back, tensors, strict=False):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_an_eviction_on_a_gpu_waits_for_nothing() -> None:
+    gpu = torch.device("cuda", 0)
+    caches = [new_cache(LAYERS, device) for device in (torch.device("cpu"), gpu)]
+    stores = [KeyValueStore(cache, Ledger(), limit=2**20) for cache in caches]
+    for at in range(9):
+        for store in stores:
+            write(store.cache, 8, at)
+            append_rows(store.ledger, [1.0] * 8)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                store.keep(torch.tensor([0, *range(4, store.ledger.held_count)]))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        expected, found = (store.copy_key_values() for store in stores)
+        assert found is not None
+        assert expected is not None
+        assert same(found, expected)
+        views = [torch.stack([cache.layer_keys(at).cpu() for at in range(3)]) for cache in caches]
+        torch.testing.assert_close(*views)
