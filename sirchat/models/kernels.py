@@ -1,0 +1,495 @@
+"""Triton kernels for one decode step on a GPU: products of weights with one row, and attention.
+
+Sums have one order, whatever the capacity of a cache, its place and what else is in a batch, so a
+conversation's numbers depend on nothing but its own.
+"""
+
+# triton is untyped, and its functions are no Python: the compiler reads their source.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT = 128  # cached rows that one program attends to
+_BLOCK = 128  # of these at a time
+_MERGED = 16  # splits that are merged at a time
+_LOGITS = 2048  # logits in a block
+_DRAWN = 32  # candidates at a time whose chances are added
+_QUERIES = 16  # least number of rows in a product of matrices
+
+
+# Of four bytes, puts the low (or high) four bits into the fractions of four floats, as 1 + q / 128;
+# or all bits of a byte XOR 128, as 2^23 + 128 + q. A conversion would take four times as long.
+_LOW = tl.constexpr("""{.reg .b32 t; lop3.b32 t, $4, 0x0f0f0f0f, 0x80808080, 0xEA;
+prmt.b32 $0, t, 0x3f, 0x4055; prmt.b32 $1, t, 0x3f, 0x4155;
+prmt.b32 $2, t, 0x3f, 0x4255; prmt.b32 $3, t, 0x3f, 0x4355;}""")
+_HIGH = tl.constexpr("""{.reg .b32 t; shr.b32 t, $4, 4; lop3.b32 t, t, 0x0f0f0f0f, 0x80808080, 0xEA;
+prmt.b32 $0, t, 0x3f, 0x4055; prmt.b32 $1, t, 0x3f, 0x4155;
+prmt.b32 $2, t, 0x3f, 0x4255; prmt.b32 $3, t, 0x3f, 0x4355;}""")
+_BYTE = tl.constexpr("""{.reg .b32 t; xor.b32 t, $4, 0x80808080;
+prmt.b32 $0, t, 0x4b, 0x4550; prmt.b32 $1, t, 0x4b, 0x4551;
+prmt.b32 $2, t, 0x4b, 0x4552; prmt.b32 $3, t, 0x4b, 0x4553;}""")
+
+
+@triton.jit
+def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The floats that `code` makes of bytes: `_LOW`, `_HIGH` or `_BYTE`."""
+    if INTERPRETED:
+        wide = q.to(tl.int32)
+        if code == _LOW:
+            bits = (wide & 15) << 16 | 0x3F800000
+        elif code == _HIGH:
+            bits = (wide >> 4) << 16 | 0x3F800000
+        else:
+            bits = (wide ^ 128) | 0x4B000000
+    else:
+        bits = tl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [q], tl.int32, True, 4)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot(
+    x, norm, weight, scales, n, inside,
+    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
+    at = n.to(tl.int64)[:, None]
+    if BITS == 4:
+        GROUPS: tl.constexpr = COLUMNS // 32
+        total = tl.zeros([ROWS, GROUPS], tl.float32)
+        squares = tl.zeros([GROUPS], tl.float32)
+        place = tl.arange(0, 16)
+        for start in range(0, K // 32, GROUPS):
+            group = start + tl.arange(0, GROUPS)
+            here = group < K // 32
+            k = group[:, None] * 32 + place[None, :]  # [GROUPS, 16]
+            low = tl.load(x + k, mask=here[:, None], other=0.0)
+            high = tl.load(x + k + 16, mask=here[:, None], other=0.0)
+            if NORMED:
+                squares += tl.sum(low * low + high * high, 1)
+                low *= tl.load(norm + k, mask=here[:, None], other=0.0).to(tl.float32)
+                high *= tl.load(norm + k + 16, mask=here[:, None], other=0.0).to(tl.float32)
+            ok = inside[:, None] & here[None, :]
+            group_at = at * (K // 32) + group[None, :]
+            q_at = group_at[:, :, None] * 16 + place[None, None, :]  # [ROWS, GROUPS, 16]
+            q = tl.load(weight + q_at, mask=ok[:, :, None], other=0)
+            part = _floats(q, _LOW, INTERPRETED) * low[None]
+            part += _floats(q, _HIGH, INTERPRETED) * high[None]
+            # Scale and zero, two bfloat16: a weight is (q - 8) * scale + zero.
+            pair = tl.load(scales + group_at, mask=ok, other=0)
+            scale = (pair << 16).to(tl.float32, bitcast=True)
+            zero = (pair & -65536).to(tl.float32, bitcast=True)
+            sums = tl.sum(low + high, 1)[None, :]
+            total += tl.sum(part, 2) * (scale * 128) + (zero - scale * 136) * sums
+        return tl.sum(total, 1), tl.sum(squares)
+    else:  # noqa: RET505  # the compiler needs it
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        squares = tl.zeros([COLUMNS], tl.float32)
+        for start in range(0, K, COLUMNS):
+            k = start + tl.arange(0, COLUMNS)
+            here = k < K
+            h = tl.load(x + k, mask=here, other=0.0)
+            if NORMED:
+                squares += h * h
+                h *= tl.load(norm + k, mask=here, other=0.0).to(tl.float32)
+            ok = inside[:, None] & here[None, :]
+            w = tl.load(weight + at * K + k[None, :], mask=ok, other=0)
+            if BITS == 8:
+                wide = _floats(w.to(tl.uint8, bitcast=True), _BYTE, INTERPRETED)
+                total += (wide - 8388736.0) * h[None, :]
+            else:
+                total += w.to(tl.float32) * h[None, :]
+        y = tl.sum(total, 1)
+        if BITS == 8:
+            y *= tl.load(scales + n, mask=inside, other=0.0).to(tl.float32)
+        return y, tl.sum(squares)
+
+
+@triton.jit
+def _multiply(
+    x, norm, weight, scales, bias, added, out, N, epsilon,
+    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The product with one row x [K] of B: [N]; with `GATED`, silu(first half) * second half."""
+    b = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = n < N
+    x += b * K
+    y, squares = _dot(
+        x, norm, weight, scales, n, inside, K, BITS, NORMED, ROWS, COLUMNS, INTERPRETED
+    )
+    factor = 1.0
+    if NORMED:
+        factor = tl.rsqrt(squares / K + epsilon)
+        y *= factor
+    if BIASED:
+        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up, _ = _dot(
+            x, norm, weight, scales, n + N, inside, K, BITS, NORMED, ROWS, COLUMNS, INTERPRETED
+        )
+        if NORMED:
+            up *= factor
+        y = y / (1.0 + tl.exp(-y)) * up
+    if ADDED:
+        y += tl.load(added + b * N + n, mask=inside, other=0.0)
+    tl.store(out + b * N + n, y, mask=inside)
+
+
+@triton.jit
+def _turned(head, norm, cos, sin, d, inside, epsilon, D: tl.constexpr, NORMED: tl.constexpr):
+    """Heads [R, D] at the pointers `head` [R, 1], normalized (Qwen 3) and rotated (RoPE)."""
+    swapped = (d + D // 2) % D
+    x = tl.load(head + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(head + swapped[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        factor = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
+        x *= factor * tl.load(norm + d)[None, :].to(tl.float32)
+        y *= factor * tl.load(norm + swapped)[None, :].to(tl.float32)
+    return x * tl.load(cos + d)[None, :] + y * tl.load(sin + d)[None, :]
+
+
+@triton.jit
+def _attend(
+    rows, query_norm, key_norm, cos, sin, places, lengths, parts, tops, scores, layer, scale,
+    epsilon, most,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
+    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One split of the rows in one key head; the split of the new row also writes it."""
+    h, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(lengths + b)  # the new row's slot
+    first = s * SPLIT
+    g, d = tl.arange(0, QUERIES), tl.arange(0, D)
+    queries = b * H * G + h * G + g  # their numbers in the batch
+    if SCORED and first > n:
+        for i in range(0, SPLIT, BLOCK):
+            at = first + i + tl.arange(0, BLOCK)
+            to = scores + queries[:, None] * most + at[None, :]
+            none = tl.full([QUERIES, BLOCK], -float("inf"), tl.float32)
+            tl.store(to, none, mask=(g < G)[:, None] & (at < most)[None, :])
+    if first <= n:
+        pool = tl.load(places + b).to(tl.pointer_type(KIND))
+        size = tl.load(places + tl.num_programs(2) + b) * D  # of one head
+        as_read = pool + ((layer * 3) * H + h) * size
+        as_written, values = as_read + H * size, as_read + 2 * H * size
+        begin = rows + b * (G + 2) * H * D
+        here = (g < G)[:, None]
+        q = _turned(
+            begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, here,
+            epsilon, D, NORMED,
+        )  # fmt: skip
+        q = (q * scale).to(KIND)  # [QUERIES, D]
+        top = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        out = tl.zeros([QUERIES, D], tl.float32)
+        for i in range(0, SPLIT, BLOCK):
+            at = first + i + tl.arange(0, BLOCK)
+            ok = at < n
+            where = at[:, None] * D + d[None, :]
+            k_at, v_at = as_read + where, values + where
+            k = tl.load(tl.multiple_of(k_at, [16, 16]), mask=ok[:, None], other=0.0)
+            v = tl.load(tl.multiple_of(v_at, [16, 16]), mask=ok[:, None], other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [QUERIES, BLOCK]
+            score = tl.where(ok[None, :], score, -float("inf"))
+            if SCORED:
+                to = scores + queries[:, None] * most + at[None, :]
+                tl.store(to, score, mask=here & (at < most)[None, :] & (at != n)[None, :])
+            above = tl.maximum(top, tl.max(score, 1))
+            base = tl.where(above == -float("inf"), 0.0, above)
+            p = tl.exp(score - base[:, None])
+            kept = tl.exp(top - base)
+            total = total * kept + tl.sum(p, 1)
+            out = out * kept[:, None] + tl.dot(p.to(KIND), v, input_precision="ieee")
+            top = above
+        if n < first + SPLIT:
+            one = tl.arange(0, 1)
+            new = _turned(
+                begin + (H * G + h + one)[:, None] * D, key_norm, cos + b * D, sin + b * D, d,
+                one[:, None] == 0, epsilon, D, NORMED,
+            ).to(KIND)  # fmt: skip
+            value = tl.load(begin + (H * G + H + h + one)[:, None] * D + d[None, :]).to(KIND)
+            to = one[:, None] + n * D + d[None, :]
+            tl.store(as_read + to, new)
+            tl.store(as_written + to, new)
+            tl.store(values + to, value)
+            score = tl.sum(q.to(tl.float32) * new.to(tl.float32), 1)
+            if SCORED:
+                tl.store(scores + queries * most + n, score, mask=g < G)
+            above = tl.maximum(top, score)
+            p = tl.exp(score - above)
+            kept = tl.exp(top - above)
+            total = total * kept + p
+            out = out * kept[:, None] + p[:, None] * value.to(tl.float32)
+            top = above
+        splits = tl.num_programs(1)
+        part = queries * splits + s
+        tl.store(parts + part[:, None] * D + d[None, :], out, mask=here)
+        tl.store(tops + part * 2, top, mask=g < G)
+        tl.store(tops + part * 2 + 1, total, mask=g < G)
+
+
+@triton.jit
+def _merge(
+    parts, tops, lengths, out, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query head, in order."""
+    query = tl.program_id(0)
+    n = tl.load(lengths + query // HEADS) + 1
+    d, s = tl.arange(0, D), tl.arange(0, MERGED)
+    top = -float("inf")
+    total = 0.0
+    y = tl.zeros([D], tl.float32)
+    for start in range(0, SPLITS, MERGED):
+        if start * SPLIT < n:
+            here = (start + s) * SPLIT < n
+            part = query * SPLITS + start + s
+            tops_here = tl.load(tops + part * 2, mask=here, other=-float("inf"))
+            sums = tl.load(tops + part * 2 + 1, mask=here, other=0.0)
+            x = tl.load(parts + part[:, None] * D + d[None, :], mask=here[:, None], other=0.0)
+            above = tl.maximum(top, tl.max(tops_here, 0))
+            share = tl.exp(tops_here - above)
+            kept = tl.exp(top - above)
+            total = total * kept + tl.sum(sums * share, 0)
+            y = y * kept + tl.sum(x * share[:, None], 0)
+            top = above
+    tl.store(out + query * D + d, y / total)
+
+
+@triton.jit
+def _likeliest(logits, tops, ids, V, BLOCK: tl.constexpr):
+    """The largest logit of one block, the sum of e^(logit - largest), and the largest one's id."""
+    i = tl.program_id(0)
+    at = i * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + at, mask=at < V, other=-float("inf"))
+    top = tl.max(x, 0)
+    tl.store(tops + 2 * i, top)
+    tl.store(tops + 2 * i + 1, tl.sum(tl.exp(x - top), 0))
+    tl.store(ids + i, tl.min(tl.where(x == top, at, V), 0))
+
+
+@triton.jit
+def _note(
+    tops, ids, surprisals, rights, score, results, slot, numbers, drawn, count,
+    BLOCKS: tl.constexpr, READS: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a choice, and what the next step reads; see `note`."""
+    if BLOCKS:
+        i = tl.arange(0, BLOCKS)
+        top = tl.load(tops + 2 * i, mask=i < count, other=-float("inf"))
+        total = tl.load(tops + 2 * i + 1, mask=i < count, other=0.0)
+        most = tl.max(top, 0)
+        found = tl.load(ids + i, mask=i < count, other=2147483647)
+        chosen = tl.min(tl.where(top == most, found, 2147483647), 0).to(tl.int64)
+        nats = tl.log(tl.sum(total * tl.exp(top - most), 0))
+        is_right = nats == nats
+    else:
+        chosen, nats = tl.load(ids), tl.load(surprisals)
+        is_right = (tl.load(rights) != 0) & (nats == nats)  # NaN is no surprisal
+    to = results + 4 * tl.load(slot)
+    tl.store(to, chosen.to(tl.float64))
+    tl.store(to + 1, nats.to(tl.float64))
+    tl.store(to + 2, tl.load(score).to(tl.float64))
+    tl.store(to + 3, is_right.to(tl.float64))
+    tl.store(numbers, chosen)
+    if READS:
+        tl.store(numbers + 1, tl.load(numbers + 1) + 1)
+        tl.store(numbers + 2, tl.load(numbers + 2) + 1)
+    tl.store(drawn, tl.load(drawn) + 1)
+
+
+@triton.jit
+def _draw(
+    values, ids, tops, draw, chosen, rights, V, count, blocks, most, top_p, min_p, around,
+    N: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw from the `count` likeliest of V scores, falling; see `draw`."""
+    i = tl.arange(0, N)
+    value = tl.load(values + i, mask=i < count, other=-float("inf"))
+    token = tl.load(ids + i, mask=i < count, other=V)
+    top = tl.load(values)
+    chance = tl.exp((value - top).to(tl.float64))
+    part = tl.arange(0, BLOCKS)
+    above = tl.load(tops + 2 * part, mask=part < blocks, other=-float("inf"))
+    sums = tl.load(tops + 2 * part + 1, mask=part < blocks, other=0.0)
+    total = tl.sum(sums * tl.exp(above - top), 0).to(tl.float64)
+    few = count
+    if TOP_K:
+        least = tl.sum(tl.where(i == tl.minimum(most, count) - 1, value, 0.0), 0)
+        few = tl.sum((value >= least).to(tl.int32), 0)
+        total = tl.sum(tl.where(i < few, chance, 0.0), 0)
+    many = few
+    likelier = (tl.cumsum(chance, 0) - chance) / total
+    few = tl.minimum(few, tl.sum((likelier < top_p - around).to(tl.int32), 0))
+    many = tl.minimum(many, tl.sum((likelier < top_p + around).to(tl.int32), 0))
+    few = tl.minimum(few, tl.sum((chance >= min_p * (1 + around)).to(tl.int32), 0))
+    many = tl.minimum(many, tl.sum((chance >= min_p * (1 - around)).to(tl.int32), 0))
+    last = tl.sum(tl.where(i == few - 1, value, 0.0), 0)
+    after = tl.sum(tl.where(i == few, value, 0.0), 0)
+    is_told = ((few < count) & (after < last)) | ((few == count) & (count == V))
+    left = i < few
+    height = tl.zeros([N], tl.float64)  # of the chances of all ids up to each
+    for start in range(0, N, BLOCK):
+        if start < few:
+            j = start + tl.arange(0, BLOCK)
+            other = tl.load(values + j, mask=j < few, other=-float("inf"))
+            share = tl.exp((other - top).to(tl.float64))
+            others = tl.load(ids + j, mask=j < few, other=V)
+            height += tl.sum(tl.where(others[None, :] <= token[:, None], share[None, :], 0.0), 1)
+    limit = tl.load(draw) * tl.sum(tl.where(left, chance, 0.0), 0)
+    drawn = tl.min(tl.where(left & (height > limit), token, V), 0)
+    tl.store(chosen, tl.minimum(drawn, V - 1))
+    tl.store(rights, (few == many) & (few > 0) & is_told & (drawn < V))
+
+
+# Rows and columns that a program multiplies at a time, and its warps: of a few, the fastest.
+_CONFIGS = {16: (2, 1024, 4), 8: (8, 512, 4), 4: (16, 1024, 4)}
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    bits: int,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+    gated: bool = False,
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """The products of x, float32 [B, K], with a matrix of 16, 8 or 4 bits: float32 [B, N].
+
+    With `norm`, x is normalized first (RMSNorm). `added` [B, N] is added. With `gated`, the matrix
+    has 2 N rows, and the result is silu(x A^T) * (x B^T).
+    """
+    count, columns = x.shape
+    rows = len(weight) // 2 if gated else len(weight)
+    block, wide, warps = config or _CONFIGS[bits]
+    out = x.new_empty((count, rows))
+    if scales is not None and bits == 4:
+        scales = scales.view(torch.int32)
+    _multiply[(triton.cdiv(rows, block), count)](
+        x, norm, weight, scales, bias, added, out, rows, epsilon,
+        K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
+        ADDED=added is not None, GATED=gated, ROWS=block, COLUMNS=wide,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def attend(
+    rows: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    epsilon: float,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    lengths: Tensor,
+    most: int,
+    *,
+    layer: int,
+    heads: int,
+    scale: float,
+    dtype: torch.dtype,
+    scores: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token in each of B conversations: [B, H_q, D] in the type of `rows`.
+
+    `rows` [B, H_q + 2 H, D] are its queries, keys and values, not rotated. `places` int64
+    [2, B] has the address and capacity of each cache's pool [L, 3, H, capacity, D] of `dtype`,
+    `lengths` [B] the slot into which the new key and value are written; `most` is at least the
+    largest capacity. `scores` float32 [B, H_q, most] receives the products, -inf in slots not used.
+    """
+    count, both, size = rows.shape
+    group = (both - 2 * heads) // heads
+    splits = triton.cdiv(most, SPLIT)
+    parts = rows.new_empty((count * heads * group, splits, size), dtype=torch.float32)
+    tops = rows.new_empty((count * heads * group, splits, 2), dtype=torch.float32)
+    _attend[(heads, splits, count)](
+        rows, query_norm, key_norm, cos, sin, places, lengths, parts, tops, scores, layer, scale,
+        epsilon, most,
+        H=heads, G=group, D=size, KIND=_KINDS[dtype], NORMED=query_norm is not None,
+        SCORED=scores is not None, QUERIES=max(_QUERIES, triton.next_power_of_2(group)),
+        SPLIT=SPLIT, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    out = rows.new_empty((count, heads * group, size))
+    _merge[(count * heads * group,)](
+        parts, tops, lengths, out,
+        SPLITS=splits, HEADS=heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGED,
+        num_warps=1 if size < 128 else 2,
+    )  # fmt: skip
+    return out
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of logits [V] by block, for `note`: tops float32 [n, 2], and ids int32 [n]."""
+    count = triton.cdiv(len(logits), _LOGITS)
+    tops = logits.new_empty((count, 2))
+    ids = logits.new_empty((count,), dtype=torch.int32)
+    _likeliest[(count,)](logits, tops, ids, len(logits), BLOCK=_LOGITS, num_warps=8)
+    return tops, ids
+
+
+def note(
+    chosen: Sequence[Tensor],
+    score: Tensor,
+    results: Tensor,
+    slot: Tensor,
+    numbers: Tensor,
+    drawn: Tensor,
+    *,
+    reads: bool,
+) -> None:
+    """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
+
+    Writes id, surprisal, `score` and whether it is right to `results` [slots, 4], the id to
+    `numbers` [5, 1], and adds 1 to `drawn` and, with `reads`, to the next two of the numbers.
+    """
+    is_likeliest = len(chosen) == 2
+    tops, ids = chosen if is_likeliest else (None, chosen[0])
+    surprisals, rights = (None, None) if is_likeliest else chosen[1:]
+    blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
+    _note[(1,)](
+        tops, ids, surprisals, rights, score, results, slot, numbers, drawn, len(ids),
+        BLOCKS=blocks, READS=reads, num_warps=4,
+    )  # fmt: skip
+
+
+def draw(
+    scores: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    draw: Tensor,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    around: float,
+) -> tuple[Tensor, Tensor]:
+    """Draw an id from scores [V], whose largest `values` [n] are those of `ids`.
+
+    `draw` float64 [1] is a random number. A `top_k` of 0, `top_p` of 2 and `min_p` of 0 leave all.
+    Returns the id, int64 [1], and whether it is right, bool [1]: whether the limits, moved by
+    `around`, leave the same ids.
+    """
+    tops, _ = likeliest(scores)
+    chosen, rights = ids.new_empty(1), ids.new_empty(1, dtype=torch.bool)
+    _draw[(1,)](
+        values, ids, tops, draw, chosen, rights, len(scores), len(ids), len(tops), top_k, top_p,
+        min_p, around,
+        N=triton.next_power_of_2(len(ids)), BLOCKS=triton.next_power_of_2(len(tops)),
+        TOP_K=top_k > 0, BLOCK=_DRAWN, num_warps=8,
+    )  # fmt: skip
+    return chosen, rights
