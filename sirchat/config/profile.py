@@ -84,7 +84,8 @@ class Profile(BaseModel):
     packed, auto on a CPU is float16 or bfloat16, whichever is measured to be faster here."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether a CPU generates tokens with a compiled program: auto uses one that exists; if there
-    is none, a chat compiles it in the background; on compiles it before the start."""
+    is none, a chat compiles it in the background; on compiles it before the start. On a GPU, off
+    prevents CUDA graphs."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of CPU threads; 0 takes one for each free core."""
     policy: str = "salience"

@@ -21,19 +21,21 @@ class PassWeights:
     """Records the attention weights of one forward pass, as a mean over heads and `layers`."""
 
     def __init__(self, layers: Collection[int]) -> None:
-        self._layers = frozenset(layers)
+        self.layers = frozenset(layers)
         self._sum: Tensor | None = None
 
     def observe(self, call: AttentionCall) -> None:
-        if call.layer in self._layers:
-            weights = call.mean_weights()  # [m, n]
-            self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
+        if call.layer in self.layers:
+            self.add(call.mean_weights())
+
+    def add(self, weights: Tensor) -> None:
+        self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
 
     def mean(self) -> NDArray[np.float32] | None:
         """The weights [m, n] from m queries to n cache slots; None if the model showed none."""
         if self._sum is None:
             return None
-        weights: NDArray[np.float32] = (self._sum / len(self._layers)).cpu().numpy()
+        weights: NDArray[np.float32] = (self._sum / len(self.layers)).cpu().numpy()
         return weights
 
 

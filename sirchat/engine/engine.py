@@ -18,7 +18,7 @@ from sirchat.engine.budget import Division
 from sirchat.engine.extra_passes import record_repeat_attention
 from sirchat.engine.reader import Reader
 from sirchat.engine.residency import CacheUpdate, Residency
-from sirchat.engine.sampling import PromptLookup, Sampler
+from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
 from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
@@ -152,6 +152,31 @@ class Engine:
         true, a `ChosenToken` comes before each token that a pass with others' tokens may read.
         Raises ContextFullError if nothing may be evicted and fewer than `closing` more ids fit.
         """
+        if self.logits is None:
+            raise RuntimeError("nothing has been read yet")
+        stats, compacts = self.settings.attention_stats, self._compacts_at_anchors
+        # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
+        # recurrent layers, because a wrong guess can't be removed from their state.
+        may_look_ahead = stats is None and not compacts and not self.cache.has_state
+        self.reader.begin_reply(device_choice(sampler) if may_look_ahead else None, self._said_ids)
+        try:
+            yield from self._generate(
+                sampler, at, stop_ids, max_new_tokens, closing, interrupted, lookup, together
+            )
+        finally:
+            self.reader.end_reply()
+
+    def _generate(
+        self,
+        sampler: Sampler,
+        at: TurnRef,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        closing: int,
+        interrupted: Callable[[], bool],
+        lookup: PromptLookup | None,
+        together: Callable[[], bool],
+    ) -> Iterator[Generated]:
         residency, reader, ledger = self.residency, self.reader, self.ledger
         cursor, compacts = self.cache.cursor, self._compacts_at_anchors
         is_bounded, stats = self.settings.policy.bounded, self.settings.attention_stats
@@ -160,23 +185,25 @@ class Engine:
         # recurrent layers, because a wrong guess can't be removed from their state.
         may_look_ahead = stats is None and not compacts and not self.cache.has_state
         residency.round = at.round
-        reader.drop_ahead()
         division = residency.divide_budget()
         for left in range(max_new_tokens, 0, -1):
             if interrupted():
                 yield Stopped("interrupt")
                 return
-            if reader.logits is None:
-                raise RuntimeError("nothing has been read yet")
-            token_id = sampler.pick(reader.logits, self._said_ids, ledger.seen)
+            # Is the cache full? The last division tells fast. If it says so, the budget is divided
+            # again: under `between-turns`, recall may have given up its reserve, which makes room.
+            held = ledger.held_count - len(ledger.recalled)
+            is_full = is_bounded and held >= division.policy_bound
+            may_read = not (is_full or together())
+            if may_be_full:
+                may_read &= ledger.seen + 1 + closing <= self._model.context_length
+            token_id = reader.choose(sampler, may_read=may_read)
             if token_id in stop_ids:
                 yield Stopped("stop", token_id)
                 return
             if may_be_full:
                 self.require_room(1 + closing)
-            # Is the cache full? The last division tells fast. If it says so, the budget is divided
-            # again: under `between-turns`, recall may have given up its reserve, which makes room.
-            if is_bounded and ledger.held_count - len(ledger.recalled) >= division.policy_bound:
+            if is_full:
                 division = residency.divide_budget()
                 if division.policy_rows >= division.policy_bound:
                     yield from residency.make_room(division.eviction_block, division)

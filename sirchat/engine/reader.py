@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,18 +13,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
+from sirchat.engine.sampling import Sampler, takes_likeliest
 from sirchat.engine.types import ChosenToken, PrefillChunk
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger
 from sirchat.models.attention_hook import AttentionObserver
+from sirchat.models.captured_step import CapturedStep, Choice, Chosen, Likeliest, TokenRun
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
 PASS_BYTES = 256 * 2**20
+_MOST_ROWS = 2048  # ids in a pass that does not compute all their logits
 
 _ANCHOR = int(Flag.ANCHOR)
+
+# Of a number, so many newest held ids, for the repetition penalty.
+SaidIds = Callable[[int], list[int]]
 
 
 @dataclass(eq=False)
@@ -39,6 +45,7 @@ class _Ahead:
     logits: Tensor  # [m, V], after each id
     scores: list[float]  # [m], by the model's scorer
     start: int  # slot of the first id
+    likeliest: Likeliest | None = None  # after the id, if there is one id
     used: int = 0  # ids that have turned out right and been read
 
 
@@ -53,10 +60,69 @@ class Reader:
         self.model, self.cache, self.ledger = model, cache, ledger
         # Ids in one pass, to limit its memory; halved when the memory is not enough.
         self.rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
+        if model.has_plain_head:
+            self.rows_per_pass = _MOST_ROWS
         if cache.reads_singly:
             self.rows_per_pass = 1
-        self.logits: Tensor | None = None
+        self._logits: Tensor | None = None
         self._ahead: _Ahead | None = None
+        self._run: TokenRun | None = None  # of a reply that a GPU reads and chooses
+        self._said_ids: SaidIds = lambda count: []
+        self._chosen: Chosen | None = None  # by the run, and to be read next
+        self._likeliest: Likeliest | None = None  # the most likely next token, if it is known
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Raw logits [V] for the next token, as computed before any eviction."""
+        run = self._run
+        return self._logits if run is None or not run.has_logits else run.logits()
+
+    @logits.setter
+    def logits(self, logits: Tensor | None) -> None:
+        self._logits, self._chosen, self._likeliest = logits, None, None
+        if self._run is not None:
+            self._run.drop()
+
+    def begin_reply(self, choice: Choice | None, said_ids: SaidIds) -> None:
+        """Let a GPU read and choose the tokens of a reply by itself, if it can, as `choice` says.
+
+        `said_ids`, of a number, returns so many newest held ids, for the repetition penalty.
+        """
+        self.drop_ahead()
+        step, self._said_ids = self.model.decode_step, said_ids
+        if choice is not None and isinstance(step, CapturedStep):
+            self._run = TokenRun(step, self.cache, choice, self.ledger.set_learned_score)
+
+    def end_reply(self) -> None:
+        """End what `begin_reply` began; nothing that is not committed stays."""
+        if self._run is not None and self._run.has_logits:
+            self._run.pause()
+        self.logits, self._run = self.logits, None
+
+    def choose(self, sampler: Sampler, *, may_read: bool) -> int:
+        """The next token's id; `may_read` says whether it may be read before the caller knows it.
+
+        Raises ModelError if the logits are NaN, or if no id is allowed to follow.
+        """
+        run, seen, ahead = self._run, self.ledger.seen, self._ahead
+        is_guessing = ahead is not None and ahead.used < len(ahead.ids)
+        if run is not None and not is_guessing and (may_read or run.is_begun):
+            if not run.is_begun:
+                assert self.logits is not None
+                run.begin(self.logits, seen, self._said_ids(run.window))
+            if may_read and run.can_launch:
+                run.launch()
+            chosen = run.result()
+            if chosen.is_right:
+                self._chosen = chosen
+                return chosen.id
+        likeliest = self._likeliest
+        if likeliest is not None and likeliest.is_valid and takes_likeliest(sampler):
+            return likeliest.id
+        logits = self.logits
+        assert logits is not None
+        self.logits = logits
+        return sampler.pick(logits, self._said_ids, seen)
 
     def read(
         self,
@@ -69,6 +135,8 @@ class Reader:
         `stats` says which attention weights are recorded. With `anchor_sinks`, an anchor at the end
         attends only to so many sinks and to its own sequence.
         """
+        if self._run is not None and self._chosen is not None and not self.is_ahead(chunk.ids[0]):
+            return [self._read_chosen(chunk, self._run, self._chosen)]
         start, count, surprisals = 0, len(chunk.ids), list[float]()
         tracker = None if stats is None else self._tracker(stats)
         with tracker or nullcontext():
@@ -157,8 +225,8 @@ class Reader:
     def chosen_token(self, token_id: int) -> ChosenToken:
         """The record of the id that is read next, whose logits the caller may compute."""
 
-        def accept(logits: Tensor, score: float) -> None:
-            self._ahead = _Ahead([token_id], logits, [score], self.cache.length)
+        def accept(logits: Tensor, score: float, likeliest: Likeliest | None = None) -> None:
+            self._ahead = _Ahead([token_id], logits, [score], self.cache.length, likeliest)
 
         is_absolute = self.cache.absolute_positions
         position = self.ledger.seen if is_absolute else self.cache.length
@@ -207,6 +275,20 @@ class Reader:
             scores=scores,
         )
 
+    def _read_chosen(self, chunk: PrefillChunk, run: TokenRun, chosen: Chosen) -> float:
+        """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
+        ids, roles, flags, ref = chunk
+        ledger, cache = self.ledger, self.cache
+        if not run.is_ahead:
+            rotary = ledger.seen if cache.absolute_positions else cache.length
+            run.resume(ids[0], rotary, self._said_ids(run.window))
+            run.launch()
+        run.is_ahead, self._chosen = False, None
+        nats = max(0.0, chosen.surprisal)
+        cache.commit(1, ledger.seen)
+        ledger.append(ids, [nats], turn=ref.turn, round=ref.round, roles=roles, flags=flags)
+        return nats
+
     def _anchor_mask(self, count: int, sinks: int) -> Tensor:
         """Mask [m, n + m] of `count` ids, the last of which is an anchor.
 
@@ -231,13 +313,17 @@ class Reader:
         Returns their surprisals; that of the first id comes from the logits before it.
         """
         ids, roles, flags, ref = chunk
-        nats = [math.nan]
-        if self.logits is not None:  # one fused kernel, because for one id each takes its time
+        nats, likeliest = [math.nan], self._likeliest
+        if likeliest is not None and likeliest.id == ids[0]:
+            nats = [max(0.0, likeliest.surprisal)]
+        elif self.logits is not None:  # one fused kernel, because for one id each takes its time
             log_chances = torch.log_softmax(self.logits.float(), -1)  # [V]
             nats = [max(0.0, -log_chances[ids[0]].item())]
         if len(ids) > 1:
             nats += result.surprisal.tolist()
         self.logits = result.logits
+        if self._ahead is not None and len(ids) == 1:
+            self._likeliest = self._ahead.likeliest
         ledger = self.ledger
         self.cache.commit(len(ids), ledger.seen)
         ledger.append(

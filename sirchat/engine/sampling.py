@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
+from sirchat.models.captured_step import MOST_SAID, Choice
+from sirchat.models.llama_step import has_triton
 
 # Limits a reply to a format: from the reply's ids so far to a mask [V], on the CPU, of those that
 # may follow.
@@ -51,10 +53,14 @@ class Sampler:
     def __init__(
         self, sampling: Sampling, attempt: int = 0, allowed: Allowed | None = None
     ) -> None:
+        self.sampling, self.attempt = sampling, attempt
         self._allowed = allowed
         self._picked: list[int] = []
-        self._sampling = sampling
-        self._attempt = attempt
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the reply has a format, which limits the ids."""
+        return self._allowed is not None
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token's id, from its raw logits [V] and its stream position.
@@ -72,7 +78,7 @@ class Sampler:
         return self._picked[-1]
 
     def _choose(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        sampling, scores = self._sampling, logits
+        sampling, scores = self.sampling, logits
         if sampling.repetition_penalty != 1.0:
             said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
             said = to_device([said], scores.device)[0]
@@ -91,7 +97,7 @@ class Sampler:
 
     def _draw(self, scores: Tensor, position: int) -> int:
         """An id, drawn by raw scores [V]; -1 if they are no numbers."""
-        sampling = self._sampling
+        sampling = self.sampling
         if (found := candidates(scores, sampling)) is not None:
             ids, heights = found[0], found[1].cumsum()
         else:  # on the CPU: not every device has float64, or sums in the same order each time
@@ -99,7 +105,7 @@ class Sampler:
             ids, heights = None, chances.cumsum(-1).numpy()  # [V]
         if math.isnan(heights[-1]):
             return -1
-        draw = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self._attempt)[0]
+        draw = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)[0]
         drawn = int(heights.searchsorted(draw * heights[-1], side="right"))
         return drawn if ids is None else int(ids[drawn])
 
@@ -130,7 +136,7 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[NDArray[Any], NDArra
     int64 and float64 [n]; the scores' device is waited for once. None if all ids are left, or if
     the likeliest 1,024 can't tell which are.
     """
-    if not (sampling.top_k or sampling.min_p or (sampling.top_p or 1.0) < 1.0):
+    if not _narrows(sampling):
         return None
     if scores.device.type == "cpu":
         values, ids, total, rest = _leading_on_cpu(scores.float().numpy(), sampling)
@@ -207,6 +213,51 @@ def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
         chances = scores.softmax(-1)
         scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
     return scores
+
+
+def takes_likeliest(sampler: Sampler) -> bool:
+    """Whether a sampler takes the token of the largest logit."""
+    sampling = sampler.sampling if type(sampler) is Sampler and not sampler.is_limited else None
+    return sampling is not None and (sampling.temperature, sampling.repetition_penalty) == (0, 1)
+
+
+def device_choice(sampler: Sampler) -> Choice | None:
+    """How a GPU chooses what `sampler` would; None if only the host can choose."""
+    if type(sampler) is not Sampler or sampler.is_limited:
+        return None
+    sampling, penalty = sampler.sampling, sampler.sampling.repetition_penalty
+    window = 0 if penalty == 1.0 else sampling.repetition_window
+    if penalty != 1.0 and not 0 < window <= MOST_SAID:
+        return None
+    if sampling.temperature:
+        if not (_narrows(sampling) and has_triton()):
+            return None
+        from sirchat.models import kernels
+
+    def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+        if window:
+            padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
+            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
+        if sampling.temperature:
+            scores = logits.float() / sampling.temperature
+            likeliest = scores.topk(min(_CANDIDATES, len(scores)))
+            top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
+            limits = sampling.top_k or 0, top_p, sampling.min_p or 0.0, _AROUND[1]
+            return kernels.draw(scores, likeliest[0], likeliest[1], draw, *limits)
+        token_id = logits.argmax().view(1)
+        return token_id, torch.ones_like(token_id)
+
+    def draws(position: int, count: int) -> NDArray[np.float64]:
+        at = np.arange(position, position + count)
+        return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
+
+    is_likeliest = takes_likeliest(sampler)
+    return Choice(replace(sampling, seed=0), None if is_likeliest else choose, window, draws)
+
+
+def _narrows(sampling: Sampling) -> bool:
+    """Whether top-k, top-p or min-p leave out any ids."""
+    return bool(sampling.top_k or sampling.min_p or (sampling.top_p or 1.0) < 1.0)
 
 
 class PromptLookup:

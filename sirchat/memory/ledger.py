@@ -155,6 +155,10 @@ class Ledger:
         if flags[0] & _PINNED if count == 1 else any(flag & _PINNED for flag in flags):
             self._pinned = None
 
+    def set_learned_score(self, score: float) -> None:
+        """Set the newest token's score by the model's scorer, which is known after the next."""
+        self._rows["learned_score"][self.seen - 1] = score
+
     def set_first_surprisal(self, count: int) -> None:
         """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
         if count > 1:

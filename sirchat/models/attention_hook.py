@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -77,6 +77,16 @@ class AttentionObserver(Protocol):
 
     def observe(self, call: AttentionCall) -> None:
         """Receive the attention of one layer in one pass; copy a tensor that is needed later."""
+
+
+@runtime_checkable
+class MeanObserver(Protocol):
+    """An observer that needs only the mean attention weights in some `layers`, or their sum."""
+
+    layers: frozenset[int]
+
+    def add(self, weights: Tensor) -> None:
+        """Add weights [m, n], which are a sum over `layers`."""
 
 
 class QueryRecorder:

@@ -40,13 +40,16 @@ _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abando
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Make a model use its compiled decode step, if the setting `compile` allows it.
+    """Make a model use its compiled or captured decode step, if the setting `compile` allows it.
 
-    Raises ModelError if `how` is `on` and the decode step can't be compiled or loaded.
+    Raises ModelError if `how` is `on` and there is no such step, or it can't be loaded.
     """
-    step = model.decode_step
+    if model.device.type == "cuda":
+        _use_captured(model, how, progress)
+        return
     if how == "off":
         return
+    step = _step_of(model)
     _delete_leftovers(compiled_dir())
     if how == "auto":
         if step is not None:
@@ -72,13 +75,26 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
         raise ModelError(f"--compile on: {problem}")
 
 
+def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -> None:
+    if how == "off":
+        model.__dict__["decode_step"] = None  # as if it were computed
+        return
+    if progress is not None:
+        progress("preparing the decode step on the GPU", 0, None)
+    if model.decode_step is None and how == "on":
+        raise ModelError(
+            f"--compile on: {model.name!r} has no decode step for a GPU: {model.captured.problems}",
+            hint="choose --compile auto, which does so only if possible",
+        )
+
+
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority; the model uses it when ready.
 
     Returns the thread that waits for the process; None if there is no compiler, or if the step is
     compiled, can't be compiled, or failed to compile before.
     """
-    step = model.decode_step
+    step = _step_of(model)
     if step is None or step.compiled is not None or not has_compiler():
         return None
     path = _program_path(step)
@@ -100,8 +116,10 @@ def has_compiler() -> bool:
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """Whether the model uses a compiled decode step, as text; if not, why not."""
-    step = model.decode_step
+    """Whether the model uses a compiled or captured decode step, as text; if not, why not."""
+    if model.device.type == "cuda":
+        return _captured_in_words(model)
+    step = _step_of(model)
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
     if step.compiled is not None:
@@ -113,6 +131,17 @@ def compiled_in_words(model: LoadedModel) -> str:
         problem = _use_program(step, path)
         return f"no: {problem}" if problem else "yes"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
+
+
+def _step_of(model: LoadedModel) -> DecodeStep | None:
+    return model.decode_step if isinstance(model.decode_step, DecodeStep) else None
+
+
+def _captured_in_words(model: LoadedModel) -> str:
+    step, problems = model.captured
+    if step is None:
+        return f"no: {problems}"
+    return f"a CUDA graph of {step.body.about}" + (f" ({problems})" if problems else "")
 
 
 def _program_path(step: DecodeStep) -> Path:

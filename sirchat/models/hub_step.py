@@ -6,7 +6,7 @@ of transformers, it then makes its masks from the length, which is a tensor on t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,27 +14,36 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.devices import is_spread
+from sirchat.models.llama_step import Kernels
 from sirchat.models.packing import PackedExperts
 from sirchat.models.probe import cache_argument
 from sirchat.models.scorer import recorded_states, side_by_side
 
-_CHECKED = 5  # ids that the check reads
-_SLOTS = 8  # of its caches: more, so that some are not in use
-_TOLERANCE = 1e-3, 2e-2  # of its logits, in float32 and in 16 bits
-
 
 class HubStep:
-    """The body of a captured step, for one conversation: runs `module` for one token."""
+    """The body of a captured step, for one conversation: runs the module of a `LoadedModel`.
 
-    def __init__(self, module: Any, scored_layers: Sequence[int]) -> None:
-        self._module, self._scored_layers = module, scored_layers
+    Raises ModelError if that can't be done, and says why.
+    """
+
+    about = "the model's own operations"
+    pads = observes = False
+    most = 1
+    kernels: Kernels = "torch"
+
+    def __init__(self, model: Any, scored_layers: Sequence[int]) -> None:
+        if reason := self.reason_against(model):
+            raise ModelError(reason)
+        self.vocab_size: int = model.vocab_size
+        self._module, self._scored_layers = model.module, scored_layers
         self._cleared = WeakKeyDictionary[BoundedCache, Hashable]()
 
     @staticmethod
-    def supports(model: Any) -> str:
-        """Check that a `LoadedModel` can decode so; returns "", or in a few words why not."""
+    def reason_against(model: Any) -> str:
+        """Why a `LoadedModel` can't decode so, in a few words, or ""."""
         module = model.module
         if model.has_state:
             return "some of its layers keep a state"
@@ -46,13 +55,7 @@ class HubStep:
             return "its experts are packed"
         if not type(module).__module__.startswith("transformers."):
             return "its code is not that of transformers"
-        is_exact = model.dtype == model.cache_dtype == torch.float32
-        try:
-            error = _largest_error(HubStep(module, model.scorer.layers), model)
-        except Exception as raised:  # whatever a model's code raises, no chat must end
-            first = next(iter(str(raised).splitlines()), "")
-            return f"its forward fails over all slots ({type(raised).__name__}: {first})"
-        return "" if error < _TOLERANCE[not is_exact] else f"its logits differ by {error:.1g}"
+        return ""
 
     def key(self, caches: Sequence[BoundedCache]) -> Hashable:
         """The addresses and shapes of the buffers; a captured graph stays right for these.
@@ -77,8 +80,14 @@ class HubStep:
 
     @torch.inference_mode()
     def __call__(
-        self, ids: Tensor, lengths: Tensor, positions: Tensor, caches: Sequence[BoundedCache]
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        positions: Tensor,
+        places: Any,
+        caches: Any,
+        observed: Collection[int] = (),
+    ) -> tuple[Tensor, ...]:
         """Read one id; ids, lengths and positions are int64 [1], on the device.
 
         Writes its row into slot `lengths`; returns float32 logits [1, V] and the hidden states
@@ -113,22 +122,3 @@ def _batched_experts(module: Any) -> Iterator[None]:
         yield
     finally:
         module.set_experts_implementation(usual)
-
-
-def _largest_error(step: HubStep, model: Any) -> float:
-    """Read a few ids with and without the step; returns the largest relative error of logits."""
-    ids = [(7 * at + 5) % model.vocab_size for at in range(_CHECKED)]
-    ours, usual = (model.new_cache(_SLOTS) for _ in range(2))
-    errors = list[Tensor]()
-    for at, one in enumerate(ids):
-        expected = model.forward([one], usual)[0]
-        if at:
-            step.key([ours])
-            read, slot = (torch.tensor([number], device=model.device) for number in (one, at))
-            logits, _ = step(read, slot, slot, [ours])
-            errors.append((logits[0] - expected).norm() / expected.norm())
-        else:
-            model.forward([one], ours)  # makes the buffers
-        for cache in (ours, usual):
-            cache.commit(1)
-    return float(torch.stack(errors).max())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, cast
 
@@ -20,13 +20,17 @@ from sirchat.models.attention_hook import (
     OBSERVERS,
     AttentionObserver,
     LayerQueries,
+    MeanObserver,
     QueryRecorder,
     install_hook,
     observed_by,
 )
+from sirchat.models.captured_step import Captured, CapturedStep, StepBody, capture_first
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import input_device, is_spread, pick_dtype, stored_weights_of
+from sirchat.models.hub_step import HubStep
+from sirchat.models.llama_step import LlamaStep
 from sirchat.models.measuring import CacheTypeName, fastest_type, head_shape
 from sirchat.models.model_config import context_length, sliding_window
 from sirchat.models.packed import SharedWeights, packed_buffers
@@ -92,19 +96,22 @@ class LoadedModel:
             observer: receives each layer's attention, if the model exposes it.
             scores: a list to which the scorer's score of each id is added; NaN without a scorer.
         """
-        step = self.decode_step if len(ids) == 1 and visible is None else None
-        if observer is not None and self._has_attention_hook:
-            step = None
-        if step is not None and not OBSERVERS.get():
+        step = None
+        if len(ids) == 1 and visible is None and not OBSERVERS.get():
+            step = self._step_for(cache, observer)
+        if step is not None:
             position = cache.cursor.length if positions is None else positions[0]
-            logits, states = step.read(ids[0], position, cache)
+            if isinstance(observer, MeanObserver) and isinstance(step, CapturedStep):
+                layers = observer.layers
+                logits, states, weights = step.read_observed(ids[0], position, cache, layers)
+                observer.add(weights)
+            else:
+                logits, states = step.read(ids[0], position, cache)
             if scores is not None:
                 scores += self.scorer.scores(states) if self.scorer.layers else [math.nan]
             return logits
-        with self._observed_by(observer), torch.inference_mode():
-            with self._collect_scores(len(ids), scores):
-                out = self.module(**self._inputs(ids, cache, visible, positions))
-            return torch.as_tensor(out.logits[0].float())
+        with self._observed_by(observer), self._collect_scores(len(ids), scores):
+            return self._module_logits(ids, cache, visible, positions)
 
     def read(
         self,
@@ -117,7 +124,7 @@ class LoadedModel:
         scores: list[float] | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
-        if len(ids) == 1 or not self._has_plain_head:
+        if len(ids) == 1 or not self.has_plain_head:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
             )
@@ -277,10 +284,22 @@ class LoadedModel:
         return cache.nbytes // cache.capacity
 
     @cached_property
-    def decode_step(self) -> DecodeStep | None:
-        """Reads single tokens faster than `module`; None if the model has no decode step."""
-        can = DecodeStep.supports(self.module)
-        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
+    def decode_step(self) -> DecodeStep | CapturedStep | None:
+        """Reads single tokens faster than `module`; None if the model has no decode step.
+
+        On a GPU, the first access captures the step, and compares its logits with the module's.
+        """
+        if DecodeStep.supports(self.module):
+            return DecodeStep(self.module, self.cache_dtype, self.scorer.layers)
+        return self.captured.step
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The decode step for a GPU, or why there is none."""
+        if self.device.type != "cuda":
+            return Captured(None, "there is no GPU")
+        score = self.scorer.scores_on_device if self.scorer.layers else None
+        return capture_first(self._step_bodies(), self.device, self.error_of_step, score=score)
 
     @cached_property
     def exposes_attention(self) -> bool:
@@ -295,13 +314,52 @@ class LoadedModel:
         """The tokens into which the model compresses a sentence or a round; None without such."""
         return anchors_of(self.module.config)
 
+    def error_of_step(self, step: CapturedStep) -> float:
+        """How much the logits of a decode step differ from the module's, as a relative error."""
+        ids, caches = [1, 2, 3, 4], [self.new_cache(8) for _ in range(2)]
+        expected = self._module_logits(ids, caches[0])[-1]
+        self._module_logits(ids[:1], caches[1])
+        caches[1].commit(1)
+        for position, token_id in enumerate(ids[1:], 1):
+            logits = step.read(token_id, position, caches[1])[0][0]
+            caches[1].commit(1, position)
+        return float((logits - expected).norm() / expected.norm())
+
+    def _step_for(
+        self, cache: BoundedCache, observer: AttentionObserver | None
+    ) -> DecodeStep | CapturedStep | None:
+        """The decode step, if it can read the next token."""
+        step = self.decode_step
+        if isinstance(step, CapturedStep):
+            return step if step.fits(cache, observer) else None
+        return None if observer is not None and self._has_attention_hook else step
+
+    def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
+        """Ways to compute a decode step on a GPU, the fastest first; each may raise an error."""
+        for kernels in ("triton", "torch"):
+            yield partial(LlamaStep, self.module, kernels, self.scorer.layers)
+        yield partial(HubStep, self, self.scorer.layers)
+
+    @torch.inference_mode()
+    def _module_logits(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Read ids [m] by `module`; returns float32 logits [m, V]."""
+        out = self.module(**self._inputs(ids, cache, visible, positions))
+        return torch.as_tensor(out.logits[0].float())
+
     @property
     def _layer_types(self) -> list[str]:
         config = self.module.config.get_text_config(decoder=True)
         return getattr(config, "layer_types", None) or []
 
     @cached_property
-    def _has_plain_head(self) -> bool:
+    def has_plain_head(self) -> bool:
+        """Whether a pass over many ids computes no logits but the last."""
         return has_linear_head(self.module)
 
     @cached_property
@@ -383,7 +441,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         reads_singly=reads_singly,
         context_length=context_length(config) or _USUAL_CONTEXT,
         window=sliding_window(config),
-        scorer=scorer_of(name, module),
+        scorer=scorer_of(name, module).to(input_device(module)),
     )
 
 

@@ -328,7 +328,8 @@ class SharedEmbedding(nn.Module):
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
-    scale = (largest.clamp_min(1e-12) / 127).bfloat16()
+    # By a tensor: to divide by a number, a GPU multiplies by its inverse, which rounds.
+    scale = (largest.clamp_min(1e-12) / torch.full_like(largest, 127)).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
 
 
@@ -336,7 +337,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
-    scale = ((most - minimum) / 15).clamp_min(1e-12)
+    scale = ((most - minimum) / torch.full_like(most, 15)).clamp_min(1e-12)  # as above
     q = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
     return q.to(torch.uint8).view_as(weight), scale, minimum
 

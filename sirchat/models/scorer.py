@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,8 +33,16 @@ class Scorer:
 
     def scores(self, states: Tensor) -> list[float]:
         """Compute the scores of m tokens from their hidden states [m, layers x d]."""
-        scores: list[float] = (states.float() @ self.weight.to(states.device) + self.bias).tolist()
+        scores: list[float] = self.scores_on_device(states).tolist()
         return scores
+
+    def scores_on_device(self, states: Tensor) -> Tensor:
+        """The scores [m], where the hidden states [m, layers x d] are."""
+        return states.float() @ self.weight.to(states.device) + self.bias
+
+    def to(self, device: torch.device) -> Self:
+        """The same scorer with its weight on `device`."""
+        return replace(self, weight=self.weight.to(device))
 
     def save(self, path: Path) -> None:
         """Write the scorer into a file; raises ModelError if it can't be written."""

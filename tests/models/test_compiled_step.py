@@ -61,7 +61,7 @@ def small(**options: Any) -> LoadedModel:
 
 
 def step_of(model: LoadedModel) -> DecodeStep:
-    assert model.decode_step is not None
+    assert isinstance(model.decode_step, DecodeStep)
     return model.decode_step
 
 

@@ -104,7 +104,7 @@ def load(folder: Path, device_map: object = None) -> LoadedModel:
         how = {"device_map": str(file)}
     model = load_model(str(folder), for_hub=True, dtype="float32", **how)
     # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
-    vars(model)["decode_step"], vars(model)["_has_plain_head"] = None, False
+    vars(model)["decode_step"], vars(model)["has_plain_head"] = None, False
     model.module.requires_grad_(False)
     return model
 
@@ -268,7 +268,7 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
 def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation: None) -> None:
     model = load(folder, MAPS["two devices"])
     ids = list(range(20, 60))
-    vars(model)["_has_plain_head"] = True
+    vars(model)["has_plain_head"] = True
     read = model.read(ids, model.new_cache(40))
     head, hidden = load(folder).module.lm_head, torch.randn(40, 64)
     logits = model.forward(ids, model.new_cache(40)).cpu()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from captured import why_not
 from families import HELD, HYBRIDS, build, loaded
 from recorded_graph import RecordedGraph
 from simulated_devices import move, refuses_waits, simulated_devices
@@ -39,7 +40,7 @@ class Talk:
     """Two caches of one model: one is read by a recorded step, one by the model itself."""
 
     def __init__(self, model: LoadedModel, ids: Sequence[int], capacity: int) -> None:
-        self.model, self.step = model, HubStep(model.module, SCORED)
+        self.model, self.step = model, HubStep(model, SCORED)
         self.ours, self.theirs = self.caches = [model.new_cache(capacity) for _ in range(2)]
         for cache in self.caches:
             cache.set_positions(absolute_positions=True)
@@ -62,9 +63,9 @@ class Talk:
         with recording:
             self.logits, self.states = self.take_step()
 
-    def take_step(self) -> tuple[Tensor, Tensor]:
+    def take_step(self) -> tuple[Tensor, ...]:
         ids, lengths, positions = self.numbers
-        return self.step(ids, lengths, positions, [self.ours])
+        return self.step(ids, lengths, positions, None, [self.ours])
 
     def set(self, *numbers: int) -> None:
         for tensor, number in zip(self.numbers, numbers, strict=True):
@@ -177,49 +178,49 @@ def test_a_step_waits_for_no_device(name: str) -> None:
         there = replace(model)  # which looks for its device anew
         ours = there.new_cache(8)
         ours.replace(rows)
-        step = HubStep(there.module, ())
+        step = HubStep(there, ())
         step.key([ours])
         ids, slots = (torch.tensor([number], device=device) for number in (7, 5))
         with refuses_waits():
             if name in WAIT:
                 with pytest.raises(RuntimeError):
-                    step(ids, slots, slots, [ours])
+                    step(ids, slots, slots, None, [ours])
                 return
-            logits, states = step(ids, slots, slots, [ours])
+            logits, states = step(ids, slots, slots, None, [ours])
         close(logits.cpu(), expected)
         assert states.shape == (1, 0)
 
 
 def test_a_model_of_transformers_can_be_captured() -> None:
     for name in TELLING:
-        assert HubStep.supports(loaded(name)) == ""
-        assert HubStep.supports(loaded(name, torch.bfloat16)) == ""
+        assert why_not(loaded(name)) == ""
+        assert why_not(loaded(name, torch.bfloat16)) == ""
 
 
 def test_who_watches_attention_changes_nothing() -> None:
     model = of_family("gemma3")
     assert install_hook(model.module)
-    assert HubStep.supports(model) == ""
+    assert why_not(model) == ""
 
 
 def test_what_can_not_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**changed: Any) -> str:
-        return HubStep.supports(replace(of_family("phi"), **changed))
+        return why_not(replace(of_family("phi"), **changed))
 
     hybrid = wrap_model("lfm2", build("lfm2", HYBRIDS["lfm2"]), None)
-    assert HubStep.supports(hybrid) == "some of its layers keep a state"
+    assert why_not(hybrid) == "some of its layers keep a state"
     spread, own, failing, packed = (build("phi", {}) for _ in range(4))
     spread.hf_device_map = {"model": 0, "lm_head": "cpu"}
     assert why(module=spread) == "it is spread over several devices"
     own.__class__ = type("Phi", (type(own),), {"__module__": "transformers_modules.phi"})
     assert why(module=own) == "its code is not that of transformers"
     failing.forward = None
-    assert why(module=failing).startswith("its forward fails over all slots (TypeError: ")
+    assert why(module=failing) == "'NoneType' object is not callable"
     packed.experts = PackedExperts(torch.nn.Module(), dict.fromkeys(("gate", "up", "down"), ()))
     assert why(module=packed) == "its experts are packed"
     anchored = of_family("phi")
     Anchors("ac", token_id=3).write_to_config(anchored.module.config)
-    assert HubStep.supports(anchored) == "it compresses its text into anchors"
+    assert why_not(anchored) == "it compresses its text into anchors"
     monkeypatch.setattr(HubRowLayer, "is_compileable", False)  # then transformers makes no mask
     assert why().startswith("its logits differ by 0.")
 
@@ -230,8 +231,8 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was() -> None:
     for one in (cache, other):
         model.forward(ids[:5], one)
         one.commit(5)
-    step = HubStep(model.module, ())
+    step = HubStep(model, ())
     number = torch.tensor([1])
     with pytest.raises(IndexError):
-        step(torch.tensor([10**6]), number, number, [cache])
+        step(torch.tensor([10**6]), number, number, None, [cache])
     close(model.forward(ids[5:], cache), model.forward(ids[5:], other))

@@ -49,6 +49,8 @@ class BigramModel(_Model):  # type: ignore[misc]
     `passes` records the ids of each forward pass.
     """
 
+    decode_step = None
+    has_plain_head = False
     vocab_size = 256
     layers = 3
     heads = 1

@@ -30,6 +30,7 @@ from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.snapkv import Snapkv
+from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
@@ -173,7 +174,7 @@ def bench_decode(
     yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
     step = model.decode_step
-    if step is not None and step.compiled is not None:
+    if isinstance(step, DecodeStep) and step.compiled is not None:
         compiled = "decode with the compiled step against without"
         yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
     sampled = partial(ours, sampling=Sampling(**SOUND))

@@ -26,6 +26,8 @@ from sirchat.chat.settings import has_effect
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, short_number
 from sirchat.memory.policies import policy_class
+from sirchat.models.captured_step import CapturedStep
+from sirchat.models.decode_step import DecodeStep
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
 from sirchat.saved.saved_state import fingerprint
@@ -91,6 +93,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
     They are the first entries of the evaluation's JSON record.
     """
     step = model.decode_step
+    is_compiled = isinstance(step, DecodeStep) and step.compiled is not None
     return {
         "task": task,
         "command": command,
@@ -99,7 +102,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "device": str(model.device),
         "dtype": model.precision,
         "threads": threads_in_words(model.device),
-        "compiled": step is not None and step.compiled is not None,
+        "compiled": is_compiled or isinstance(step, CapturedStep),
         "sirchat": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

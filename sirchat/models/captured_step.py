@@ -1,0 +1,541 @@
+"""Decodes on a GPU: a step is captured once as a CUDA graph, and replayed for every token.
+
+Nothing in a step needs a number of the host, so the host can start the next step before it knows
+the token that the last one chose (`TokenRun`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_values import to_device
+from sirchat.models.attention_hook import AttentionObserver, MeanObserver
+from sirchat.models.llama_step import Kernels
+
+# Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
+_BATCHES = (1, 2, 4, 8, 16)
+_MOST_GRAPHS = 12  # that are kept
+_DRAWS = 64  # random numbers that are uploaded at a time
+_TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong step differ by 1
+_SLOTS = 2  # results that are kept: the host is at most one step behind
+MOST_SAID = 1024  # ids said before that the device can remember
+
+_ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `Inputs.numbers`
+
+
+class StepBody(Protocol):
+    """One decode step, without waits and without numbers of the host."""
+
+    about: str  # what it computes with, for `doctor`
+    kernels: Kernels
+    observes: bool
+    most: int  # conversations in a step
+    pads: bool  # whether a step may compute more conversations than there are caches
+    vocab_size: int
+
+    def key(self, caches: Sequence[BoundedCache]) -> Hashable:
+        """What a captured step depends on: it is right as long as this stays equal."""
+
+    def __call__(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        caches: Any,
+        observed: Collection[int] = (),
+    ) -> tuple[Tensor, ...]:
+        """Append one row to each cache; returns float32 logits [B, V] and scored states [B, s].
+
+        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `places` [2, B]
+        the addresses and capacities of the caches' pools; all are on the device. If it `observes`
+        attention, also returns its weights [B, slots] in the layers `observed`.
+        """
+
+
+class Graph(Protocol):
+    """Work on a device that can be done again: on the same tensors, with other numbers."""
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Do the work again; `outputs` get other numbers."""
+
+
+Work = Callable[[], tuple[Tensor, ...]]
+
+
+class CudaGraph:
+    """Work that is captured as a CUDA graph, after it was done once."""
+
+    def __init__(self, work: Work) -> None:
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # compiles the kernels
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.outputs = work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Anew:
+    """Work that is done anew each time, where there are no CUDA graphs."""
+
+    outputs: tuple[Tensor, ...] = ()
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self.outputs = self._work()
+
+
+class Likeliest(NamedTuple):
+    """The most likely next token, computed for several conversations at once."""
+
+    id: int
+    surprisal: float  # nats
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the logits are numbers."""
+        return not math.isnan(self.surprisal)
+
+    @classmethod
+    def of_rows(cls, logits: Tensor) -> list[Likeliest]:
+        """Those of logits [B, V]; waits only once."""
+        values, ids = torch.log_softmax(logits, -1).max(-1)
+        pairs = torch.stack((ids.double(), -values.double()), 1).tolist()
+        return [cls(int(token_id), surprisal) for token_id, surprisal in pairs]
+
+
+class Chosen(NamedTuple):
+    """A token chosen on the device."""
+
+    id: int
+    surprisal: float  # nats
+    score: float  # of the token read before it, by the model's scorer; NaN if there is none
+    is_right: bool  # if not, the host must choose
+
+
+# Chooses the next id from logits [V], ids said before [w] (-1: none) and a random number [1]:
+# returns the id, int64 [1], and whether it is right, bool [1]; if not, the host must choose.
+Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Choice(NamedTuple):
+    """How a run chooses tokens; `key` is equal for choices that compute the same."""
+
+    key: Hashable
+    choose: Choose | None  # None: the id of the largest logit
+    window: int  # number of ids said before that `choose` gets
+    # The random numbers [n] from a stream position on.
+    draws: Callable[[int, int], NDArray[np.float64]]
+
+
+class CapturedStep:
+    """Reads single tokens by a captured step; with `captures` false, the step runs anew each time.
+
+    `fits` must be true for each cache. `score` computes scores [1] from a token's scored states.
+    `capture_seconds` were spent on capturing.
+    """
+
+    def __init__(
+        self,
+        body: StepBody,
+        device: torch.device,
+        *,
+        captures: bool,
+        score: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.body, self.captures, self.score = body, captures, score
+        self.capture_seconds = 0.0
+        self.device = device
+        self._graphs: dict[Hashable, Graph] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._run: TokenRun | None = None  # the one whose numbers are on the device
+
+    def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
+        """Whether a step can append a row, which rows were read before, and serve an observer."""
+        if observer is not None and not (self.body.observes and isinstance(observer, MeanObserver)):
+            return False
+        return cache.length < cache.capacity and _place(cache) is not None
+
+    def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
+        """Read a token at a rotary position into the cache, which then must be committed.
+
+        Returns float32 logits [1, V], and the states [1, layers x d] that a scorer needs.
+        """
+        return self.read_together([(token_id, position, cache)])
+
+    @torch.inference_mode()
+    def read_observed(
+        self, token_id: int, position: int, cache: BoundedCache, layers: frozenset[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `read` does; also returns the attention weights [1, n + 1] of `layers`.
+
+        They are a sum over these layers, and a mean over heads.
+        """
+        self.take_for(None)
+        caches, inputs = [cache], self.inputs_of(1, [cache])
+
+        def work() -> tuple[Tensor, ...]:
+            return self.body(*inputs.parts(), caches, layers)
+
+        self.upload(caches, [token_id], [position])
+        graph = self.graph(("observed", layers, self.body.key(caches)), work)
+        graph.replay()
+        logits, states, weights = (output.clone() for output in graph.outputs)
+        return logits, states, weights[:, : cache.length + 1]
+
+    @torch.inference_mode()
+    def read_together(
+        self, tokens: Sequence[tuple[int, int, BoundedCache]]
+    ) -> tuple[Tensor, Tensor]:
+        """Read one token (id, position, cache) in each of B conversations, the weights only once.
+
+        Returns logits [B, V] and states [B, layers x d]; rounding differs from that of `read`.
+        """
+        most = self.body.most
+        if len(tokens) > most:
+            parts = [self.read_together(tokens[i : i + most]) for i in range(0, len(tokens), most)]
+            return torch.cat([logits for logits, _ in parts]), torch.cat([s for _, s in parts])
+        ids, positions, caches = zip(*tokens, strict=True)
+        self.take_for(None)
+        count, key = self._count(caches), self.body.key(caches)
+        inputs = self.inputs_of(count, caches)
+
+        def work() -> tuple[Tensor, ...]:
+            return self.body(*inputs.parts(), caches)
+
+        self.upload(caches, ids, positions)
+        graph = self.graph((count, key), work)
+        graph.replay()
+        logits, states = (output[: len(tokens)].clone() for output in graph.outputs)
+        return logits, states
+
+    def upload(
+        self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        """Set the ids to be read next and where; this is one copy to the device."""
+        inputs = self.inputs_of(self._count(caches), caches)
+        numbers = np.zeros(inputs.numbers.shape, np.int64)
+        if inputs.spare is not None:
+            numbers[_PLACE, len(caches) :] = [[inputs.spare.data_ptr()], [1]]
+        for at, cache in enumerate(caches):
+            numbers[:, at] = ids[at], cache.length, positions[at], *(_place(cache) or (0, 0))
+        inputs.numbers.copy_(to_device([torch.from_numpy(numbers)], self.device)[0])
+
+    def graph(self, key: Hashable, work: Work, changes: Sequence[Tensor] = ()) -> Graph:
+        """The graph of this key, made of `work` if it is new; `changes` are the tensors it changes.
+
+        What can't be captured is done anew each time.
+        """
+        if not self.captures:
+            return Anew(work)
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            begun = time.perf_counter()
+            before = [tensor.clone() for tensor in changes]  # the work is done once to capture it
+            graph = CudaGraph(work)
+            for tensor, value in zip(changes, before, strict=True):
+                tensor.copy_(value)
+            self.capture_seconds += time.perf_counter() - begun
+            while len(self._graphs) >= _MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[key] = graph  # the last one used is the last one dropped
+        return graph
+
+    def take_for(self, run: TokenRun | None) -> None:
+        """Let another run use the device's numbers; the last one notes its logits."""
+        if self._run is not None and self._run is not run:
+            self._run.pause()
+        self._run = run
+
+    @cached_property
+    def state(self) -> RunState:
+        """The numbers of the present run on the device."""
+        return RunState.on(self.device, self.body.vocab_size)
+
+    def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> Inputs:
+        """What a step for so many conversations reads."""
+        if count not in self._inputs:
+            pool = caches[0].pool
+            numbers = torch.zeros(5, count, dtype=torch.int64, device=self.device)
+            spare = None if pool is None else torch.zeros_like(pool[:, :, :, :1])
+            self._inputs[count] = Inputs(numbers, spare)
+        return self._inputs[count]
+
+    def _count(self, caches: Sequence[BoundedCache]) -> int:
+        count = len(caches)
+        return next(size for size in _BATCHES if size >= count) if self.body.pads else count
+
+
+class Captured(NamedTuple):
+    """A captured step; `problems` says why there is none, or why not the fastest one, or is ""."""
+
+    step: CapturedStep | None
+    problems: str = ""
+
+
+def capture_first(
+    bodies: Iterable[Callable[[], StepBody]],
+    device: torch.device,
+    error_of: Callable[[CapturedStep], float],
+    score: Callable[[Tensor], Tensor] | None = None,
+) -> Captured:
+    """Capture the first of the `bodies` that works; `error_of` is its error, relative."""
+    problems = list[str]()
+    for make in bodies:
+        try:
+            step = CapturedStep(make(), device, captures=True, score=score)
+            error = error_of(step)
+        except Exception as problem:  # torch and Triton raise all kinds of errors
+            problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
+            continue
+        if error < _TOLERANCE:
+            return Captured(step, "; ".join(problems))
+        problems.append(f"its logits differ by {error:.2g}")
+    return Captured(None, "; ".join(dict.fromkeys(problems)))
+
+
+class Inputs(NamedTuple):
+    """What a step for B conversations reads."""
+
+    numbers: Tensor  # int64 [5, B]: ids, lengths, positions; addresses and capacities of pools
+    spare: Tensor | None  # a pool of one row [L, 3, H, 1, D], for places without a conversation
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `StepBody`."""
+        numbers = self.numbers
+        return numbers[_ID], numbers[_LENGTH], numbers[_POSITION], numbers[_PLACE]
+
+
+class RunState(NamedTuple):
+    """The numbers of a run on the device; of logits and results, those of the last steps."""
+
+    logits: Tensor  # float32 [slots, V]
+    slot: Tensor  # int64 [1], of the newest logits
+    said: Tensor  # int64 [MOST_SAID], the newest ids said, -1 for none
+    draws: Tensor  # float64 [n], random numbers
+    drawn: Tensor  # int64 [1], how many of them are used
+    results: Tensor  # float64 [slots, 4]: the fields of `Chosen`
+    host: Tensor  # the same in main memory
+
+    @classmethod
+    def on(cls, device: torch.device, vocab_size: int) -> RunState:
+        zeros = partial(torch.zeros, device=device)
+        results = zeros(_SLOTS, len(Chosen._fields), dtype=torch.float64)
+        host = torch.zeros(results.shape, dtype=torch.float64, pin_memory=results.is_cuda)
+        return cls(
+            zeros(_SLOTS, vocab_size),
+            zeros(1, dtype=torch.int64),
+            zeros(MOST_SAID, dtype=torch.int64),
+            zeros(_DRAWS, dtype=torch.float64),
+            zeros(1, dtype=torch.int64),
+            results,
+            host,
+        )
+
+
+class TokenRun:
+    """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
+
+    `begin` chooses the first token, `launch` starts to read the one that was chosen last and to
+    choose the next, `result` waits for the first one that was chosen and not returned. `note_score`
+    gets the score of the newest token in the cache, as soon as it is known.
+    """
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        cache: BoundedCache,
+        choice: Choice,
+        note_score: Callable[[float], None],
+    ) -> None:
+        self._step, self._cache, self._choice = step, cache, choice
+        self._note_score = note_score
+        self._state = step.state
+        self._slot = 0  # of the newest logits
+        self._pending: list[tuple[int, Any]] = []  # slots and ends of results not returned
+        self._paused: Tensor | None = None  # the logits, while another run uses the device
+        self._length = -1  # of the cache, after what has been launched
+        self._place: Hashable = None
+        self.is_ahead = False  # whether a token is being read that the cache does not count yet
+        self.has_logits = False  # whether `begin` was called after the last `drop`
+        self._position = 0  # in the stream, of the next choice
+        self._draws_left = 0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a token has been chosen that was not returned."""
+        return bool(self._pending)
+
+    @property
+    def window(self) -> int:
+        """Number of ids said before that the choice needs."""
+        return self._choice.window
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether `launch` would read the chosen token right: no row has moved since `resume`."""
+        cache = self._cache
+        return self._length == cache.length < cache.capacity and self._place == _place(cache)
+
+    @torch.inference_mode()
+    def begin(self, logits: Tensor, seen: int, said: Sequence[int]) -> None:
+        """Choose a token from logits [V], for stream position `seen`."""
+        self._step.take_for(self)
+        state, self._paused = self._state, None
+        self._pending, self._position, self._length, self._draws_left = [], seen, -1, 0
+        self.is_ahead, self.has_logits = False, True
+        self._upload_said(said)
+        state.logits[self._slot].copy_(logits)
+        state.slot.fill_(self._slot)
+        self._upload_draws()
+        inputs = self._step.inputs_of(1, [self._cache])
+        none = torch.full((1,), torch.nan, device=self._step.device)
+        logits = state.logits[self._slot]
+        key = "choice", self._choice.key, self._slot
+        self._start(key, partial(self._choose, inputs, logits, none, reads=False))
+
+    @torch.inference_mode()
+    def resume(self, token_id: int, rotary: int, said: Sequence[int]) -> None:
+        """Say where the chosen token is to be read, after the beginning and after rows moved."""
+        self._step.upload([self._cache], [token_id], [rotary])
+        self._upload_said([*said, token_id])
+        self._length, self._place = self._cache.length, _place(self._cache)
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Start to read the token that was chosen last, and to choose the one after it."""
+        step, state = self._step, self._state
+        inputs, caches = step.inputs_of(1, [self._cache]), [self._cache]
+        self._slot = (self._slot + 1) % _SLOTS
+        self._length += 1
+        self._position += 1
+        self._upload_draws()
+
+        def work() -> tuple[Tensor, ...]:
+            logits, states, *_ = step.body(*inputs.parts(), caches)
+            state.slot.bitwise_xor_(1)  # the other of the two
+            state.logits.index_copy_(0, state.slot, logits)
+            score = logits.new_full((1,), torch.nan) if step.score is None else step.score(states)
+            return self._choose(inputs, logits[0], score, reads=True)
+
+        self.is_ahead = True
+        self._start(("run", self._choice.key, step.body.key(caches)), work)
+
+    def result(self) -> Chosen:
+        """Wait for the first token that was chosen and not returned."""
+        slot, end = self._pending.pop(0)
+        if end is not None:
+            end.synchronize()
+        token_id, surprisal, score, is_right = self._state.host[slot].tolist()
+        if not math.isnan(score):
+            self._note_score(score)
+        return Chosen(int(token_id), surprisal, score, bool(is_right))
+
+    def logits(self) -> Tensor:
+        """A copy of the logits [V] after the last token that was committed."""
+        if self._paused is not None:
+            return self._paused
+        return self._state.logits[(self._slot - self.is_ahead) % _SLOTS].clone()
+
+    def drop(self) -> None:
+        """Forget everything: logits were computed elsewhere."""
+        self._pending, self._length, self._paused = [], -1, None
+        self.is_ahead = self.has_logits = False
+
+    def pause(self) -> None:
+        """Note logits and score, because another run takes the device's numbers."""
+        self._paused = self.logits()
+        if self._pending and not self.is_ahead:
+            self.result()
+        self._pending, self._length, self.is_ahead = [], -1, False
+
+    def _choose(
+        self, inputs: Inputs, logits: Tensor, score: Tensor, *, reads: bool
+    ) -> tuple[Tensor, ...]:
+        """Choose from logits [V], and note the result; `reads`: after a token was read."""
+        state, (_, choose, window, _) = self._state, self._choice
+        has_triton = self._step.body.kernels == "triton"
+        chosen: tuple[Tensor, ...] = ()
+        if choose is not None:
+            draw = state.draws.index_select(0, state.drawn)
+            chosen = choose(logits, state.said[MOST_SAID - window :], draw)
+        elif not has_triton:
+            chosen = logits.argmax().view(1), torch.ones(1, device=logits.device)
+        if chosen:
+            token_id, is_right = chosen
+            surprisal = -torch.log_softmax(logits, -1).index_select(0, token_id)
+            chosen = token_id, surprisal, is_right
+            if window:
+                state.said.copy_(torch.cat((state.said[1:], token_id)))
+        if has_triton:
+            from sirchat.models import kernels
+
+            chosen = chosen or kernels.likeliest(logits)  # two tensors, which `note` merges
+            to = state.results, state.slot, inputs.numbers, state.drawn
+            kernels.note(chosen, score, *to, reads=reads)
+        else:
+            self._note(chosen, score, inputs, reads=reads)
+        state.host.copy_(state.results, non_blocking=True)
+        return ()
+
+    def _note(
+        self, chosen: tuple[Tensor, ...], score: Tensor, inputs: Inputs, *, reads: bool
+    ) -> None:
+        """What `kernels.note` does."""
+        state, (token_id, surprisal, is_right) = self._state, chosen
+        is_right = is_right.bool() & ~surprisal.isnan()  # NaN is no surprisal
+        result = torch.stack([x.double() for x in (token_id, surprisal, score, is_right)], 1)
+        state.results.index_copy_(0, state.slot, result)
+        inputs.numbers[_ID].copy_(token_id)
+        if reads:
+            inputs.numbers[_LENGTH : _POSITION + 1].add_(1)
+        state.drawn.add_(1)
+
+    def _start(self, key: Hashable, work: Work) -> None:
+        numbers = self._step.inputs_of(1, [self._cache]).numbers
+        self._step.graph(key, work, (numbers, *self._state[:-1])).replay()
+        self._draws_left -= 1
+        end: Any = None
+        if self._state.host.is_pinned():
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+        self._pending.append((self._slot, end))
+
+    def _upload_draws(self) -> None:
+        if not self._draws_left:
+            draws = torch.from_numpy(self._choice.draws(self._position, _DRAWS))
+            self._state.draws.copy_(to_device([draws], self._step.device)[0])
+            self._state.drawn.zero_()
+            self._draws_left = _DRAWS
+
+    def _upload_said(self, said: Sequence[int]) -> None:
+        if self._choice.window:
+            ids = np.full(MOST_SAID, -1, np.int64)
+            newest = said[-MOST_SAID:]
+            ids[MOST_SAID - len(newest) :] = newest
+            self._state.said.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
+
+
+def _place(cache: BoundedCache) -> tuple[int, int] | None:
+    """The address and the capacity of a cache's rows; None if none was read yet."""
+    rows = cache.pool if cache.pool is not None else cache.row_layers[0].tensors[0].buffer
+    return None if rows is None else (rows.data_ptr(), cache.capacity)

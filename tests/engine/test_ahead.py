@@ -1,0 +1,177 @@
+"""A GPU that reads one token ahead of the host comes to what a host does that waits for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attacking import MANY
+from captured import captured
+from engine_steps import prefill, some_ids
+from families import build
+from scorers import random_scorer
+from sirchat.engine.engine import Engine
+from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.types import CacheSettings, ChosenToken, GeneratedToken, Stopped, TurnRef
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.full import Full
+from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.policies.sink import Sink
+from sirchat.models.captured_step import CapturedStep, Likeliest
+from sirchat.models.model import wrap_model
+
+VOCAB = 24
+MODEL = wrap_model(
+    "small",
+    build("llama", {"num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": True}),
+    None,
+)
+MODEL = replace(MODEL, scorer=random_scorer(MODEL, (1,)))
+POLICIES = [Entropy(), Sink(), Reservoir(), Full()]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(repetition_penalty=1.5, repetition_window=3),
+    Sampling(temperature=1.5, top_p=0.8, repetition_penalty=1.1, repetition_window=8, seed=5),
+    Sampling(temperature=1.0, top_k=5, seed=2),
+    Sampling(temperature=2.0, seed=3),  # only the host can choose
+]
+
+turns = st.fixed_dictionaries(
+    {
+        "read": st.integers(1, 12),
+        "count": st.integers(0, 12),
+        "sampling": st.integers(0, len(SAMPLINGS) - 1),
+        "stops": st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
+        "end": st.sampled_from(["all", "interrupt", "close", "other", "together"]),
+        "after": st.integers(0, 8),
+        "lookup": st.booleans(),
+        "then": st.sampled_from(["nothing", "undo", "switch", "recall", "resume", "decay"]),
+        "choice": st.integers(0, 999),
+    }
+)
+
+
+def new_engine(budget: int = 24, policy: Any = POLICIES[0], absolute: bool = False) -> Engine:
+    cache = CacheSettings(policy, budget, archive=2**24, absolute_positions=absolute)
+    return Engine(MODEL, cache, seed=1)
+
+
+class Play:
+    """Plays turns, and records what a caller of the engine sees."""
+
+    def __init__(self, engine: Engine, step: CapturedStep, *, ahead: bool) -> None:
+        self.engine, self.step, self.ahead = engine, step, ahead
+        self.records = list[Any]()
+        self.other = new_engine()  # another conversation with the same model
+        prefill(self.other, [1, 2, 3])
+
+    def take(self, number: int, turn: dict[str, Any]) -> None:
+        engine = self.engine
+        before = engine.checkpoint()
+        prefill(engine, some_ids(turn["read"], number, VOCAB), number)
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.ahead:
+                patch.setattr("sirchat.engine.engine.device_choice", lambda sampler: None)
+            self.reply(number, turn)
+        getattr(self, turn["then"])(before, np.random.default_rng(turn["choice"]))
+
+    def reply(self, number: int, turn: dict[str, Any]) -> None:
+        tokens, ends = 0, turn["end"]
+        records = self.engine.generate(
+            Sampler(SAMPLINGS[turn["sampling"]]),
+            TurnRef(number, number),
+            stop_ids=turn["stops"],
+            max_new_tokens=turn["count"],
+            interrupted=lambda: ends == "interrupt" and tokens >= turn["after"],
+            lookup=PromptLookup() if turn["lookup"] else None,
+            together=lambda: ends == "together" and tokens >= turn["after"],
+        )
+        for record in records:
+            if isinstance(record, ChosenToken):
+                logits, states = self.step.read(record.id, record.position, record.cache)
+                likeliest = Likeliest.of_rows(logits)[0]
+                record.accept(logits, MODEL.scorer.scores(states)[0], likeliest)
+                continue
+            if isinstance(record, GeneratedToken):
+                tokens += 1
+            self.records.append(
+                record if isinstance(record, GeneratedToken | Stopped) else repr(record)
+            )
+            if tokens == turn["after"] and ends == "close":
+                records.close()  # type: ignore[attr-defined]
+                break
+            if tokens == turn["after"] and ends == "other":  # which uses the same device
+                list(
+                    self.other.generate(
+                        Sampler(Sampling()), TurnRef(0, 0), stop_ids=frozenset(), max_new_tokens=2
+                    )
+                )
+
+    def nothing(self, before: Any, random: Any) -> None: ...
+
+    def undo(self, before: Any, random: Any) -> None:
+        self.engine.undo(before)
+
+    def decay(self, before: Any, random: Any) -> None:
+        self.engine.decay_at_round_end()
+
+    def switch(self, before: Any, random: Any) -> None:
+        policy = POLICIES[random.integers(3)]
+        changed = replace(self.engine.settings, policy=policy, budget=int(random.integers(16, 40)))
+        self.engine.residency.switch(changed)
+
+    def recall(self, before: Any, random: Any) -> None:
+        archived = self.engine.store.archive.positions[:2]
+        self.engine.residency.restore_recalled(archived)
+        self.engine.residency.evict_recalled()
+
+    def resume(self, before: Any, random: Any) -> None:
+        engine = self.engine
+        saved, rows = engine.save(), engine.store.copy_key_values()
+        self.engine = Engine(MODEL, engine.settings, seed=1)
+        self.engine.load(saved, rows)
+
+
+def assert_equal(one: Engine, two: Engine) -> None:
+    for name in one.ledger.rows().dtype.names or ():
+        here, there = one.ledger.column(name), two.ledger.column(name)
+        assert np.array_equal(here, there, equal_nan=here.dtype.kind == "f"), name
+    assert np.array_equal(one.ledger.held_positions, two.ledger.held_positions)
+    assert one.cache.length == two.cache.length
+    mine, yours = one.logits, two.logits
+    assert (mine is None) == (yours is None)
+    assert mine is None or yours is None or torch.equal(mine, yours)
+    held = torch.arange(one.cache.length)
+    if one.cache.length:
+        for one_rows, other in zip(one.cache.as_read(held), two.cache.as_read(held), strict=True):
+            assert torch.equal(one_rows, other)
+
+
+@settings(max_examples=MANY or 25, deadline=None)
+@given(
+    played=st.lists(turns, min_size=1, max_size=4),
+    budget=st.integers(16, 40),
+    policy=st.sampled_from(POLICIES),
+    absolute=st.booleans(),
+)
+def test_reading_ahead_comes_to_the_same(
+    played: list[dict[str, Any]], budget: int, policy: Any, absolute: bool
+) -> None:
+    """`SIRCHAT_ATTACK=2000` tries so many conversations."""
+    plays = []
+    for ahead in (True, False):
+        with captured(MODEL) as step:
+            play = Play(new_engine(budget, policy, absolute), step, ahead=ahead)
+            for number, turn in enumerate(played):
+                play.take(number, turn)
+        plays.append(play)
+    one, two = plays
+    assert one.records == two.records
+    assert_equal(one.engine, two.engine)
+    assert_equal(one.other, two.other)

@@ -1,0 +1,273 @@
+"""A captured decode step, on the CPU: torch's kernels, and a stand-in for CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from captured import captured
+from engine_steps import generate, prefill, some_ids
+from families import build
+from scorers import random_scorer
+from simulated_devices import DEVICES, move, refuses_waits, simulated_devices
+from sirchat.engine.attention_tracker import PassWeights
+from sirchat.engine.engine import Engine
+from sirchat.engine.sampling import Sampler, Sampling, device_choice
+from sirchat.engine.types import CacheSettings
+from sirchat.errors import ModelError
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.h2o import H2o
+from sirchat.models.captured_step import CapturedStep, Likeliest, TokenRun, capture_first
+from sirchat.models.llama_step import LlamaStep
+from sirchat.models.model import LoadedModel, wrap_model
+
+IDS = some_ids(7)
+
+
+def small(kind: str = "llama", **options: Any) -> LoadedModel:
+    model = wrap_model(kind, build(kind, {"num_hidden_layers": 2, **options}), None)
+    return replace(model, scorer=random_scorer(model, (1, 2)))
+
+
+def holding(model: LoadedModel, ids: list[int], capacity: int = 12) -> BoundedCache:
+    """A cache that has read the ids."""
+    cache = model.new_cache(capacity)
+    model._module_logits(ids, cache)
+    cache.commit(len(ids))
+    return cache
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_step_reads_as_the_model_does(kind: str) -> None:
+    model = small(kind)
+    ours, theirs = holding(model, IDS), holding(model, IDS)
+    with captured(model) as step:
+        for number, token_id in enumerate(IDS[:4]):
+            logits, states = step.read(token_id, ours.length, ours)
+            seen = model._module_logits([token_id], theirs)
+            close(logits, seen)
+            assert states.shape == (1, 2 * model.module.config.hidden_size)
+            for cache in (ours, theirs):
+                cache.commit(1)
+            if number == 1:
+                for cache in (ours, theirs):
+                    cache.keep(torch.tensor([0, 2, 3, 5, 8]))
+            if number == 2:
+                for cache in (ours, theirs):
+                    cache.grow_to(40)
+    held = torch.arange(ours.length)
+    for mine, yours in zip(ours.as_read(held), theirs.as_read(held), strict=True):
+        close(mine, yours)
+    first = [cache.first_written(held, held.numpy()).tensors for cache in (ours, theirs)]
+    for mine, yours in zip(*first, strict=True):
+        close(mine, yours)
+
+
+def test_a_batch_reads_in_each_conversation_what_it_reads_alone() -> None:
+    model = small()
+    caches = [holding(model, IDS[:count], 8 + count) for count in range(1, 4)]
+    alone = [holding(model, IDS[:count]) for count in range(1, 4)]
+    with captured(model) as step:
+        tokens = [(5 + at, cache.length, cache) for at, cache in enumerate(caches)]
+        logits, states = step.read_together(tokens * 7)  # more than are captured at once
+        assert logits.shape == (21, model.vocab_size)
+        for at, cache in enumerate(alone):
+            one, state = step.read(5 + at, cache.length, cache)
+            close(logits[at], one[0])
+            close(states[at], state[0])
+    most = Likeliest.of_rows(logits)[1]
+    assert most.id == int(logits[1].argmax())
+    assert most.surprisal == pytest.approx(float(-torch.log_softmax(logits[1], -1).max()))
+
+
+def test_attention_weights_are_those_that_the_model_shows() -> None:
+    model = small()
+    ours, theirs = holding(model, IDS), holding(model, IDS)
+    shown, expected = PassWeights([1]), PassWeights([1])
+    model.forward([5], theirs, observer=expected)
+    with captured(model):
+        model.forward([5], ours, observer=shown)
+    weights, usual = shown.mean(), expected.mean()
+    assert weights is not None
+    assert usual is not None
+    close(torch.from_numpy(weights), torch.from_numpy(usual))
+
+
+def test_h2o_holds_the_same_with_and_without_a_captured_step() -> None:
+    model, held = small(), list[Any]()
+    for is_captured in (False, True):
+        engine = Engine(model, CacheSettings(H2o(), 20))
+        if is_captured:
+            with captured(model):
+                prefill(engine, some_ids(20))
+                generate(engine, 12, sampler=Sampler(Sampling()))
+        else:
+            prefill(engine, some_ids(20))
+            generate(engine, 12, sampler=Sampler(Sampling()))
+        held.append(engine.ledger.held_positions.tolist())
+    assert held[0] == held[1]
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations within its block that a GPU would run a kernel for."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view and "empty" not in func.name():
+            self.counts[func.name()] += 1
+        return made
+
+
+def kernels_a_layer(monkeypatch: pytest.MonkeyPatch, batch: int, kernels: Any) -> float:
+    """How many kernels a layer a step takes, with kernels of Triton that are only counted."""
+    calls, stub = Counter[str](), ModuleType("sirchat.models.kernels")
+
+    def multiply(x: Tensor, weight: Tensor, *_: Any, gated: bool, **how: Any) -> Tensor:
+        calls["multiply"] += 1
+        return x.new_empty(len(x), len(weight) // (1 + gated))
+
+    def attend(rows: Tensor, *_: Any, heads: int, **how: Any) -> Tensor:
+        calls["attend and merge"] += 2
+        return rows[:, : -2 * heads]
+
+    vars(stub).update(multiply=multiply, attend=attend)
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.setattr("sirchat.models.llama_step.find_spec", lambda name: True)
+    totals = []
+    for layers in (2, 4):
+        model = small(num_hidden_layers=layers)
+        caches = [holding(model, IDS) for _ in range(batch)]
+        body = LlamaStep(model.module, kernels)
+        numbers = torch.zeros(5, batch, dtype=torch.int64)
+        calls.clear()
+        with torch.inference_mode(), Calls(calls):
+            body(numbers[0], numbers[1], numbers[2], numbers[3:], caches)
+        totals.append(calls.total())
+    return (totals[1] - totals[0]) / 2
+
+
+def test_a_layer_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_a_layer(monkeypatch, 1, "triton") == 6
+    assert kernels_a_layer(monkeypatch, 4, "triton") <= 17
+    assert kernels_a_layer(monkeypatch, 1, "torch") <= 40
+
+
+def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
+    for sampling in (Sampling(), Sampling(repetition_penalty=1.2, repetition_window=5)):
+        with simulated_devices():
+            module, device = build("llama", {"num_hidden_layers": 2}), DEVICES[0]
+            move(module, device)
+            model = wrap_model("small", module, None)
+            step = CapturedStep(LlamaStep(module, "torch"), device, captures=False)
+            model.__dict__["decode_step"] = step
+            # The results are copied to the host without a wait, which the simulation can't tell.
+            step.state = step.state._replace(host=torch.zeros_like(step.state.results))
+            engine = Engine(model, CacheSettings(Entropy(), 24))
+            prefill(engine, IDS)
+            choice = device_choice(Sampler(sampling))
+            assert choice is not None
+            run = TokenRun(step, engine.cache, choice, lambda score: None)
+            assert engine.logits is not None
+            run.begin(engine.logits, len(IDS), IDS)
+            run.resume(run.result().id, len(IDS), IDS)
+            step.body.key([engine.cache])
+            with refuses_waits():
+                run.launch()
+                run.launch()
+            assert {run.result().is_right, run.result().is_right} == {True}
+
+
+def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
+    model = small()
+
+    def fails() -> Any:
+        raise ModelError("no compiler")
+
+    class Wrong(LlamaStep):
+        def __call__(self, *inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+            logits, *rest = super().__call__(*inputs, **options)
+            return (-logits, *rest)
+
+    def tried(*bodies: Any) -> Any:
+        with captured(model):
+            return capture_first(bodies, model.device, model.error_of_step)
+
+    def right() -> LlamaStep:
+        return LlamaStep(model.module, "torch")
+
+    step, problems = tried(fails, lambda: Wrong(model.module, "torch"), right)
+    assert type(step.body) is LlamaStep
+    assert problems == "no compiler; its logits differ by 2"
+    assert tried(fails, fails) == (None, "no compiler")
+    assert tried(right).problems == ""
+
+
+def test_logits_that_are_no_numbers_end_a_reply_with_an_error() -> None:
+    model = small()
+    engine = Engine(model, CacheSettings(Entropy(), 24))
+    with captured(model):
+        prefill(engine, IDS)
+        model.module.model.norm.weight.data.fill_(torch.nan)
+        with pytest.raises(ModelError, match="are not numbers"):
+            generate(engine, 4, sampler=Sampler(Sampling()))
+    assert engine.cache.length <= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gemma"}, "its layers (gemma) are not like Llama's"),
+        ({"head_dim": 24}, "its heads have 24 dimensions, which is no power of two from 16 on"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+            "its positions depend on the number of tokens",
+        ),
+    ],
+)
+def test_what_our_step_can_not_compute_is_said(changes: dict[str, Any], reason: str) -> None:
+    kind = changes.pop("model_type", "llama")
+    module = build(kind, {"num_hidden_layers": 2, **changes})
+    with pytest.raises(ModelError) as raised:
+        LlamaStep(module, "torch")
+    assert str(raised.value) == reason
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
+    from sirchat.models.load import load_model
+
+    model = load_model("tiny", device="cuda")
+    step = model.decode_step
+    assert isinstance(step, CapturedStep)
+    said = []
+    for captures in (True, False):
+        model.__dict__["decode_step"] = CapturedStep(
+            step.body, model.device, captures=captures, score=step.score
+        )
+        for ahead in (True, False):
+            engine = Engine(model, CacheSettings(Entropy(), 64, archive=2**24))
+            prefill(engine, some_ids(60, 1, model.vocab_size))
+            with pytest.MonkeyPatch.context() as patch:
+                if not ahead:
+                    patch.setattr("sirchat.engine.engine.device_choice", lambda sampler: None)
+                records = generate(engine, 100, sampler=Sampler(Sampling()))
+            said.append([record.id for record in records if hasattr(record, "id")])
+    assert all(ids == said[0] for ids in said)
+    assert len(said[0]) == 100
