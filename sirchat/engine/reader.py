@@ -19,7 +19,7 @@ from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger
 from sirchat.models.attention_hook import AttentionObserver
-from sirchat.models.captured_step import CapturedStep, Choice, Chosen, Likeliest, TokenRun
+from sirchat.models.captured_step import CapturedStep, Chosen, Likeliest, TokenChoice, TokenRun
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 
@@ -83,7 +83,7 @@ class Reader:
         if self._run is not None:
             self._run.drop()
 
-    def begin_reply(self, choice: Choice | None, said_ids: SaidIds) -> None:
+    def begin_reply(self, choice: TokenChoice | None, said_ids: SaidIds) -> None:
         """Let a GPU read and choose the tokens of a reply by itself, if it can, as `choice` says.
 
         `said_ids`, of a number, returns so many newest held ids, for the repetition penalty.

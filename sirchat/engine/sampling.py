@@ -15,7 +15,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.models.captured_step import MOST_SAID, Choice
+from sirchat.models.captured_step import MOST_SAID, TokenChoice
 from sirchat.models.llama_step import has_triton
 
 # Limits a reply to a format: from the reply's ids so far to a mask [V], on the CPU, of those that
@@ -221,7 +221,7 @@ def takes_likeliest(sampler: Sampler) -> bool:
     return sampling is not None and (sampling.temperature, sampling.repetition_penalty) == (0, 1)
 
 
-def device_choice(sampler: Sampler) -> Choice | None:
+def device_choice(sampler: Sampler) -> TokenChoice | None:
     """How a GPU chooses what `sampler` would; None if only the host can choose."""
     if type(sampler) is not Sampler or sampler.is_limited:
         return None
@@ -252,7 +252,7 @@ def device_choice(sampler: Sampler) -> Choice | None:
         return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
 
     is_likeliest = takes_likeliest(sampler)
-    return Choice(replace(sampling, seed=0), None if is_likeliest else choose, window, draws)
+    return TokenChoice(replace(sampling, seed=0), None if is_likeliest else choose, window, draws)
 
 
 def _narrows(sampling: Sampling) -> bool:

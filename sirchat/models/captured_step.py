@@ -30,7 +30,7 @@ _TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong s
 _SLOTS = 2  # results that are kept: the host is at most one step behind
 MOST_SAID = 1024  # ids said before that the device can remember
 
-_ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `Inputs.numbers`
+_ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.numbers`
 
 
 class StepBody(Protocol):
@@ -92,7 +92,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-class Anew:
+class Uncaptured:
     """Work that is done anew each time, where there are no CUDA graphs."""
 
     outputs: tuple[Tensor, ...] = ()
@@ -137,7 +137,7 @@ class Chosen(NamedTuple):
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """How a run chooses tokens; `key` is equal for choices that compute the same."""
 
     key: Hashable
@@ -166,7 +166,7 @@ class CapturedStep:
         self.capture_seconds = 0.0
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
-        self._inputs: dict[int, Inputs] = {}
+        self._inputs: dict[int, StepInputs] = {}
         self._run: TokenRun | None = None  # the one whose numbers are on the device
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
@@ -246,7 +246,7 @@ class CapturedStep:
         What can't be captured is done anew each time.
         """
         if not self.captures:
-            return Anew(work)
+            return Uncaptured(work)
         graph = self._graphs.pop(key, None)
         if graph is None:
             begun = time.perf_counter()
@@ -271,13 +271,13 @@ class CapturedStep:
         """The numbers of the present run on the device."""
         return RunState.on(self.device, self.body.vocab_size)
 
-    def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> Inputs:
+    def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
         """What a step for so many conversations reads."""
         if count not in self._inputs:
             pool = caches[0].pool
             numbers = torch.zeros(5, count, dtype=torch.int64, device=self.device)
             spare = None if pool is None else torch.zeros_like(pool[:, :, :, :1])
-            self._inputs[count] = Inputs(numbers, spare)
+            self._inputs[count] = StepInputs(numbers, spare)
         return self._inputs[count]
 
     def _count(self, caches: Sequence[BoundedCache]) -> int:
@@ -313,7 +313,7 @@ def capture_first(
     return Captured(None, "; ".join(dict.fromkeys(problems)))
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step for B conversations reads."""
 
     numbers: Tensor  # int64 [5, B]: ids, lengths, positions; addresses and capacities of pools
@@ -364,7 +364,7 @@ class TokenRun:
         self,
         step: CapturedStep,
         cache: BoundedCache,
-        choice: Choice,
+        choice: TokenChoice,
         note_score: Callable[[float], None],
     ) -> None:
         self._step, self._cache, self._choice = step, cache, choice
@@ -469,7 +469,7 @@ class TokenRun:
         self._pending, self._length, self.is_ahead = [], -1, False
 
     def _choose(
-        self, inputs: Inputs, logits: Tensor, score: Tensor, *, reads: bool
+        self, inputs: StepInputs, logits: Tensor, score: Tensor, *, reads: bool
     ) -> tuple[Tensor, ...]:
         """Choose from logits [V], and note the result; `reads`: after a token was read."""
         state, (_, choose, window, _) = self._state, self._choice
@@ -498,7 +498,7 @@ class TokenRun:
         return ()
 
     def _note(
-        self, chosen: tuple[Tensor, ...], score: Tensor, inputs: Inputs, *, reads: bool
+        self, chosen: tuple[Tensor, ...], score: Tensor, inputs: StepInputs, *, reads: bool
     ) -> None:
         """What `kernels.note` does."""
         state, (token_id, surprisal, is_right) = self._state, chosen
