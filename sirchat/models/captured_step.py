@@ -167,7 +167,7 @@ class CapturedStep:
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
         self._inputs: dict[int, StepInputs] = {}
-        self._run: TokenRun | None = None  # the one whose numbers are on the device
+        self.run: TokenRun | None = None  # the one whose numbers are on the device
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
         """Whether a step can append a row, which rows were read before, and serve an observer."""
@@ -262,9 +262,9 @@ class CapturedStep:
 
     def take_for(self, run: TokenRun | None) -> None:
         """Let another run use the device's numbers; the last one notes its logits."""
-        if self._run is not None and self._run is not run:
-            self._run.pause()
-        self._run = run
+        if self.run is not None and self.run is not run:
+            self.run.pause()
+        self.run = run
 
     @cached_property
     def state(self) -> RunState:
@@ -467,6 +467,8 @@ class TokenRun:
         if self._pending and not self.is_ahead:
             self.result()
         self._pending, self._length, self.is_ahead = [], -1, False
+        if self._step.run is self:  # else it would keep the memory of the cache
+            self._step.run = None
 
     def _choose(
         self, inputs: StepInputs, logits: Tensor, score: Tensor, *, reads: bool

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from dataclasses import replace
 from types import ModuleType
@@ -228,6 +230,18 @@ def test_logits_that_are_no_numbers_end_a_reply_with_an_error() -> None:
         with pytest.raises(ModelError, match="are not numbers"):
             generate(engine, 4, sampler=Sampler(Sampling()))
     assert engine.cache.length <= 8
+
+
+def test_a_reply_that_has_ended_keeps_no_conversation_in_memory() -> None:
+    model = small()
+    with captured(model):
+        engine = Engine(model, CacheSettings(Entropy(), 24))
+        prefill(engine, IDS)
+        generate(engine, 4, sampler=Sampler(Sampling()))
+        cache = weakref.ref(engine.cache)
+        del engine
+        gc.collect()
+        assert cache() is None
 
 
 @pytest.mark.parametrize(
