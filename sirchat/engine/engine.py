@@ -37,6 +37,7 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.policies.scores import automatic_decay
+from sirchat.models.captured_step import CapturedStep
 from sirchat.models.model import LoadedModel
 
 # Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
@@ -158,7 +159,10 @@ class Engine:
         # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
         # recurrent layers, because a wrong guess can't be removed from their state.
         may_look_ahead = stats is None and not compacts and not self.cache.has_state
-        self.reader.begin_reply(device_choice(sampler) if may_look_ahead else None, self._said_ids)
+        step, choice = self._model.decode_step, None
+        if may_look_ahead and isinstance(step, CapturedStep):
+            choice = device_choice(sampler, step)
+        self.reader.begin_reply(choice, self._said_ids)
         try:
             yield from self._generate(
                 sampler, at, stop_ids, max_new_tokens, closing, interrupted, lookup, together

@@ -107,15 +107,20 @@ class Reader:
         run, seen, ahead = self._run, self.ledger.seen, self._ahead
         is_guessing = ahead is not None and ahead.used < len(ahead.ids)
         if run is not None and not is_guessing and (may_read or run.is_begun):
-            if not run.is_begun:
-                assert self.logits is not None
-                run.begin(self.logits, seen, self._said_ids(run.window))
-            if may_read and run.can_launch:
-                run.launch()
-            chosen = run.result()
-            if chosen.is_right:
-                self._chosen = chosen
-                return chosen.id
+            logits = self.logits if not run.is_begun else None
+            try:
+                if logits is not None:
+                    run.begin(logits, seen, self._said_ids(run.window))
+                if may_read and run.can_launch:
+                    run.launch()
+                chosen = run.result()
+            except torch.OutOfMemoryError:  # while a graph is captured: go on without
+                self.logits = self.logits if logits is None else logits
+                self._run = None
+            else:
+                if chosen.is_right:
+                    self._chosen = chosen
+                    return chosen.id
         likeliest = self._likeliest
         if likeliest is not None and likeliest.is_valid and takes_likeliest(sampler):
             return likeliest.id

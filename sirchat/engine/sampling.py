@@ -15,8 +15,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.models.captured_step import MOST_SAID, TokenChoice
-from sirchat.models.llama_step import has_triton
+from sirchat.models.captured_step import MOST_SAID, CapturedStep, TokenChoice
 
 # Limits a reply to a format: from the reply's ids so far to a mask [V], on the CPU, of those that
 # may follow.
@@ -221,7 +220,7 @@ def takes_likeliest(sampler: Sampler) -> bool:
     return sampling is not None and (sampling.temperature, sampling.repetition_penalty) == (0, 1)
 
 
-def device_choice(sampler: Sampler) -> TokenChoice | None:
+def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
     """How a GPU chooses what `sampler` would; None if only the host can choose."""
     if type(sampler) is not Sampler or sampler.is_limited:
         return None
@@ -230,7 +229,7 @@ def device_choice(sampler: Sampler) -> TokenChoice | None:
     if penalty != 1.0 and not 0 < window <= MOST_SAID:
         return None
     if sampling.temperature:
-        if not (_narrows(sampling) and has_triton()):
+        if not (_narrows(sampling) and step.draws):
             return None
         from sirchat.models import kernels
 

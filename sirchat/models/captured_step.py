@@ -24,7 +24,7 @@ from sirchat.models.llama_step import Kernels
 
 # Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
 _BATCHES = (1, 2, 4, 8, 16)
-_MOST_GRAPHS = 12  # that are kept
+_MOST_GRAPHS = 64  # that are kept: those of other families are of one conversation each
 _DRAWS = 64  # random numbers that are uploaded at a time
 _TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong step differ by 1
 _SLOTS = 2  # results that are kept: the host is at most one step behind
@@ -169,6 +169,20 @@ class CapturedStep:
         self._inputs: dict[int, StepInputs] = {}
         self.run: TokenRun | None = None  # the one whose numbers are on the device
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether ids are drawn on the device; if not, only the likeliest one is chosen there."""
+        if self.body.kernels != "triton":
+            return False
+        from sirchat.models.kernels import draw
+
+        scores = torch.tensor([1.0, 0.0], device=self.device)
+        try:
+            draw(scores, scores, scores.long(), scores[:1].double(), 0, 0.5, 0.0, 0.0)
+        except Exception:  # Triton raises all kinds of errors
+            return False
+        return True
+
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
         """Whether a step can append a row, which rows were read before, and serve an observer."""
         if observer is not None and not (self.body.observes and isinstance(observer, MeanObserver)):
@@ -251,9 +265,11 @@ class CapturedStep:
         if graph is None:
             begun = time.perf_counter()
             before = [tensor.clone() for tensor in changes]  # the work is done once to capture it
-            graph = CudaGraph(work)
-            for tensor, value in zip(changes, before, strict=True):
-                tensor.copy_(value)
+            try:
+                graph = CudaGraph(work)
+            finally:
+                for tensor, value in zip(changes, before, strict=True):
+                    tensor.copy_(value)
             self.capture_seconds += time.perf_counter() - begun
             while len(self._graphs) >= _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
@@ -408,14 +424,19 @@ class TokenRun:
         state.slot.fill_(self._slot)
         self._upload_draws()
         inputs = self._step.inputs_of(1, [self._cache])
-        none = torch.full((1,), torch.nan, device=self._step.device)
         logits = state.logits[self._slot]
         key = "choice", self._choice.key, self._slot
-        self._start(key, partial(self._choose, inputs, logits, none, reads=False))
+        work = partial(self._choose, inputs, logits, None, reads=False)
+        self._replay(self._graph(key, work))
 
     @torch.inference_mode()
     def resume(self, token_id: int, rotary: int, said: Sequence[int]) -> None:
         """Say where the chosen token is to be read, after the beginning and after rows moved."""
+        if self._step.run is not self:  # another one has used the device's numbers since
+            self._step.take_for(self)
+            self._state.slot.fill_(self._slot)
+            self._draws_left = 0
+        self._paused = None
         self._step.upload([self._cache], [token_id], [rotary])
         self._upload_said([*said, token_id])
         self._length, self._place = self._cache.length, _place(self._cache)
@@ -425,20 +446,21 @@ class TokenRun:
         """Start to read the token that was chosen last, and to choose the one after it."""
         step, state = self._step, self._state
         inputs, caches = step.inputs_of(1, [self._cache]), [self._cache]
-        self._slot = (self._slot + 1) % _SLOTS
-        self._length += 1
-        self._position += 1
-        self._upload_draws()
 
         def work() -> tuple[Tensor, ...]:
             logits, states, *_ = step.body(*inputs.parts(), caches)
             state.slot.bitwise_xor_(1)  # the other of the two
             state.logits.index_copy_(0, state.slot, logits)
-            score = logits.new_full((1,), torch.nan) if step.score is None else step.score(states)
+            score = None if step.score is None else step.score(states)
             return self._choose(inputs, logits[0], score, reads=True)
 
+        graph = self._graph(("run", self._choice.key, step.body.key(caches)), work)
+        self._slot = (self._slot + 1) % _SLOTS
+        self._length += 1
+        self._position += 1
+        self._upload_draws()
         self.is_ahead = True
-        self._start(("run", self._choice.key, step.body.key(caches)), work)
+        self._replay(graph)
 
     def result(self) -> Chosen:
         """Wait for the first token that was chosen and not returned."""
@@ -460,6 +482,7 @@ class TokenRun:
         """Forget everything: logits were computed elsewhere."""
         self._pending, self._length, self._paused = [], -1, None
         self.is_ahead = self.has_logits = False
+        self._leave()
 
     def pause(self) -> None:
         """Note logits and score, because another run takes the device's numbers."""
@@ -467,13 +490,17 @@ class TokenRun:
         if self._pending and not self.is_ahead:
             self.result()
         self._pending, self._length, self.is_ahead = [], -1, False
+        self._leave()
+
+    def _leave(self) -> None:
         if self._step.run is self:  # else it would keep the memory of the cache
             self._step.run = None
 
     def _choose(
-        self, inputs: StepInputs, logits: Tensor, score: Tensor, *, reads: bool
+        self, inputs: StepInputs, logits: Tensor, score: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, ...]:
         """Choose from logits [V], and note the result; `reads`: after a token was read."""
+        score = logits.new_full((1,), torch.nan) if score is None else score
         state, (_, choose, window, _) = self._state, self._choice
         has_triton = self._step.body.kernels == "triton"
         chosen: tuple[Tensor, ...] = ()
@@ -512,9 +539,12 @@ class TokenRun:
             inputs.numbers[_LENGTH : _POSITION + 1].add_(1)
         state.drawn.add_(1)
 
-    def _start(self, key: Hashable, work: Work) -> None:
+    def _graph(self, key: Hashable, work: Work) -> Graph:
         numbers = self._step.inputs_of(1, [self._cache]).numbers
-        self._step.graph(key, work, (numbers, *self._state[:-1])).replay()
+        return self._step.graph(key, work, (numbers, *self._state[:-1]))
+
+    def _replay(self, graph: Graph) -> None:
+        graph.replay()
         self._draws_left -= 1
         end: Any = None
         if self._state.host.is_pinned():

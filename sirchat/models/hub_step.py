@@ -39,7 +39,8 @@ class HubStep:
             raise ModelError(reason)
         self.vocab_size: int = model.vocab_size
         self._module, self._scored_layers = model.module, scored_layers
-        self._cleared = WeakKeyDictionary[BoundedCache, Hashable]()
+        # Of each cache, its key, and how many slots have been used since.
+        self._cleared = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
 
     @staticmethod
     def reason_against(model: Any) -> str:
@@ -70,12 +71,16 @@ class HubStep:
             if tensor.buffer is not None
         ]
         key = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
-        if self._cleared.get(cache) != key:
+        length = cache.length
+        before, most = self._cleared.get(cache, (None, 0))
+        if before != key:
+            most = cache.capacity
+        if most > length:
             # Attention gives them weight 0, which would make NaN of what the memory may contain.
             with torch.inference_mode():
                 for buffer in buffers:
-                    buffer[:, :, :, cache.length :] = 0
-            self._cleared[cache] = key
+                    buffer[:, :, :, length:most] = 0
+        self._cleared[cache] = key, length + 1
         return key
 
     @torch.inference_mode()

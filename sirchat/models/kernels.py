@@ -138,6 +138,8 @@ def _multiply(
         )
         if NORMED:
             up *= factor
+        if BIASED:
+            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * up
     if ADDED:
         y += tl.load(added + b * N + n, mask=inside, other=0.0)
@@ -300,7 +302,7 @@ def _note(
     tl.store(to + 1, nats.to(tl.float64))
     tl.store(to + 2, tl.load(score).to(tl.float64))
     tl.store(to + 3, is_right.to(tl.float64))
-    tl.store(numbers, chosen)
+    tl.store(numbers, tl.where(is_right, chosen, 0))  # the next step may read it: it must be one
     if READS:
         tl.store(numbers + 1, tl.load(numbers + 1) + 1)
         tl.store(numbers + 2, tl.load(numbers + 2) + 1)

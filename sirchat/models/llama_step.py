@@ -20,7 +20,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import sliding_window
-from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Linear, PackedLinear
+from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Head, Int8Linear, PackedLinear
 
 # Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
 LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,7 +62,8 @@ class LlamaStep:
         self.vocab_size: int = module.get_output_embeddings().out_features
         self._module = module
         self._scored = frozenset(scored)
-        self._cleared = WeakKeyDictionary[BoundedCache, tuple[int, int]]()
+        # Of each cache, the place of its rows, and how many slots have been used since.
+        self._cleared = WeakKeyDictionary[BoundedCache, tuple[Any, int]]()
         self._layers = [_Layer(layer) for layer in module.model.layers]
         self._norm = _Norm(module.model.norm)
         self._head = _Product([module.get_output_embeddings()])
@@ -91,10 +92,13 @@ class LlamaStep:
         places = []
         for cache in caches:
             assert cache.pool is not None
-            place = cache.pool.data_ptr(), cache.capacity
-            if self._cleared.get(cache) != place:  # what was there before may be no numbers, and a
-                cache.pool[:, :, :, cache.length :].zero_()  # weight of 0 times NaN is NaN
-                self._cleared[cache] = place
+            place, length = (cache.pool.data_ptr(), cache.capacity), cache.length
+            before, most = self._cleared.get(cache, (None, 0))
+            if before != place:
+                most = cache.capacity
+            # What was in a slot may be no numbers, and a weight of 0 times NaN is NaN.
+            cache.pool[:, :, :, length : max(most, length)].zero_()
+            self._cleared[cache] = place, length + 1
             places.append(place)
         return tuple(places)
 
@@ -303,8 +307,10 @@ class _Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply rows x [B, K]; returns [B, N] in the type of the weights, or in float32."""
-        ys = []
+        ys = list[Tensor]()
         for matrix in self._matrices:
+            if isinstance(matrix, Int8Head):
+                return matrix.logits_of_states(x)
             if isinstance(matrix, PackedLinear):
                 ys.append(matrix.multiply_few(x.bfloat16()))
             else:

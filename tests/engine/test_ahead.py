@@ -18,7 +18,14 @@ from families import build
 from scorers import random_scorer
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
-from sirchat.engine.types import CacheSettings, ChosenToken, GeneratedToken, Stopped, TurnRef
+from sirchat.engine.types import (
+    CacheSettings,
+    ChosenToken,
+    EvictedRows,
+    GeneratedToken,
+    Stopped,
+    TurnRef,
+)
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.full import Full
 from sirchat.memory.policies.reservoir import Reservoir
@@ -77,7 +84,7 @@ class Play:
         prefill(engine, some_ids(turn["read"], number, VOCAB), number)
         with pytest.MonkeyPatch.context() as patch:
             if not self.ahead:
-                patch.setattr("sirchat.engine.engine.device_choice", lambda sampler: None)
+                patch.setattr("sirchat.engine.engine.device_choice", lambda *_: None)
             self.reply(number, turn)
         getattr(self, turn["then"])(before, np.random.default_rng(turn["choice"]))
 
@@ -93,7 +100,12 @@ class Play:
             together=lambda: ends == "together" and tokens >= turn["after"],
         )
         for record in records:
+            if isinstance(record, EvictedRows) and ends == "other":
+                self.use_device()
             if isinstance(record, ChosenToken):
+                if turn["choice"] % 2:  # the caller leaves it to the engine
+                    self.use_device()
+                    continue
                 logits, states = self.step.read(record.id, record.position, record.cache)
                 likeliest = Likeliest.of_rows(logits)[0]
                 record.accept(logits, MODEL.scorer.scores(states)[0], likeliest)
@@ -106,12 +118,14 @@ class Play:
             if tokens == turn["after"] and ends == "close":
                 records.close()  # type: ignore[attr-defined]
                 break
-            if tokens == turn["after"] and ends == "other":  # which uses the same device
-                list(
-                    self.other.generate(
-                        Sampler(Sampling()), TurnRef(0, 0), stop_ids=frozenset(), max_new_tokens=2
-                    )
-                )
+            if tokens == turn["after"] and ends == "other":
+                self.use_device()
+
+    def use_device(self) -> None:
+        """Let another conversation generate with the same device."""
+        other = Sampler(Sampling())
+        at = TurnRef(0, 0)
+        list(self.other.generate(other, at, stop_ids=frozenset(), max_new_tokens=2))
 
     def nothing(self, before: Any, random: Any) -> None: ...
 

@@ -183,7 +183,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             step.state = step.state._replace(host=torch.zeros_like(step.state.results))
             engine = Engine(model, CacheSettings(Entropy(), 24))
             prefill(engine, IDS)
-            choice = device_choice(Sampler(sampling))
+            choice = device_choice(Sampler(sampling), step)
             assert choice is not None
             run = TokenRun(step, engine.cache, choice, lambda score: None)
             assert engine.logits is not None
@@ -280,7 +280,7 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
             prefill(engine, some_ids(60, 1, model.vocab_size))
             with pytest.MonkeyPatch.context() as patch:
                 if not ahead:
-                    patch.setattr("sirchat.engine.engine.device_choice", lambda sampler: None)
+                    patch.setattr("sirchat.engine.engine.device_choice", lambda *_: None)
                 records = generate(engine, 100, sampler=Sampler(Sampling()))
             said.append([record.id for record in records if hasattr(record, "id")])
     assert all(ids == said[0] for ids in said)

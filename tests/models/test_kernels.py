@@ -90,6 +90,9 @@ def test_products_are_those_of_the_unpacked_weights(
     gate, up = (normed @ values.T).chunk(2, 1)
     y = kernels.multiply(x, weight, scales, gated=True, **options)
     assert error(y, F.silu(gate) * up) < 1e-5
+    gate, up = (normed @ values.T + bias).chunk(2, 1)
+    y = kernels.multiply(x, weight, scales, bias=bias, gated=True, **options)
+    assert error(y, F.silu(gate) * up) < 1e-5
     assert error(kernels.multiply(x, weight, scales, bits=bits), x.double() @ values.T) < 1e-5
 
 
@@ -216,6 +219,7 @@ def test_the_likeliest_id_is_noted_with_its_surprisal() -> None:
     logits[7] = torch.nan
     kernels.note(kernels.likeliest(logits), score, results, slot, numbers, drawn, reads=False)
     assert results[1, 3] == 0
+    assert numbers[0] == 0  # an id that the next step can read
     assert numbers[1:, 0].tolist() == [1, 1, 0, 0]
 
 

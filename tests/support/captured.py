@@ -48,11 +48,11 @@ def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     score = model.scorer.scores_on_device if model.scorer.layers else None
     body = LlamaStep(model.module, "torch", model.scorer.layers)
     step = CapturedStep(body, model.device, captures=True, score=score, **options)
+    vars(step)["draws"] = True
     kernels = ModuleType("sirchat.models.kernels")
     vars(kernels).update(draw=draw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
-        patch.setattr("sirchat.engine.sampling.has_triton", lambda: True)
         patch.setitem(sys.modules, kernels.__name__, kernels)
         patch.setattr("sirchat.models.kernels", kernels, raising=False)
         patch.setitem(model.__dict__, "decode_step", step)
