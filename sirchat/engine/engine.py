@@ -165,7 +165,15 @@ class Engine:
         self.reader.begin_reply(choice, self._said_ids)
         try:
             yield from self._generate(
-                sampler, at, stop_ids, max_new_tokens, closing, interrupted, lookup, together
+                sampler,
+                at,
+                stop_ids,
+                max_new_tokens,
+                closing,
+                interrupted,
+                lookup,
+                together,
+                may_look_ahead,
             )
         finally:
             self.reader.end_reply()
@@ -180,14 +188,12 @@ class Engine:
         interrupted: Callable[[], bool],
         lookup: PromptLookup | None,
         together: Callable[[], bool],
+        may_look_ahead: bool,
     ) -> Iterator[Generated]:
         residency, reader, ledger = self.residency, self.reader, self.ledger
         cursor, compacts = self.cache.cursor, self._compacts_at_anchors
         is_bounded, stats = self.settings.policy.bounded, self.settings.attention_stats
         may_be_full = not is_bounded or self.cache.absolute_positions
-        # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
-        # recurrent layers, because a wrong guess can't be removed from their state.
-        may_look_ahead = stats is None and not compacts and not self.cache.has_state
         residency.round = at.round
         division = residency.divide_budget()
         for left in range(max_new_tokens, 0, -1):

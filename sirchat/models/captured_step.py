@@ -28,6 +28,7 @@ _MOST_GRAPHS = 64  # that are kept: those of other families are of one conversat
 _DRAWS = 64  # random numbers that are uploaded at a time
 _TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong step differ by 1
 _SLOTS = 2  # results that are kept: the host is at most one step behind
+_NONE = frozenset[int]()
 MOST_SAID = 1024  # ids said before that the device can remember
 
 _ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.numbers`
@@ -204,16 +205,7 @@ class CapturedStep:
 
         They are a sum over these layers, and a mean over heads.
         """
-        self.take_for(None)
-        caches, inputs = [cache], self.inputs_of(1, [cache])
-
-        def work() -> tuple[Tensor, ...]:
-            return self.body(*inputs.parts(), caches, layers)
-
-        self.upload(caches, [token_id], [position])
-        graph = self.graph(("observed", layers, self.body.key(caches)), work)
-        graph.replay()
-        logits, states, weights = (output.clone() for output in graph.outputs)
+        logits, states, weights = self._read([(token_id, position, cache)], layers)
         return logits, states, weights[:, : cache.length + 1]
 
     @torch.inference_mode()
@@ -228,19 +220,25 @@ class CapturedStep:
         if len(tokens) > most:
             parts = [self.read_together(tokens[i : i + most]) for i in range(0, len(tokens), most)]
             return torch.cat([logits for logits, _ in parts]), torch.cat([s for _, s in parts])
+        logits, states = self._read(tokens)
+        return logits, states
+
+    def _read(
+        self, tokens: Sequence[tuple[int, int, BoundedCache]], observed: frozenset[int] = _NONE
+    ) -> tuple[Tensor, ...]:
+        """Replay the step for tokens (id, position, cache); returns copies of its outputs."""
         ids, positions, caches = zip(*tokens, strict=True)
         self.take_for(None)
         count, key = self._count(caches), self.body.key(caches)
         inputs = self.inputs_of(count, caches)
 
         def work() -> tuple[Tensor, ...]:
-            return self.body(*inputs.parts(), caches)
+            return self.body(*inputs.parts(), caches, observed)
 
         self.upload(caches, ids, positions)
-        graph = self.graph((count, key), work)
+        graph = self.graph((count, observed, key), work)
         graph.replay()
-        logits, states = (output[: len(tokens)].clone() for output in graph.outputs)
-        return logits, states
+        return tuple(output[: len(tokens)].clone() for output in graph.outputs)
 
     def upload(
         self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]

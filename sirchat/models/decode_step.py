@@ -19,11 +19,8 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
-from sirchat.models.model_config import sliding_window
+from sirchat.models.model_config import LLAMA_KINDS, sliding_window
 from sirchat.models.packed import Int8Head, PackedLinear
-
-# Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 _FEW = 8  # most rows that the kernels of packed weights multiply at a time
 
@@ -50,7 +47,7 @@ class DecodeStep:
         """Whether a model is on a CPU and has only layers that `DecodeStep` can compute."""
         config = module.config
         return (
-            config.model_type in _KINDS
+            config.model_type in LLAMA_KINDS
             and sliding_window(config) is None
             and getattr(config, "hidden_act", "") == "silu"
             and module.device.type == "cpu"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.devices import is_spread
-from sirchat.models.llama_step import Kernels
+from sirchat.models.llama_step import Kernels, UnusedSlots
 from sirchat.models.packing import PackedExperts
 from sirchat.models.probe import cache_argument
 from sirchat.models.scorer import recorded_states, side_by_side
@@ -39,8 +38,7 @@ class HubStep:
             raise ModelError(reason)
         self.vocab_size: int = model.vocab_size
         self._module, self._scored_layers = model.module, scored_layers
-        # Of each cache, its key, and how many slots have been used since.
-        self._cleared = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
+        self._unused = UnusedSlots()
 
     @staticmethod
     def reason_against(model: Any) -> str:
@@ -59,29 +57,9 @@ class HubStep:
         return ""
 
     def key(self, caches: Sequence[BoundedCache]) -> Hashable:
-        """The addresses and shapes of the buffers; a captured graph stays right for these.
-
-        In new buffers, it sets the slots that are not in use to zero.
-        """
+        """Where the cache's rows are; sets the slots that are not in use to zero."""
         (cache,) = caches
-        buffers = [
-            tensor.buffer
-            for layer in cache.row_layers
-            for tensor in layer.tensors
-            if tensor.buffer is not None
-        ]
-        key = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
-        length = cache.length
-        before, most = self._cleared.get(cache, (None, 0))
-        if before != key:
-            most = cache.capacity
-        if most > length:
-            # Attention gives them weight 0, which would make NaN of what the memory may contain.
-            with torch.inference_mode():
-                for buffer in buffers:
-                    buffer[:, :, :, length:most] = 0
-        self._cleared[cache] = key, length + 1
-        return key
+        return self._unused.clear(cache)
 
     @torch.inference_mode()
     def __call__(

@@ -19,13 +19,9 @@ from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
-from sirchat.models.model_config import sliding_window
+from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
 from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Head, Int8Linear, PackedLinear
 
-# Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
-LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-
-_DYNAMIC = ("dynamic", "longrope")  # RoPE whose frequencies depend on the length
 _LEAST_BOUND = 1024
 
 Kernels = Literal["triton", "torch"]
@@ -41,6 +37,30 @@ class Heads(NamedTuple):
     query_norm: Tensor | None
     key_norm: Tensor | None
     epsilon: float
+
+
+class UnusedSlots:
+    """Sets slots of caches that are not in use to zero, for attention that reads all slots."""
+
+    def __init__(self) -> None:
+        # Of each cache, where its rows are, and how many slots have been used since.
+        self._known = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
+
+    @torch.inference_mode()
+    def clear(self, cache: BoundedCache) -> Hashable:
+        """Clear a cache's slots, where that is due; returns where its rows are."""
+        tensors = [tensor for layer in cache.row_layers for tensor in layer.tensors]
+        apart = [tensor.buffer for tensor in tensors if tensor.buffer is not None]
+        buffers = apart if cache.pool is None else [cache.pool]
+        place = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
+        before, most = self._known.get(cache, (None, 0))
+        most, length = (most if before == place else cache.capacity), cache.length
+        if most > length:
+            # What a slot has may be no numbers, and a weight of 0 times NaN is NaN.
+            for buffer in buffers:
+                buffer[:, :, :, length:most] = 0
+        self._known[cache] = place, length + 1
+        return place
 
 
 class LlamaStep:
@@ -62,8 +82,7 @@ class LlamaStep:
         self.vocab_size: int = module.get_output_embeddings().out_features
         self._module = module
         self._scored = frozenset(scored)
-        # Of each cache, the place of its rows, and how many slots have been used since.
-        self._cleared = WeakKeyDictionary[BoundedCache, tuple[Any, int]]()
+        self._unused = UnusedSlots()
         self._layers = [_Layer(layer) for layer in module.model.layers]
         self._norm = _Norm(module.model.norm)
         self._head = _Product([module.get_output_embeddings()])
@@ -78,7 +97,7 @@ class LlamaStep:
             return "it has sliding-window layers"
         if is_spread(module):
             return "it is spread over several devices"
-        if getattr(module.model.rotary_emb, "rope_type", "default") in _DYNAMIC:
+        if getattr(module.model.rotary_emb, "rope_type", "default") in LENGTH_DEPENDENT:
             return "its positions depend on the number of tokens"
         size = module.model.layers[0].self_attn.head_dim
         if size < GROUP // 2 or size & (size - 1):
@@ -89,18 +108,7 @@ class LlamaStep:
         """What a captured step depends on, beside the number of caches."""
         if self.kernels == "triton":
             return self._bound(caches)
-        places = []
-        for cache in caches:
-            assert cache.pool is not None
-            place, length = (cache.pool.data_ptr(), cache.capacity), cache.length
-            before, most = self._cleared.get(cache, (None, 0))
-            if before != place:
-                most = cache.capacity
-            # What was in a slot may be no numbers, and a weight of 0 times NaN is NaN.
-            cache.pool[:, :, :, length : max(most, length)].zero_()
-            self._cleared[cache] = place, length + 1
-            places.append(place)
-        return tuple(places)
+        return tuple(map(self._unused.clear, caches))
 
     def __call__(
         self,

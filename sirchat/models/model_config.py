@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
+# Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
+LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
 # For each kind of layer that can't run here: the reason, as an error message gives it.
 REFUSED_LAYERS = {
     "indexed_attention": "each picks the tokens to attend to by an index of its own, from which "
@@ -20,7 +23,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _MOST = 1 << 32  # larger numbers count as invalid
 
 _SHARED: dict[str, Any] = {
@@ -69,7 +72,7 @@ def context_length(config: Any) -> int | None:
     if limit is None or not isinstance(rope, dict):
         return limit
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if part.get("rope_type", part.get("type")) in _LENGTH_DEPENDENT:
+        if part.get("rope_type", part.get("type")) in LENGTH_DEPENDENT:
             original = positive(part.get(_ORIGINAL_LENGTH))
             original = original or positive(getattr(config, _ORIGINAL_LENGTH, None))
             limit = min(limit, original or limit)
