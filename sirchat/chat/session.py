@@ -77,8 +77,8 @@ class Session:
     ) -> None:
         self.model = model
         self.profile = profile
-        self.template = Template(model.tokenizer, model.anchors)
         declared = getattr(model.module.generation_config, "eos_token_id", None)
+        self.template = Template(model.tokenizer, model.anchors, declared)
         self.stop_ids = self.template.stop_ids(declared)
         self.together = False
         self.epoch = self.erasures = 0

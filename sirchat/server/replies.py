@@ -130,7 +130,8 @@ def _set_template(session: Session, history: History) -> None:
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
         with _refuse_template_errors("tools"):
-            session.use_template(ToolTemplate(model.tokenizer, model.anchors, history.tools))
+            tools = ToolTemplate(model.tokenizer, model.anchors, history.tools, template.ends)
+            session.use_template(tools)
 
 
 def _prepare_text(session: Session, role: str, text: str) -> str:

@@ -14,19 +14,26 @@ _START, _END = "\U000f0000", "\U000f0001"
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: all added tokens but blanks that are not special.
+    """The control tokens of a tokenizer, which are never made from text.
 
-    `texts` are the texts of the control tokens.
+    These are the tokens that its files call special, and of the other added tokens those that end a
+    reply or stand in `written`, texts by the chat template. All else is ordinary vocabulary.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, written: Iterable[str] = (), ends: Iterable[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        added = list(tokenizer.added_tokens_decoder.values())
-        controls = (token for token in added if token.special or not token.content.isspace())
-        self.texts = [token.content for token in controls]
-        self._control = re.compile(_any_of(self.texts))
-        tokens = _any_of(token.content for token in added)
-        self._marked = re.compile(f"{_START}({tokens}){_END}|[{_START}{_END}]")
+        added = tokenizer.added_tokens_decoder
+        found = {tokenizer.eos_token_id, *ends}.union(*map(self._usual_ids, written))
+        special = {i for i, token in added.items() if token.special}
+        # Indented lines of a template have added tokens that stand for runs of blanks.
+        used = {i for i in found & added.keys() if added[i].content.strip(" \t\r\n▁")}
+        self.known = frozenset(special | used)
+        self.texts = [added[i].content for i in sorted(self.known)]
+        any_text = _any_of(self.texts)
+        self._control = re.compile(any_text)
+        self._marked = re.compile(f"{_START}({any_text}){_END}|[{_START}{_END}]")
         self._line_end = self._usual_ids("\n")
 
     def marked(self, text: str) -> str:
@@ -37,20 +44,31 @@ class ControlTokens:
     def ids(self, chat: str) -> list[int]:
         """Turn a rendered chat whose texts were marked into token ids.
 
-        One mark of a pair can remain, if the template cuts a text. Raises ValueError if the
-        tokenizer makes a control token from plain text.
+        One mark of a pair can remain, if the template cuts a text.
         """
         first, *others = self._marked.split(chat)
-        ids: list[int] = self._tokenizer.encode(first, add_special_tokens=False)
+        ids = self._usual_ids(first)
         for number, piece in enumerate(others):  # in turn: a marked token or None, other text
             if not piece:
                 continue
-            is_text = number % 2 == 0
-            added = self._ids_inside(piece, self._plain_ids if is_text else self._usual_ids)
-            if is_text and self._tokenizer.convert_tokens_to_ids(piece) in added:
-                raise ValueError(f"{piece!r} can't be read as plain text by this tokenizer")
-            ids += added
+            if number % 2:
+                ids += self._ids_inside(piece, self._usual_ids)
+                continue
+            plain = self._ids_inside(piece, self._plain_ids)
+            if not self.known.isdisjoint(plain):  # a word of the vocabulary, made by its merges
+                letters = (self._ids_inside(letter, self._plain_ids) for letter in piece)
+                plain = [i for letter in letters for i in letter if i not in self.known]
+            ids += plain
         return ids
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text without a template; none of them is a control token."""
+        ids = self.ids(self.marked(text))
+        if self.known.isdisjoint(ids):
+            return ids
+        # The tokenizer changes letters before it looks for added tokens: the text is cut in one.
+        half = len(text) // 2
+        return [*self.text_ids(text[:half]), *self.text_ids(text[half:])] if half else []
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
         """The ids of `piece` inside a text: some tokenizers add a space at the start of a text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sirchat.errors import ModelError
@@ -39,8 +39,14 @@ class ToolTemplate(Template):
     model's chat template takes no tools.
     """
 
-    def __init__(self, tokenizer: Any, anchors: Anchors | None, tools: str = "") -> None:
-        super().__init__(tokenizer, anchors)
+    def __init__(
+        self,
+        tokenizer: Any,
+        anchors: Anchors | None,
+        tools: str = "",
+        ends: Iterable[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, anchors, ends)
         if ANSWER in tools:  # it would be taken for the reply that stands for the history
             raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
@@ -81,7 +87,8 @@ class ToolTemplate(Template):
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
         others = [[{**message, "content": text} for message in messages] for text in OTHERS]
         others_ids = [self._after_reply(other) for other in others]
-        return self._find_content(self._after_reply(messages), Role.USER, others_ids)
+        said = "\n".join(message["content"] for message in messages)
+        return self._find_content(self._after_reply(messages), Role.USER, others_ids, said)
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools.
@@ -126,7 +133,7 @@ class ToolTemplate(Template):
         return ids[size:]
 
     def _controls(self, ids: Sequence[int]) -> Counter[int]:
-        return Counter(i for i in ids if i in self._added)
+        return Counter(i for i in ids if i in self._control)
 
     def _without_controls(self, value: Any) -> Any:
         """A copy of `value` with `_NEUTRAL` in place of each text that has a control token.
@@ -142,8 +149,7 @@ class ToolTemplate(Template):
         return _NEUTRAL if isinstance(value, str) and self._has_control(value) else value
 
     def _has_control(self, text: str) -> bool:
-        known = self._tokenizer.added_tokens_decoder
-        return any(known[i].content in text for i in self._added)
+        return any(token in text for token in self._control_tokens.texts)
 
 
 def calls_as_text(content: str, functions: Sequence[Message]) -> str:

@@ -7,8 +7,8 @@ after the stub answer are those to read. Text from the user never becomes a cont
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,6 @@ _PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-_BARE = "{{ messages[0].content }}"
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
 QUESTION = "qzv"
@@ -56,16 +55,24 @@ class Template:
     """Turns messages into token ids, one turn at a time.
 
     Without a chat template the format is `USER: ... ASSISTANT: ...`. An added anchor token is
-    inserted where `anchors.per` says. Methods raise ModelError if the template can't render a turn.
+    inserted where `anchors.per` says. `ends` are the ids by which the model's settings end a reply.
+    Methods raise ModelError if the template can't render a turn.
     """
 
     _tools: Sequence[Message] | None = None
 
-    def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        anchors: Anchors | None = None,
+        ends: int | Iterable[int] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
         self._template: str | None = None if tokenizer.chat_template else self._plain_template()
+        self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._control_tokens = ControlTokens(tokenizer)
+        self._control_tokens = ControlTokens(tokenizer, self._written_texts(), self.ends)
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
@@ -75,23 +82,26 @@ class Template:
         system message, the prompt is put before the user's text.
         """
         ids = self._first_turn_ids(system, content)
-        turn = self._find_content(
-            ids, Role.USER, [self._first_turn_ids(system, other) for other in OTHERS]
-        )
+        others = [self._first_turn_ids(system, other) for other in OTHERS]
+        turn = self._find_content(ids, Role.USER, others, content)
         if not system:
             return None, self._anchored(turn, content)
         start, end = turn.content
-        cut = self._system_length(system, ids) or start
+        cut = self._system_length(system, turn.ids) or start
+        ids = self._first_turn_ids(system, QUESTION)
         others = [self._first_turn_ids(other, QUESTION) for other in OTHERS]
-        head = self._find_content(self._first_turn_ids(system, QUESTION), Role.SYSTEM, others)
-        rest = TurnIds(ids[cut:], turn.roles[cut:], (start - cut, end - cut))
-        block = TurnIds(ids[:cut], head.roles[:cut], (0, cut))
+        if self._has_made_controls(ids, others):
+            return self._opening_of_plain(content, system)
+        head = self._find_content(ids, Role.SYSTEM, others, system)
+        rest = TurnIds(turn.ids[cut:], turn.roles[cut:], (start - cut, end - cut))
+        block = TurnIds(turn.ids[:cut], head.roles[:cut], (0, cut))
         return self._with_round_end(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
         """The ids of a user turn after the first, and of the header that begins the reply."""
         ids = self._later_user(content)
-        return self._anchored(self._find_content(ids, Role.USER, self._later_turns), content)
+        turn = self._find_content(ids, Role.USER, self._later_turns, content)
+        return self._anchored(turn, content)
 
     def system(self, content: str) -> TurnIds:
         """The ids of a system prompt after a reply, or of its text alone where none is allowed."""
@@ -99,7 +109,7 @@ class Template:
             ids, *others = (self._later_system(text) for text in (content, *OTHERS))
         except ModelError:
             ids, others = [], [[]]
-        turn = self._find_content(ids, Role.SYSTEM, others)
+        turn = self._find_content(ids, Role.SYSTEM, others, content)
         if turn.content[0] < turn.content[1]:
             return self._with_round_end(turn)
         ids = self.as_text(content)
@@ -108,7 +118,7 @@ class Template:
     def assistant(self, content: str) -> TurnIds:
         """The ids of the text of a given reply, without the template's before and after it."""
         ids = self._reply(_message("assistant", content))
-        if ids is None or not self._added.isdisjoint(ids):  # text has become control tokens
+        if ids is None or not self._control.isdisjoint(ids):  # text has become control tokens
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
@@ -143,7 +153,7 @@ class Template:
 
     def as_text(self, text: str) -> list[int]:
         """The ids of `text` alone, without anything from the chat template."""
-        return self._render([_message("assistant", text)], prompt=False, template=_BARE)
+        return self._control_tokens.text_ids(text)
 
     def _reply(self, message: Message) -> list[int] | None:
         """The ids of a reply; None if they can't be separated from the template's own."""
@@ -166,11 +176,14 @@ class Template:
 
         Of those before a text only the first: the others may also occur in replies.
         """
-        control = self._control
+        known = self._tokenizer.added_tokens_decoder
         user, system = self.user(QUESTION), self.system(QUESTION)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
-        openers = {next((i for i in header if i in control), None) for header in headers}
-        openers |= control.intersection(user.ids[user.content[1] :])  # the reply's own header
+        openers = {next((i for i in header if i in self._control), None) for header in headers}
+        # The reply's own header; marks of reasoning in it, which few call special, may come again.
+        openers |= {
+            i for i in user.ids[user.content[1] :] if i in self._control and known[i].special
+        }
         return {i for i in openers if i is not None}
 
     @property
@@ -183,18 +196,21 @@ class Template:
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
         known = self._tokenizer.added_tokens_decoder
         used |= {i for i in self._control if known[i].content in source}
-        return self._control - (used - {self._tokenizer.bos_token_id})
+        return set(self._control - (used - {self._tokenizer.bos_token_id}))
 
-    @cached_property
-    def _control(self) -> set[int]:
-        known = self._tokenizer.added_tokens_decoder
-        return {i for i, token in known.items() if token.special}
+    @property
+    def _control(self) -> frozenset[int]:
+        return self._control_tokens.known
 
-    @cached_property
-    def _added(self) -> set[int]:
-        """All added tokens but blanks."""
-        known = self._tokenizer.added_tokens_decoder
-        return {i for i, token in known.items() if not token.content.isspace()}
+    def _written_texts(self) -> Iterator[str]:
+        """What the template writes: its source, and chats, for names that it puts together."""
+        yield str(self._tokenizer.chat_template or "")
+        chat = [*STUB_HISTORY, STUB_QUESTION]
+        for messages in (chat, [_message("system", QUESTION), *chat]):
+            try:
+                yield self._render_text(messages, prompt=True)
+            except ModelError:  # such as for the role `system`
+                return
 
     @property
     def _round_end(self) -> list[int]:
@@ -230,14 +246,15 @@ class Template:
                 template = template.replace("{{ " + name + " }}", "")
         return template
 
-    def _render(
-        self, messages: Sequence[Message], *, prompt: bool, template: str | None = None
-    ) -> list[int]:
+    def _render(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
+        return self._control_tokens.ids(self._render_text(messages, prompt=prompt))
+
+    def _render_text(self, messages: Sequence[Message], *, prompt: bool) -> str:
         texts = [value for message in messages for name, value in message.items() if name != "role"]
         size = sum(len(str(text)) for text in (*texts, *(self._tools or ())))
         try:
-            source = template or self._template or self._tokenizer.get_chat_template()
-            text = render(
+            source = self._template or self._tokenizer.get_chat_template()
+            return render(
                 source,
                 size,
                 messages=self._marked(messages),
@@ -247,12 +264,9 @@ class Template:
                 documents=None,
                 **self._tokenizer.special_tokens_map,
             )
-            return self._control_tokens.ids(text)
         except TemplateError as error:
             problem = _brief(error)
             raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
-        except ValueError as error:
-            raise ModelError(f"this text cannot be read as plain text: {_brief(error)}") from error
         except Exception as error:  # a template is a program, and may fail in any way
             problem = f"{type(error).__name__}: {_brief(error)}"
             raise ModelError(f"the model's chat template fails: {problem}") from error
@@ -285,22 +299,38 @@ class Template:
             answer = answer[1:]
         return answer
 
-    def _find_content(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
+    def _find_content(
+        self, ids: list[int], role: Role, others: Sequence[list[int]], content: str
+    ) -> TurnIds:
         """Find which `ids` of a turn are the text's, with the `role`, and which the template's.
 
         `others` are the same turn with other texts: the ids with which all begin or end are the
-        template's. Raises ModelError if a part of the text has become a control token.
+        template's. If the template makes control tokens of the text, `content` is read without it.
         """
-        usual = Counter[int]()
-        for other in others:
-            usual |= Counter(i for i in other if i in self._added)
-        if Counter(i for i in ids if i in self._added) - usual:
-            raise ModelError("the model's chat template turns this text into control tokens")
+        if self._has_made_controls(ids, others):
+            turn = self._find_content(others[0], role, others[1:], content)
+            return _replaced(turn, turn.content, self.as_text(content), role)
         start = min(len(_common_start(ids, other)) for other in others)
         tail = min(len(_common_start(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
+
+    def _has_made_controls(self, ids: list[int], others: Sequence[list[int]]) -> bool:
+        """Whether a turn has control tokens that the same turn with `others` has not."""
+        usual = Counter[int]()
+        for other in others:
+            usual |= Counter(i for i in other if i in self._control)
+        return bool(Counter(i for i in ids if i in self._control) - usual)
+
+    def _opening_of_plain(self, content: str, system: str) -> tuple[TurnIds, TurnIds]:
+        """The opening, with a system prompt of which the template makes control tokens."""
+        block, rest = self.opening(content, OTHERS[0])
+        assert block is not None
+        start = block.roles.index(Role.SYSTEM)
+        place = start, start + block.roles.count(Role.SYSTEM)
+        block = _replaced(block, place, self.as_text(system), Role.SYSTEM)
+        return replace(block, content=(0, len(block.ids) - len(self._round_end))), rest
 
     def _first_turn_ids(self, system: str | None, content: str) -> list[int]:
         """The ids of the system prompt, if there is one, and of the first user turn."""
@@ -343,6 +373,16 @@ class Template:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role) -> TurnIds:
+    """The turn with `ids` from the start to the end (exclusive) of `place`, as its text."""
+    start, end = place
+    return TurnIds(
+        [*turn.ids[:start], *ids, *turn.ids[end:]],
+        [*turn.roles[:start], *[role] * len(ids), *turn.roles[end:]],
+        (start, start + len(ids)),
+    )
 
 
 def _common_start(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
+from tokenizers import AddedToken, normalizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chatting import hub_tokenizer, tiny
@@ -17,7 +18,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
 from sirchat.text.template_sandbox import render
-from template_shapes import TEMPLATES, tokenizer
+from template_shapes import TEMPLATES, TEXT_TOKENS, tokenizer
 
 _SHAPES = [*TEMPLATES, "tiny"]
 # Templates trim a message, so texts begin and end with something visible.
@@ -94,10 +95,10 @@ def test_a_template_without_system_role_gets_the_prompt_before_the_text() -> Non
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
-def test_every_added_token_typed_as_text_stays_text(shape: str) -> None:
+def test_every_control_token_typed_as_text_stays_text(shape: str) -> None:
     it = _tokenizer(shape)
     template = Template(it)
-    control = {i: t.content for i, t in it.added_tokens_decoder.items() if not t.content.isspace()}
+    control = {i: t.content for i, t in it.added_tokens_decoder.items() if t.special}
 
     def control_ids(turn: TurnIds) -> list[int]:
         return [i for i in turn.ids if i in control]
@@ -109,6 +110,60 @@ def test_every_added_token_typed_as_text_stays_text(shape: str) -> None:
             assert control_ids(template.assistant(text)) == []
             content = template.user(text)
             assert token in it.decode(content.ids[slice(*content.content)])
+
+
+@pytest.mark.parametrize("shape", TEMPLATES)
+def test_an_added_token_that_no_template_writes_is_read_as_the_tokenizer_reads_it(
+    shape: str,
+) -> None:
+    it = copy.deepcopy(tokenizer(shape))
+    it.add_tokens(["▁▁", "<h1>", "<unused0>"])
+    template, numbers = Template(it), {t.content: i for i, t in it.added_tokens_decoder.items()}
+    for token in (*TEXT_TOKENS, "▁▁", "<h1>", "<unused0>"):
+        text = f"say{token}now{token}."  # templates trim a text
+        read = it.encode(text, add_special_tokens=False)
+        assert read.count(numbers[token]) == 2
+        assert template.as_text(text) == read
+        made = [template.user(text), *template.opening(text, text), template.system(text)]
+        made.append(template.assistant(text))
+        for turn in made:
+            assert turn is not None
+            assert turn.ids.count(numbers[token]) == 2
+
+
+def test_an_added_token_that_the_template_writes_is_control_though_no_file_calls_it_special() -> (
+    None
+):
+    it = copy.deepcopy(tokenizer("chatml"))
+    marks = ["<|user|>", "<|assistant|>", "<think>", "    ", "▁▁▁", "<stop>", "<other>"]
+    it.add_tokens(marks)
+    it.chat_template = (
+        "{%- for m in messages -%}\n"
+        "    {# ▁▁▁ #}{{- '<|' + m.role + '|>' + m.content.split('<think>')[-1] -}}\n"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    number = {token: it.convert_tokens_to_ids(token) for token in marks}
+    template = Template(it, ends=[number["<stop>"]])
+    said = template.user("a <|user|> b <|assistant|> c  <stop> ▁▁▁d    <other>").ids
+    count = {token: said.count(i) for token, i in number.items()}
+    assert count == dict.fromkeys(marks, 1) | {"<think>": 0, "<stop>": 0}
+    assert number["<think>"] not in template.as_text("<think>")
+
+
+def test_text_that_the_tokenizer_itself_turns_into_a_control_token_is_read_in_pieces() -> None:
+    """Its normalizer changes letters, or its merges make a word that is control."""
+    it = copy.deepcopy(tokenizer("chatml"))
+    it.backend_tokenizer.normalizer = normalizers.Lowercase()
+    it.add_special_tokens(
+        {"extra_special_tokens": [AddedToken("<end>", normalized=True, special=True), "word"]}
+    )
+    template, control = Template(it), {it.convert_tokens_to_ids(one) for one in ("<end>", "word")}
+    assert it.encode("<END>") == [it.convert_tokens_to_ids("<end>")]
+    for text, shown in (("a <END>", "a <end>"), ("a word <end> <eND> b", "a word <end> <end> b")):
+        for turn in (template.user(text), *template.opening(text, text), template.assistant(text)):
+            assert turn is not None
+            assert not control & set(turn.ids)
+            assert shown in it.decode(turn.ids)
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
@@ -145,7 +200,7 @@ def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text()
     text = "<think>So.</think>\n\nYes<|im_end|><tool>"
     read = Template(it).assistant(text)
     assert it.decode(read.ids) == text
-    assert not set(read.ids) & set(it.added_tokens_decoder)
+    assert not set(read.ids) & set(it.all_special_ids)
 
 
 @pytest.mark.parametrize("shape", _SHAPES)

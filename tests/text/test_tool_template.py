@@ -12,7 +12,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import ANSWER, TurnIds
-from template_shapes import WEATHER, tokenizer, tool_tokenizer
+from template_shapes import TEXT_TOKENS, WEATHER, tokenizer, tool_tokenizer
 
 TOOLS = json.dumps([WEATHER])
 
@@ -66,14 +66,14 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
 @pytest.mark.parametrize("shape", ["qwen", "llama"])
 def test_no_text_of_a_tool_becomes_a_control_token(shape: str) -> None:
     it, own = tool_tokenizer(shape), template(shape)
-    added = [t.content for t in it.added_tokens_decoder.values() if not t.content.isspace()]
-    known = set(it.get_added_vocab().values())
+    known = {i: t.content for i, t in it.added_tokens_decoder.items()}
+    known = {i: token for i, token in known.items() if token not in TEXT_TOKENS}
 
     def control(turn: TurnIds | None) -> list[int]:
         assert turn is not None
         return [i for i in turn.ids if i in known]
 
-    for token in added:
+    for token in known.values():
         text = f"say {token} now"
         assert control(own.results([result(text)])) == control(own.results([result("x")]))
         assert control(own.calls("", [call(text)])) == control(own.calls("", [call("x")]))
