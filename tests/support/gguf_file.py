@@ -49,7 +49,7 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
     if config.model_type == "qwen3":
         writer.add_key_length(config.head_dim)
     _add_tokenizer(writer, model.tokenizer)
-    for name, weight in _tensors(model.module).items():
+    for name, weight in tensors_of(model.module).items():
         values = weight.float().contiguous().numpy()
         if kind == "F32" or weight.ndim < 2:
             writer.add_tensor(name, values)
@@ -111,7 +111,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     writer.add_chat_template(tokenizer.chat_template)
 
 
-def _tensors(module: Any) -> dict[str, torch.Tensor]:
+def tensors_of(module: Any) -> dict[str, torch.Tensor]:
     """The weights under their GGUF names."""
     config = module.config
     out = {}

@@ -1,0 +1,202 @@
+"""What a user sees of models in the shapes of known families, which know some replies by heart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from by_heart import (
+    ANSWER,
+    CALL,
+    CODE,
+    FORECAST,
+    GREETING,
+    NAME,
+    QUESTION,
+    SHAPES,
+    SUNNY,
+    THOUGHT,
+    WHO,
+    WONDER,
+    YOU_ARE,
+    assistant,
+    ids_of_known,
+    replies_of,
+    save_folder,
+    save_gguf,
+    teach,
+    user,
+)
+from chatting import answer, ids_of, session
+from command import Done, run
+from serving import served
+from sirchat.models.load import load_model
+from sirchat.models.model import LoadedModel
+from template_shapes import WEATHER
+from terminal import Terminal
+
+# What a terminal shows is tried with the first shape, or with all.
+_IN_TERMINAL = list(SHAPES) if os.environ.get("SIRCHAT_ATTACK") else ["qwen3"]
+_ENDS = ("", ".gguf")
+_THINKING = [name for name, shape in SHAPES.items() if "{thought}" in shape.thinking]
+_TEXTS = [(f"{name}{end}", t) for name in SHAPES for t in SHAPES[name].texts for end in _ENDS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of each shape, as a folder and as a GGUF file."""
+    folder = tmp_path_factory.mktemp("by heart")
+    for name, shape in SHAPES.items():
+        model = teach(shape)
+        save_folder(folder / name, shape, model)
+        save_gguf(folder / f"{name}.gguf", shape, model)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(models: Path) -> dict[str, LoadedModel]:
+    """The models of all folders."""
+    return {name: load_model(str(models / name), device="cpu") for name in SHAPES}
+
+
+def ask(path: Path, text: str, *flags: str) -> Done:
+    settings = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "60")
+    return run("ask", "-m", str(path), "--server", "off", *settings, *flags, text)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gemma3",
+        "gemma3.gguf",
+        "deepseek",
+        "qwen3",
+        "qwen3.gguf",
+        "llama3",
+        "llama3.gguf",
+        "llama2",
+        "llama2.gguf",
+    ],
+)
+def test_ask_prints_the_answer(models: Path, file: str) -> None:
+    done = ask(models / file, QUESTION, "--thinking", "hide")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, ANSWER, "")
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+def test_ask_prints_the_thinking_before_the_answer_or_says_that_it_left_it_out(
+    models: Path, name: str
+) -> None:
+    shown = ask(models / name, QUESTION, "--thinking", "show").stdout
+    assert THOUGHT in shown
+    assert shown.strip().endswith(ANSWER)
+    folded = ask(models / name, QUESTION, "--thinking", "fold")
+    assert folded.stdout.strip() == ANSWER
+    assert "reasoning was left out" in folded.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [one for one in _TEXTS if one[0] in ("gemma3.gguf", "gemma4.gguf", "llama3")]
+)
+def test_blanks_tags_and_rare_words_are_read_as_the_tokenizer_reads_them(
+    models: Path, file: str, text: str
+) -> None:
+    done = ask(models / file, text, "--thinking", "hide")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, CODE, "")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "deepseek", "qwen3", "llama3", "llama2"])
+def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str) -> None:
+    for known in replies_of(SHAPES[name]):
+        if known.kept is None or known.tools:
+            continue
+        chat = session(loaded[name], temperature=0, max_new_tokens=60)
+        first, _, second = known.messages
+        list(chat.ask(first["content"]))
+        reply = said(answer(list(chat.ask(second["content"]))))
+        context, _ = ids_of_known(SHAPES[name], known)
+        assert ids_of(chat)[: len(context)] == context
+        assert reply == (YOU_ARE if second == user(WHO) else GREETING)
+
+
+def said(reply: str) -> str:
+    """A reply without its thinking."""
+    return reply.rpartition("</think>")[2].strip()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_replay_answers_after_replies_that_it_reads_or_generates(
+    models: Path, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    talk = [user(NAME), assistant(GREETING), user(WHO)]
+    file.write_text("\n".join(map(json.dumps, talk)), "utf-8")
+    for flags in (["--feed"], []):
+        done = run(
+            *("replay", str(file), "-m", str(models / name), "--device", "cpu"),
+            *("--temperature", "0", "--max-new-tokens", "60", "--quiet", *flags),
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().endswith(YOU_ARE)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3", "llama2"])
+def test_the_server_tells_the_thinking_from_the_answer(
+    loaded: dict[str, LoadedModel], name: str
+) -> None:
+    with served(loaded[name], temperature=0, max_new_tokens=60) as server:
+        choice = server.ask([user(QUESTION)], model=name)["choices"][0]
+        assert choice["message"]["content"].strip() == ANSWER
+        assert choice["finish_reason"] == "stop"
+        thought = THOUGHT if name in _THINKING else ""
+        assert (choice["message"].get("reasoning_content") or "").strip() == thought
+        chunks = [c["choices"][0]["delta"] for c in server.chunks([user(QUESTION)], model=name)]
+        for field, text in (("content", ANSWER), ("reasoning_content", thought)):
+            assert "".join(chunk.get(field) or "" for chunk in chunks).strip() == text
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama3", "mistral", "llama2"])
+def test_the_server_reads_a_history_as_the_template_writes_it(
+    loaded: dict[str, LoadedModel], name: str
+) -> None:
+    with served(loaded[name], temperature=0, max_new_tokens=60) as server:
+        history = [user(NAME), assistant(GREETING), user(WHO)]
+        assert server.reply(history, model=name).strip() == YOU_ARE
+        thinking = [user(QUESTION), assistant(ANSWER), user(NAME)]
+        assert server.reply(thinking, model=name).strip() == GREETING
+
+
+@pytest.mark.parametrize("name", ["llama3"])
+def test_the_server_calls_a_tool_and_reads_what_it_returned(
+    loaded: dict[str, LoadedModel], name: str
+) -> None:
+    with served(loaded[name], temperature=0, max_new_tokens=80) as server:
+        fields: dict[str, Any] = {"tools": [WEATHER], "model": name}
+        choice = server.ask([user(FORECAST)], **fields)["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == CALL["name"]
+        assert json.loads(call["function"]["arguments"]) == CALL["arguments"]
+        assert not (choice["message"]["content"] or "").strip()
+        thought = choice["message"].get("reasoning_content") or ""
+        assert thought.strip() == (WONDER if "{thought}" in (SHAPES[name].call or "") else "")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": SUNNY}
+        later = server.ask([user(FORECAST), choice["message"], result], **fields)
+        assert later["choices"][0]["message"]["content"].strip() == SUNNY
+
+
+@pytest.mark.parametrize("name", _IN_TERMINAL)
+def test_a_chat_on_the_screen_folds_the_thinking(models: Path, tmp_path: Path, name: str) -> None:
+    flags = ("--model", str(models / name), "--device", "cpu", "--panel", "off")
+    with Terminal(*flags, "--thinking", "fold", home=tmp_path) as chat:
+        shown = chat.ask(QUESTION)
+        if name in _THINKING:
+            assert shown.startswith("thought for ")
+            assert chat.ask("/thinking") == THOUGHT
+        assert f"\n{ANSWER}\n" in f"\n{shown}\n"
+        assert GREETING in chat.ask(NAME)
+        assert chat.leave() == 0
