@@ -1,17 +1,18 @@
-"""Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
+"""Compiles a decode step: `python -m sirchat.models.compile_worker FILE NICENESS PARENT`.
 
-Reads the graph from standard input and writes the program to FILE; N is the niceness. Ends with its
-parent. Exit status: 0, `TEMPORARY`, or 1 if this program can't be compiled.
+Reads the graph from standard input and writes the program to FILE, in a process of its own, which
+ends with this one, and both with the process PARENT. Exit status: 0, `TEMPORARY`, 1 if this program
+can't be compiled, or 128 + the number of the signal that ended the compiling process.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -29,20 +30,40 @@ _TEMPORARY_ERRORS = (
 )
 
 
-def main(path: Path, niceness: int) -> None:
+def main(path: Path, niceness: int, parent: int) -> None:
     """Compile the graph from standard input into the file `path`, which appears only complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     lower_priority(niceness)
-    folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
-    signal.signal(signal.SIGTERM, lambda *_: _end(folder))
-    watch = threading.Thread(target=_end_after, args=(os.getppid(), folder), daemon=True)
-    watch.start()
+    pickled = sys.stdin.buffer.read()
+    asked_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
+    folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent))
+    # Deleted by a process that writes nothing itself, as compiling may crash, and after the
+    # compilers have ended: what they write meanwhile would stay.
+    fork = multiprocessing.get_context("fork")
+    work = fork.Process(target=_compile, args=(pickled, folder, path))
+    try:
+        work.start()
+        while work.exitcode is None and not asked_to_end and os.getppid() == parent:
+            work.join(0.1)
+        code = work.exitcode
+        _end(work)
+    finally:
+        _delete(folder)
+    if code is None:
+        code = -signal.SIGTERM
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _compile(pickled: bytes, folder: Path, path: Path) -> None:
+    os.setpgrp()  # with the compilers, but without the process that waits
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
         from sirchat.models.compiled_step import compile_graph, load_program
 
-        made = Path(folder) / path.name
-        compile_graph(sys.stdin.buffer.read(), made)
+        made = folder / path.name
+        compile_graph(pickled, made)
         load_program(made)  # one that crashes ends this process, and not a chat
         os.replace(made, path)
     except Exception as error:
@@ -50,8 +71,6 @@ def main(path: Path, niceness: int) -> None:
             traceback.print_exc()
             sys.exit(TEMPORARY)
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_temporary(error: Exception) -> bool:
@@ -70,17 +89,20 @@ def lower_priority(niceness: int) -> None:
             Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
 
 
-def _end_after(parent: int, folder: str) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    _end(folder)
+def _end(work: multiprocessing.process.BaseProcess) -> None:
+    assert work.pid is not None
+    with suppress(OSError):  # it has just begun, or nobody is left
+        os.killpg(work.pid, signal.SIGKILL)
+    work.kill()
+    work.join()
 
 
-def _end(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # ends the compiler, too: both form a process group
+def _delete(folder: Path) -> None:
+    end = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < end:  # what was killed may still end a call
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
     os.umask(0o077)
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

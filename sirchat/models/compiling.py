@@ -194,7 +194,7 @@ def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
 def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     process = subprocess.Popen(
-        [sys.executable, *worker],
+        [sys.executable, *worker, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -208,7 +208,7 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
         raise
     if process.returncode == 0 and path.exists():
         return ""
-    code = process.returncode
+    code = process.returncode if process.returncode < 128 else 128 - process.returncode
     ended_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
     if code < 0 and not ended_from_outside:
         said = [f"the process crashed ({signal.Signals(-code).name})"]

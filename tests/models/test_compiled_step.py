@@ -372,6 +372,48 @@ def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
+# A worker whose compiler writes files until it is killed, or that crashes.
+_BUSY_WORKER = """
+import os, signal, subprocess, sys, types
+from pathlib import Path
+from sirchat.models import compile_worker
+def compile_graph(pickled, path):
+    if pickled == b"crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    work = "while :; do : > busy-$((n += 1)); [ $n = 1000 ] && echo begun; done"
+    subprocess.run(["sh", "-c", work], cwd=path.parent)
+module = types.SimpleNamespace(compile_graph=compile_graph, load_program=None)
+sys.modules["sirchat.models.compiled_step"] = module
+compile_worker.main(Path(sys.argv[1]), 0, os.getppid())
+"""
+
+
+@pytest.mark.parametrize("ending", ["signal", "end of the parent", "crash"])
+def test_however_compiling_ends_no_file_is_left_and_no_compiler(
+    ending: str, tmp_path: Path
+) -> None:
+    shell = '"$@" <&3 3<&- & echo $!; exec 3<&-; wait'  # which is the parent
+    worker = [sys.executable, "-c", _BUSY_WORKER, str(tmp_path / "program")]
+    pickled, graph = os.pipe()
+    os.write(graph, ending.encode())
+    os.close(graph)
+    parent = subprocess.Popen(
+        ["sh", "-c", f"exec 3<&0; {shell}", "sh", *worker],
+        stdin=pickled,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(pickled)
+    assert parent.stdout is not None
+    number = int(parent.stdout.readline())
+    if ending != "crash":
+        assert parent.stdout.readline() == b"begun\n"
+        os.kill(number if ending == "signal" else parent.pid, signal.SIGTERM)
+    assert parent.stdout.read() == b""  # all processes have ended
+    assert not list(tmp_path.iterdir())
+    parent.wait()
+
+
 def test_without_a_compiler_auto_leaves_it_and_on_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
