@@ -1,0 +1,109 @@
+"""Chats with real tokenizers and templates: turn by turn the ids of the whole conversation at once.
+
+`SIRCHAT_ATTACK=200` reads so many conversations with each.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import random
+import shutil
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from by_heart import assistant, user
+from chatting import ids_of, session
+from sirchat.models.model import LoadedModel, wrap_model
+from template_shapes import template
+
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
+
+# The tokenizer's folder, and a template of ours in the form of the family's; None: the folder's.
+_CHATS = {
+    "gemma3": ("gemma3", None),
+    "llama3_1": ("llama3_1", None),
+    "qwen3": ("qwen3", None),
+    "deepseek_v3": ("deepseek_v3", None),
+    "llama2": ("llama2", "llama2"),
+    "mistral": ("llama2", "mistral"),
+}
+_SYSTEMS = (None, None, "Be brief.", "Tu es poli.\n\n- un\n- deux", " You are  Anna. ")
+_TEXTS = (
+    "Hello.",
+    "My name is Anna, and I live in Việt Nam.",
+    "def f(x):\n    if x:\n        return  [x,  2]\n\n\n    return None",
+    "a  b   c\td\r\ne",
+    "| a | b |\n|---|---|\n| 1 | 2 |",
+    "<table><tr><td>1</td></tr></table> & <b>so</b>",
+    "İstanbul'da 1.234,56 ₺? Ağaç, ığdır.",
+    "می‌خواهم کتاب‌ها را بخوانم؛ क्या आप हिन्दी बोलते हैं?",
+    "👩‍👩‍👧‍👦 👍🏽 ❤️ — “so” … 12345678901",
+    "  blanks before and after\n\n",
+    "한국어 日本語 中文，标点。",
+    "Ünïcödé: e\u0301 \u200d\u00ad\ufeff x",
+)
+_REPLIES = (*_TEXTS, "<think>\nAnna asks.\n</think>\n\nHello, Anna.", "Yes.</think>", "1")
+
+
+def _tokenizer(folder: Path, name: str) -> Any:
+    source, own = _CHATS[name]
+    target = Path(mkdtemp())
+    packed = (folder / "tokenizers" / source / "tokenizer.json.xz").read_bytes()
+    (target / "tokenizer.json").write_bytes(lzma.decompress(packed))
+    shutil.copy(folder / "tokenizers" / source / "tokenizer_config.json", target)
+    made = AutoTokenizer.from_pretrained(target)
+    shutil.rmtree(target)
+    if own is not None:
+        made.chat_template = template(own)
+    return made
+
+
+@pytest.fixture(scope="module", params=_CHATS)
+def model(request: pytest.FixtureRequest, data: Path) -> LoadedModel:
+    """A real tokenizer, and a model that is as small as can be: only ids are looked at."""
+    tokenizer = _tokenizer(data, request.param)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return wrap_model(request.param, LlamaForCausalLM(config).eval(), tokenizer)
+
+
+def whole(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The ids of all messages and of the header of a reply, as transformers renders them."""
+    (text,), _ = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.chat_template,
+        add_generation_prompt=True,
+        **tokenizer.special_tokens_map,
+    )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+@pytest.mark.parametrize("seed", range(MANY or 2))
+def test_a_chat_is_read_as_the_whole_conversation_would_be(model: LoadedModel, seed: int) -> None:
+    draw = random.Random(seed)
+    system, tokenizer = draw.choice(_SYSTEMS), model.tokenizer
+    chat = session(model, policy="full", system=system)
+    messages = [{"role": "system", "content": system}] if system else []
+    for _ in range(draw.randint(1, 4)):
+        messages.append(user(draw.choice(_TEXTS)))
+        list(chat.read_user(messages[-1]["content"]))
+        assert ids_of(chat) == whole(tokenizer, messages), messages
+        messages.append(assistant(draw.choice(_REPLIES)))
+        list(chat.read_reply(messages[-1]["content"]))
