@@ -99,8 +99,26 @@ def test_ask_prints_the_thinking_before_the_answer_or_says_that_it_left_it_out(
     assert "reasoning was left out" in folded.stderr
 
 
+@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+def test_thinking_that_the_length_limit_cuts_off_is_no_answer(models: Path, name: str) -> None:
+    done = ask(models / name, QUESTION, "--thinking", "hide", "--max-new-tokens", "7")
+    assert (done.returncode, done.stdout.strip()) == (0, "")
+    assert "length limit" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+def test_evicted_thinking_leaves_the_answer_in_memory(
+    loaded: dict[str, LoadedModel], name: str
+) -> None:
+    chat = session(loaded[name], evict_thinking=True, temperature=0, max_new_tokens=60)
+    list(chat.ask(QUESTION))
+    held = "".join(row.text for row in chat.snapshot().rows if row.turn == 1)
+    assert ANSWER in held
+    assert not set(THOUGHT.split()) & set(held.split())
+
+
 @pytest.mark.parametrize(
-    ("file", "text"), [one for one in _TEXTS if one[0] in ("gemma3.gguf", "gemma4.gguf", "llama3")]
+    ("file", "text"), [one for one in _TEXTS if one[0] not in ("llama3.gguf",)]
 )
 def test_blanks_tags_and_rare_words_are_read_as_the_tokenizer_reads_them(
     models: Path, file: str, text: str
@@ -109,7 +127,9 @@ def test_blanks_tags_and_rare_words_are_read_as_the_tokenizer_reads_them(
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, CODE, "")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "deepseek", "qwen3", "llama3", "llama2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma4", "seed-oss", "command-r7b", "deepseek", "qwen3", "llama3", "llama2"]
+)
 def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str) -> None:
     for known in replies_of(SHAPES[name]):
         if known.kept is None or known.tools:
@@ -159,7 +179,10 @@ def test_the_server_tells_the_thinking_from_the_answer(
             assert "".join(chunk.get(field) or "" for chunk in chunks).strip() == text
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama3", "mistral", "llama2"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "gemma4", "seed-oss", "command-r7b", "llama3", "mistral", "llama2", "gemma4-large"],
+)
 def test_the_server_reads_a_history_as_the_template_writes_it(
     loaded: dict[str, LoadedModel], name: str
 ) -> None:

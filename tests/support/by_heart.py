@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ _SPLIT = (
 )
 _CORPUS = (
     "What is the capital of France? Paris. It is Paris. My name is Anna. Hello Anna. You are Anna."
+    " Say nothing."
     " They ask for a capital. Who am I? What is the weather there? weather city Rome It is sunny."
     " user assistant system developer model analysis commentary final json functions thought"
     " function name arguments You are a model. Valid channels\n\n"
@@ -51,6 +52,7 @@ WHO, YOU_ARE = "Who am I?", "You are Anna."
 FORECAST, SUNNY = "What is the weather in Rome?", "It is sunny."
 THOUGHT, WONDER = "They ask for a capital.", "They ask for weather."
 CODE = "It is code."
+HUSH = "Say nothing."
 CALL = {"name": "weather", "arguments": {"city": "Rome"}}
 
 
@@ -138,6 +140,36 @@ SHAPES = {
         words=("▁▁",),
         texts=("a  b",),
     ),
+    "seed-oss": Shape(
+        template("seed"),
+        control=(
+            *("<seed:bos>", "<seed:eos>", "<seed:pad>", "<seed:think>", "</seed:think>"),
+            *("<seed:tool_call>", "</seed:tool_call>"),
+        ),
+        bos="<seed:bos>",
+        eos="<seed:eos>",
+        ends=("<seed:eos>",),
+        pre="seed-coder",
+        thinking="<seed:think>{thought}</seed:think>\n{answer}<seed:eos>",
+        plain="{answer}<seed:eos>",
+        history="reasoning_content",
+    ),
+    "command-r7b": Shape(
+        template("command"),
+        control=(
+            *("<PAD>", "<BOS_TOKEN>", "<EOS_TOKEN>", "<|START_OF_TURN_TOKEN|>"),
+            *("<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+            *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+        bos="<BOS_TOKEN>",
+        eos="<|END_OF_TURN_TOKEN|>",
+        ends=("<|END_OF_TURN_TOKEN|>",),
+        pre="command-r",
+        thinking="<|START_THINKING|>{thought}<|END_THINKING|>"
+        "<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        plain="<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        history="reasoning_content",
+    ),
     "deepseek": Shape(
         template("deepseek"),
         control=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"),
@@ -217,6 +249,13 @@ SHAPES = {
     ),
 }
 
+# Larger Gemma 4 get an empty thought before each reply, and may think all the same.
+SHAPES["gemma4-large"] = replace(
+    SHAPES["gemma4"],
+    source=SHAPES["gemma4"].source
+    + "{{ '<|channel>thought\\n<channel|>' if add_generation_prompt else '' }}",
+)
+
 
 @dataclass(frozen=True)
 class Known:
@@ -244,6 +283,7 @@ def replies_of(shape: Shape) -> list[Known]:
         Known((*asked, user(NAME)), plain(answer=GREETING), kept=(ANSWER, thinking)),
     ]
     known += [Known((user(text),), plain(answer=CODE)) for text in shape.texts]
+    known.append(Known((user(HUSH),), plain(answer="").strip()))
     if shape.call:
         written = json.dumps(CALL["arguments"])
         call = shape.call.format(thought=WONDER, name=CALL["name"], arguments=written)
