@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from chatting import hub_tokenizer
 from engine_steps import some_ids
 from families import build, loaded
 from recall_rounds import memory, say
@@ -248,18 +250,24 @@ def test_a_program_that_crashes_while_it_is_loaded_ends_no_chat(
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     crash = tmp_path / "crash.cpp"
     crash.write_text("__attribute__((constructor)) void crash() { __builtin_trap(); }")
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *" -shared "*) exec g++ "$@" -x c++ {crash};; *) exec g++ "$@";; esac\n'
+    compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", str(crash), "-o"]
+    code = (
+        "import subprocess, sys; from pathlib import Path\n"
+        "from sirchat.models import compile_worker, compiled_step\n"
+        f"compile = lambda pickled, path: subprocess.run([*{compiler}, path], check=True)\n"
+        "compiled_step.compile_graph = compile\n"
+        "compile_worker.main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))\n"
     )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    worker = tmp_path / "python"
+    worker.write_text(f'#!/bin/sh\nshift 3\nexec {shlex.join([sys.executable, "-c", code])} "$@"\n')
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
     model = small()
     with pytest.raises(ModelError, match="--compile on: compiling fails: the process crashed"):
         compiling.use_compiled(model, "on")
     assert "the process crashed" in compiling.compiled_in_words(model)
     assert compiling.compile_in_background(model) is None  # it would crash again
+    assert [path.suffix for path in compiled_dir().iterdir()] == [".failed"]
 
 
 def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> None:
@@ -359,7 +367,11 @@ def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session(
 
 def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
     environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
+    sizes = {"num_hidden_layers": 1, "vocab_size": len(hub_tokenizer())}
+    build("llama", sizes).save_pretrained(tmp_path)
+    hub_tokenizer().save_pretrained(tmp_path)
     command = [*warm_python(), "-m", "sirchat", "ask", "Hello", "--compile", "on"]
+    command += ["--model", str(tmp_path)]
     asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
     folder = tmp_path / "state" / "compiled"
     end = time.monotonic() + 60
