@@ -57,7 +57,7 @@ class EventBuilder:
             context_length=model.context_length,
             profile=profile.model_dump(),
         )
-        texts = []
+        texts = list(getattr(model.tokenizer, "notices", ()))
         if model.window is not None and self.engine.budget > model.window:
             texts.append(
                 f"some layers of this model attend only to the newest {model.window} held tokens, "

@@ -150,7 +150,7 @@ def load_gguf_parts(
         return None
     packs = spread is None and (has_blocks(file) if packs is None else packs)
     load = vocabulary.hub_tokenizer if for_hub else vocabulary.load_tokenizer
-    tokenizer = load(str(path.parent), path.name, file)
+    tokenizer = load(file.metadata)
     how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
     module = model.load_module(file, dtype, progress, **how)
     if spread is not None:
@@ -213,7 +213,12 @@ def _load_with_transformers(
     if not is_gguf:  # a GGUF file has no config.json; the probe checks its layers
         config = AutoConfig.from_pretrained(source, **options)
         refuse_unsupported_layers(config.get_text_config(decoder=True), name)
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if is_gguf:
+        from sirchat.models.gguf.vocabulary import hub_tokenizer
+
+        tokenizer = hub_tokenizer(parse_gguf(Path(source) / options["gguf_file"]).metadata)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
     placed: dict[str, Any] = {}
     if spread is not None and not is_gguf:
         trusts = options["trust_remote_code"]

@@ -167,6 +167,8 @@ class PlainText(Template):
     def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
         """None, and the ids of `content` after the beginning of sequence, if there is one."""
         begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        if getattr(self._tokenizer, "adds_bos", None) is False:
+            begin = []
         ids = self.as_text(content)
         roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]
         return None, TurnIds([*begin, *ids], roles, (len(begin), len(roles)))

@@ -239,15 +239,20 @@ class Template:
         )
 
     def _plain_template(self) -> str:
-        """`_PLAIN` without the special tokens that the tokenizer does not have."""
+        """`_PLAIN` without the special tokens that the tokenizer does not have, or write."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
-            if getattr(self._tokenizer, name) is None:
+            is_unused = name == "bos_token" and getattr(self._tokenizer, "adds_bos", None) is False
+            if is_unused or getattr(self._tokenizer, name) is None:
                 template = template.replace("{{ " + name + " }}", "")
         return template
 
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
-        return self._control_tokens.ids(self._render_text(messages, prompt=prompt))
+        ids = self._control_tokens.ids(self._render_text(messages, prompt=prompt))
+        begin = self._tokenizer.bos_token_id
+        if getattr(self._tokenizer, "adds_bos", None) and ids[:1] != [begin]:
+            return [begin, *ids]
+        return ids
 
     def _render_text(self, messages: Sequence[Message], *, prompt: bool) -> str:
         texts = [value for message in messages for name, value in message.items() if name != "role"]

@@ -29,6 +29,8 @@ class FastTokenizer:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
         self.chat_control_tokens: list[str] | None = None  # set by a `Template`
+        self.adds_bos: bool | None = None  # whether the file says that a text begins with BOS
+        self.notices: list[str] = []  # what the user should know about the tokenizer
         self.special_tokens_map = {name: text for name, text in special.items() if text is not None}
         for name in SPECIAL:
             token = special.get(name)

@@ -5,7 +5,6 @@ The oracle is transformers' own model and tokenizer of the same file.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from functools import cache
@@ -29,7 +28,6 @@ from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
-from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
@@ -181,9 +179,6 @@ def test_a_model_of_transformers_keeps_its_cache(folder: Path) -> None:
     assert not isinstance(ours.new_cache(1), HubCache)
 
 
-PRES = ["llama-bpe", "qwen2", "gpt-2", "default", "tekken", "smollm", "glm4"]
-
-
 def texts(count: int) -> list[str]:
     """Texts of words, digits, blanks, signs, other scripts, and control tokens."""
     parts = [
@@ -206,30 +201,3 @@ def test_two_thousand_texts_have_the_ids_of_transformers(folder: Path) -> None:
         assert ours(text, **plain)["input_ids"] == theirs(text, **plain)["input_ids"]
         skipped = ours.decode(ids, skip_special_tokens=True)
         assert skipped == theirs.decode(ids, skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("pre", PRES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_vocabulary_of_byte_pairs_is_the_one_that_transformers_makes(
-    architecture: str, pre: str, tmp_path: Path
-) -> None:
-    import gguf
-
-    from gguf_models import add_byte_pairs
-
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
-    add_byte_pairs(writer, 320, pre)
-    writer.add_add_bos_token(architecture == "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    file = parse_gguf(tmp_path / "model.gguf")
-    found, wanted = (
-        load(str(tmp_path), "model.gguf", file) for load in (load_tokenizer, hub_tokenizer)
-    )
-    assert type(found) is not type(wanted)
-    ours, theirs = (json.loads(one.backend_tokenizer.to_str()) for one in (found, wanted))
-    assert ours == theirs
-    assert found.special_tokens_map == wanted.special_tokens_map
-    assert (len(found), found.vocab_size) == (len(wanted), wanted.vocab_size)
-    assert (found.bos_token_id, found.eos_token_id) == (1, 2)

@@ -300,7 +300,7 @@ def vocabulary(path: Path, architecture: str, pre: str = "") -> Any:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return load_tokenizer(str(path.parent), path.name, parse_gguf(path))
+    return load_tokenizer(parse_gguf(path).metadata)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gemma4", "phi3", *BYTE_PAIRS])

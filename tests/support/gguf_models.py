@@ -348,6 +348,10 @@ def add_sentence_pieces(writer: Any, size: int, kind: str = "llama") -> None:
     writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre("default")
     writer.add_token_scores([-float(at) for at in range(size)])
+    if kind == "gemma4":
+        words = [*_PIECES, *letters]
+        splits = [(word[:at], word[at:]) for word in _PIECES for at in range(1, len(word))]
+        writer.add_token_merges([" ".join(pair) for pair in splits if set(pair) <= set(words)])
     _add(writer, tokens, kinds, size)
 
 

@@ -1,110 +1,226 @@
-"""Makes the tokenizer of a GGUF file: of byte pairs without transformers, any other with it."""
+"""Makes the tokenizer of a GGUF file from its vocabulary, with the ids of the model's own one."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors
-from tokenizers import pre_tokenizers as splits
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from sirchat.models.gguf.header import GgufFile
+from sirchat.errors import ModelError
+from sirchat.models.gguf.splits import find_split
 from sirchat.models.progress import switch_off_bars
 from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4  # numbers of kinds of tokens
+# Kinds of vocabularies: pieces of words with scores, pairs of bytes, and pairs of letters.
+_PIECES, _BYTE_PAIRS, _LETTER_PAIRS = "llama", "gpt2", "gemma4"
+_LETTER_PAIR_NAMES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # as names of splits
 
-# A token that transformers adds to every byte-pair vocabulary; sirchat adds it, too.
-_UNNAMED = "<|endoftext|>"
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
+_NO_TOKEN = (-1, 2**32 - 1)  # instead of an id
+_IDS = ("bos", "eos", "unknown", "padding")  # what files call the tokens in `SPECIAL`
+_USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
 
-_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_THREE_DIGITS = rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}"
-_ONE_DIGIT = rf"{_WORD}|\p{{N}}|{_REST}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
-
-# For each value of `tokenizer.ggml.pre`: the regular expression for the parts of a text.
-_PATTERNS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _THREE_DIGITS),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _THREE_DIGITS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
-    "tekken": _TEKKEN,
+# Tokens that end a reply are control, whatever a file says.
+_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<end_of_utterance>"),
+    "<｜end▁of▁sentence｜>",
 }
+_LOOKS_LIKE_CONTROL = re.compile(r"<\|.+\|>|<｜.+｜>|</?s>")
 
-# Values of `tokenizer.ggml.pre` that stand for GPT-2's way to split text into parts.
-#
-# `None` stands for a file that does not have this key.
-_PLAIN = ("gpt-2", "default", "None")
-
-
-def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Make the tokenizer of a GGUF file, with transformers only if it must be."""
-    tokenizer = byte_pair_tokenizer(file.metadata)
-    return hub_tokenizer(folder, name, file) if tokenizer is None else tokenizer
+# Phi 3 drops blanks after all added tokens but these.
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_BEFORE_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Make a tokenizer of transformers."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def load_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer:
+    """Make the tokenizer of a GGUF file with these `metadata`.
 
-    switch_off_bars()
-    if file.architecture.startswith("qwen"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
-    else:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
-    split = _split_of(str(file.metadata.get("tokenizer.ggml.pre")))
-    if split is not None:  # transformers may not know this split
-        tokenizer.backend_tokenizer.pre_tokenizer = split
+    Raises ModelError if a part of the vocabulary is missing or broken, or its kind is unknown.
+    """
+    vocabulary = _Vocabulary(metadata)
+    special = dict(zip(SPECIAL, vocabulary.special, strict=True))
+    template = metadata.get("tokenizer.chat_template")
+    tokenizer = FastTokenizer(vocabulary.backend(), special, template)
+    tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
     return tokenizer
 
 
-def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
-    """Make the tokenizer of a byte-pair vocabulary; None for others, and for unknown splits."""
+def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
+    """Make a tokenizer of transformers that gives the same ids."""
+    from transformers import PreTrainedTokenizerFast
 
-    def said(key: str) -> Any:
-        return metadata.get(f"tokenizer.ggml.{key}")
-
-    pre, tokens, merges = str(said("pre")), said("tokens"), said("merges")
-    split = _split_of(pre) or (splits.ByteLevel(False) if pre in _PLAIN else None)
-    is_known = said("model") == "gpt2" and split is not None
-    if not is_known or not isinstance(tokens, list) or not isinstance(merges, list):
-        return None
-    alphabet = set(splits.ByteLevel.alphabet())
-    if not alphabet.issuperset("".join(tokens)):
-        spelled = [_spelled(token, alphabet) for token in tokens]
-    else:
-        spelled = tokens
-    ids = {token: i for i, token in enumerate(spelled)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    backend = Tokenizer(
-        models.BPE(ids, pairs, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    switch_off_bars()
+    made = load_tokenizer(metadata)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made.backend_tokenizer, **made.special_tokens_map
     )
-    backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
-    special = dict[str, str | None]()
-    for name, key in zip(SPECIAL, ("bos", "eos", "unknown", "padding"), strict=True):
-        number = said(f"{key}_token_id")
-        special[name] = None if number is None else tokens[number]
-    kinds = list(zip(tokens, said("token_type") or (), strict=False))
-    control = [token for token, kind in kinds if kind == _CONTROL and set(token) <= alphabet]
-    backend.add_special_tokens(_added((_UNNAMED, *control)))
-    backend.add_tokens(_added([t for t, kind in kinds if kind == _USER_DEFINED and t in ids]))
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [token for token in special.values() if token is not None and token not in known]
-    backend.add_special_tokens(_added(named))
-    ends = [
-        special[f"{name}_token"] if said(f"add_{name}_token") else None for name in ("bos", "eos")
-    ]
-    backend.post_processor = _add_bos_and_eos(ends[0], ends[1], backend)
-    return FastTokenizer(backend, special, metadata.get("tokenizer.chat_template"))
+    tokenizer.chat_template = made.chat_template
+    tokenizer.adds_bos, tokenizer.notices = made.adds_bos, made.notices
+    return tokenizer
 
 
-def _added(tokens: Iterable[str]) -> list[AddedToken]:
-    return [AddedToken(token, normalized=False) for token in tokens]
+class _Vocabulary:
+    """The vocabulary of a GGUF file; `special` are the tokens named in `SPECIAL`."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self._kind, pre = self._said("model"), self._said("pre")
+        if self._kind not in (_PIECES, _BYTE_PAIRS, _LETTER_PAIRS):
+            kinds = f"{_PIECES}, {_BYTE_PAIRS} and {_LETTER_PAIRS}"
+            raise _broken(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
+        self._tokens = self._list("tokens", 1)
+        self._types = self._list("token_type", len(self._tokens), optional=True)
+        if self._kind == _PIECES:  # runs of blanks, which files have as such
+            self._tokens = [t if t.strip(" ") else "▁" * len(t) for t in self._tokens]
+        self._ids = {token: at for at, token in enumerate(self._tokens)}
+        self.special = [self._special(key) for key in _IDS]
+        self.notices, self._split = list[str](), None
+        if self._kind == _BYTE_PAIRS and pre not in _LETTER_PAIR_NAMES:
+            self._split = find_split(pre, self._ids)
+            if self._split is None:
+                self._split = find_split("gpt-2", ())
+                self.notices.append(
+                    "the GGUF file does not say how its tokenizer splits words (tokenizer.ggml.pre "
+                    f"is {pre}): they are split as by GPT-2, and replies may be worse"
+                )
+        usual = self._split is None or self._split.adds_bos
+        wants = self._kind == _LETTER_PAIRS or self._said("add_bos_token", usual)
+        self.adds_bos = bool(wants) and self.special[0] is not None
+
+    def backend(self) -> Tokenizer:
+        """The tokenizer itself, with all added tokens."""
+        merges = self._merges()
+        unknown, has_bytes = (
+            (None, False) if self._split else (self.special[2], "<0x00>" in self._ids)
+        )
+        try:
+            backend = Tokenizer(
+                models.BPE(
+                    self._ids,
+                    merges,
+                    unk_token=unknown,
+                    fuse_unk=self._split is None,
+                    byte_fallback=has_bytes,
+                    ignore_merges=self._split is not None and self._split.ignore_merges,
+                )
+            )
+        except Exception as error:  # the library raises nothing more special
+            raise _broken(f"merges do not fit its tokens: {error}") from error
+        if self._split is not None:
+            backend.normalizer = normalizers.NFC() if self._split.composes else None
+            backend.pre_tokenizer, backend.decoder = (
+                self._split.pre_tokenizer(),
+                decoders.ByteLevel(),
+            )
+        else:
+            begins = self._kind == _PIECES and bool(self._said("add_space_prefix", True))
+            first, last = [normalizers.Prepend("▁")] * begins, [decoders.Strip(" ", 1, 0)] * begins
+            backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+            parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            backend.decoder = decoders.Sequence([*parts, *last])
+        control, others = self._added_tokens()
+        backend.add_special_tokens(control)
+        backend.add_tokens(others)
+        bos = self.special[0] if self.adds_bos else None
+        eos = self.special[1] if self._said("add_eos_token") else None
+        backend.post_processor = _add_bos_and_eos(bos, eos, backend)
+        return backend
+
+    def _merges(self) -> list[tuple[str, str]]:
+        given, count = self._said("merges"), len(self._tokens)
+        if self._kind == _PIECES and (not given or self._said("scores")):
+            return self._merges_by_score(self._list("scores", count))
+        if not given and self._split is not None and "kimi-k2" in self._split.names:
+            return self._merges_by_score([0] * count)
+        if not given:
+            raise _broken("vocabulary has no merges (tokenizer.ggml.merges)")
+        parts = (merge.partition(" ") for merge in given)
+        return [(left, right) for left, _, right in parts]
+
+    def _merges_by_score(self, scores: Iterable[float]) -> list[tuple[str, str]]:
+        """All pairs of tokens that make a token; those of the highest score come first."""
+        kinds = self._types or itertools.repeat(_NORMAL)
+        scored = [
+            (score if kind == _NORMAL else math.inf, token)
+            for token, score, kind in zip(self._tokens, scores, kinds, strict=False)
+            if kind == _NORMAL or (kind == _USER_DEFINED and not token.strip("▁"))
+        ]
+        if len({score for score, _ in scored if score < math.inf}) == 1:  # no scores at all
+            scored = [(min(score, -self._ids[token]), token) for score, token in scored]
+        known, merges = {token for _, token in scored}, list[tuple[str, str]]()
+        scored.sort(key=lambda one: -one[0])
+        for _, group in itertools.groupby(scored, key=lambda one: one[0]):
+            tokens = [token for _, token in group]
+            pairs = [
+                (left, right)
+                for token in tokens
+                for cut in range(len(token) - 1, 0, -1)
+                if (left := token[:cut]) in known and (right := token[cut:]) in known
+            ]
+            if len(tokens) > 1:
+                pairs.sort(key=lambda pair: (-len(pair[0]), -len(pair[1])))
+            merges += pairs
+        return merges
+
+    def _added_tokens(self) -> tuple[list[AddedToken], list[AddedToken]]:
+        """The control tokens, and other tokens that are found in a text before it is split."""
+        control = _ENDS.union(token for token in self.special if token is not None)
+        control |= {self._tokens[at] for at in map(self._id, ("eot", "eom")) if at is not None}
+        if self._types:
+            kinds = list(zip(self._tokens, self._types, strict=False))
+            control |= {token for token, kind in kinds if kind == _CONTROL}
+            others = [token for token, kind in kinds if kind == _USER_DEFINED]
+        else:
+            control |= set(filter(_LOOKS_LIKE_CONTROL.fullmatch, self._tokens))
+            others = []
+        drops = bool(_PHI3.search(str(self._metadata.get("general.name"))))
+
+        def added(tokens: Iterable[str]) -> list[AddedToken]:
+            return [
+                AddedToken(token, normalized=False, rstrip=drops and token not in _BEFORE_BLANKS)
+                for token in tokens
+            ]
+
+        known = sorted(control & self._ids.keys(), key=self._ids.__getitem__)
+        return added(known), added(token for token in others if token not in control)
+
+    def _special(self, key: str) -> str | None:
+        number = self._id(key)
+        return None if number is None else self._tokens[number]
+
+    def _id(self, key: str) -> int | None:
+        usual = _USUAL_IDS.get(key) if self._kind == _PIECES else None
+        number = self._said(f"{key}_token_id", usual)
+        count = len(self._tokens)
+        if number is None or number in _NO_TOKEN:
+            return None
+        if 0 <= number < count:
+            return int(number)
+        if key in ("bos", "eos"):
+            name = f"tokenizer.ggml.{key}_token_id"
+            raise _broken(f"{name} is {number:,}, but its vocabulary has {count:,} tokens")
+        return None
+
+    def _list(self, name: str, least: int, optional: bool = False) -> list[Any]:
+        values = self._said(name)
+        if values is None and optional:
+            return []
+        if not isinstance(values, list) or len(values) < least:
+            count = f"{len(values):,}" if isinstance(values, list) else "no"
+            raise _broken(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
+        return list(values)
+
+    def _said(self, key: str, usual: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", usual)
+
+
+def _broken(what: str) -> ModelError:
+    return ModelError(f"the GGUF file's {what}", hint="use another file, or the model's folder")
 
 
 def _add_bos_and_eos(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
@@ -116,25 +232,3 @@ def _add_bos_and_eos(bos: str | None, eos: str | None, backend: Tokenizer) -> An
         pair=f"{before}$A:0{after} {second[0]}$B:1{second[1]}",
         special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
     )
-
-
-def _spelled(token: str, alphabet: set[str]) -> str:
-    """Spell a token in the letters of `alphabet`, each of which stands for a byte."""
-    if alphabet.issuperset(token):
-        return token
-    split = splits.ByteLevel(add_prefix_space=False, use_regex=False)
-    return "".join(part for part, _ in split.pre_tokenize_str(token))
-
-
-def _split_of(name: str) -> Any:
-    """The pre-tokenizer called `name`; None if it is unknown."""
-    if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
-        return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
-    if name == "falcon":  # marks apart from letters; "1234" becomes "123", "4"
-        marks = splits.Split(Regex(r"[\p{P}$+<=>^~|`]+"), "isolated")
-        digits = splits.Split(Regex("[0-9][0-9][0-9]"), "isolated")
-        return splits.Sequence([marks, splits.ByteLevel(False), digits])
-    if name in _PATTERNS:
-        parts = splits.Split(Regex(_PATTERNS[name]), "isolated")
-        return splits.Sequence([parts, splits.ByteLevel(False, use_regex=False)])
-    return None

@@ -1,0 +1,41 @@
+"""How byte-pair vocabularies cut a text into parts, in which pairs are merged: `splits.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, pre_tokenizers
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a name in `tokenizer.ggml.pre` stands for; `splits.toml` describes the fields."""
+
+    names: list[str]
+    patterns: list[str]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+    def pre_tokenizer(self) -> Any:
+        """Cuts a text into parts, and spells them in letters that stand for bytes."""
+        parts = [pre_tokenizers.Split(Regex(one), "isolated") for one in self.patterns]
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*parts, spell])
+
+
+def find_split(name: object, tokens: Collection[str]) -> Split | None:
+    """The split called `name`, or else that of the family that has these tokens; None if none."""
+    known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    splits = {one: Split(**entry) for entry in known["splits"] for one in entry["names"]}
+    families = (
+        splits[family["name"]]
+        for family in known["families"]
+        if family["token"] in tokens
+        and family.get("size", len(tokens)) == len(tokens) >= family.get("least", 0)
+    )
+    return splits[name] if name in splits else next(families, None)
