@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import nn
 
 from sirchat.config.profile import Profile
@@ -180,12 +181,27 @@ def load_folder_parts(
     except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError):
         return None
     if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        switch_off_bars()
         # Without it, transformers may ask on standard input whether to run a folder's code.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = tokenizer_by_transformers(str(folder), trust_remote_code=False)
     return module, tokenizer
+
+
+def tokenizer_by_transformers(source: str, **options: Any) -> Any:
+    """The tokenizer of transformers, with the parts that `tokenizer.json` has."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    switch_off_bars()
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    # This class makes them anew, and then loses a blank before a text: Llama 2, Vicuna, Zephyr.
+    if type(tokenizer).__name__ == "LlamaTokenizer":
+        options = {"_raise_exceptions_for_missing_entries": False, **options}
+        options.pop("trust_remote_code", None)
+        if (path := cached_file(source, "tokenizer.json", **options)) is not None:
+            backend, own = tokenizer.backend_tokenizer, Tokenizer.from_file(path)
+            backend.normalizer, backend.pre_tokenizer = own.normalizer, own.pre_tokenizer
+            backend.decoder = own.decoder
+    return tokenizer
 
 
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
@@ -204,7 +220,7 @@ def _load_with_transformers(
     spread: Spread | None,
 ) -> tuple[Any, Any]:
     """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     switch_off_bars()
     is_gguf = "gguf_file" in options
@@ -218,7 +234,7 @@ def _load_with_transformers(
 
         tokenizer = hub_tokenizer(parse_gguf(Path(source) / options["gguf_file"]).metadata)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
     if spread is not None and not is_gguf:
         trusts = options["trust_remote_code"]
