@@ -25,8 +25,9 @@ class ControlTokens:
     ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
-        found = {tokenizer.eos_token_id, *ends}.union(*map(self._usual_ids, written))
+        found = set(ends).union(*map(self._usual_ids, written))
         special = {i for i, token in added.items() if token.special}
+        special |= added.keys() & set(tokenizer.all_special_ids)
         # Indented lines of a template have added tokens that stand for runs of blanks.
         used = {i for i in found & added.keys() if added[i].content.strip(" \t\r\n▁")}
         self.known = frozenset(special | used)

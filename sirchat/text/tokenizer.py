@@ -51,6 +51,11 @@ class FastTokenizer:
         tokens: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return tokens
 
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of the special tokens that have a name, such as `eos_token`."""
+        return [self.convert_tokens_to_ids(token) for token in self.special_tokens_map.values()]
+
     def get_chat_template(self) -> str | None:
         """The model's chat template; None if it has none."""
         return self.chat_template

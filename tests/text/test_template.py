@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, normalizers
+from transformers import ByT5Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chatting import hub_tokenizer, tiny
@@ -148,6 +149,23 @@ def test_an_added_token_that_the_template_writes_is_control_though_no_file_calls
     count = {token: said.count(i) for token, i in number.items()}
     assert count == dict.fromkeys(marks, 1) | {"<think>": 0, "<stop>": 0}
     assert number["<think>"] not in template.as_text("<think>")
+
+
+def test_a_tokenizer_written_in_python_keeps_text_and_control_tokens_apart_too() -> None:
+    it = ByT5Tokenizer()
+    it.add_tokens(["<|user|>", "<|assistant|>", "<x>"])
+    it.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = Template(it)
+    for text in ("say </s> now", "<|user|><pad>", "<|assistant|> <extra_id_0>", "a <unk> b"):
+        turn = template.user(text)
+        said = turn.ids[slice(*turn.content)]
+        assert it.decode(said) == text
+        assert all(3 <= i < 259 for i in said)
+        assert template.assistant(text).ids == said
+    assert it.convert_tokens_to_ids("<x>") in template.user("<x>").ids
 
 
 def test_text_that_the_tokenizer_itself_turns_into_a_control_token_is_read_in_pieces() -> None:

@@ -20,7 +20,7 @@ _PIECES, _BYTE_PAIRS, _LETTER_PAIRS = "llama", "gpt2", "gemma4"
 _LETTER_PAIR_NAMES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # as names of splits
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
-_NO_TOKEN = (-1, 2**32 - 1)  # instead of an id
+_NO_TOKEN = (None, -1, 2**32 - 1)  # instead of an id
 _IDS = ("bos", "eos", "unknown", "padding")  # what files call the tokens in `SPECIAL`
 _USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
 
@@ -74,11 +74,12 @@ class _Vocabulary:
             kinds = f"{_PIECES}, {_BYTE_PAIRS} and {_LETTER_PAIRS}"
             raise _broken(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
         self._tokens = self._list("tokens", 1)
-        self._types = self._list("token_type", len(self._tokens), optional=True)
+        has_types, count = self._said("token_type") is not None, len(self._tokens)
+        self._types = self._list("token_type", count) if has_types else []
         if self._kind == _PIECES:  # runs of blanks, which files have as such
             self._tokens = [t if t.strip(" ") else "▁" * len(t) for t in self._tokens]
         self._ids = {token: at for at, token in enumerate(self._tokens)}
-        self.special = [self._special(key) for key in _IDS]
+        self.special = [self._token(key) for key in _IDS]
         self.notices, self._split = list[str](), None
         if self._kind == _BYTE_PAIRS and pre not in _LETTER_PAIR_NAMES:
             self._split = find_split(pre, self._ids)
@@ -91,32 +92,23 @@ class _Vocabulary:
         usual = self._split is None or self._split.adds_bos
         wants = self._kind == _LETTER_PAIRS or self._said("add_bos_token", usual)
         self.adds_bos = bool(wants) and self.special[0] is not None
+        self._adds_eos = bool(self._said("add_eos_token")) and self.special[1] is not None
 
     def backend(self) -> Tokenizer:
         """The tokenizer itself, with all added tokens."""
-        merges = self._merges()
-        unknown, has_bytes = (
-            (None, False) if self._split else (self.special[2], "<0x00>" in self._ids)
-        )
+        merges, split, how = self._merges(), self._split, dict[str, Any]()
+        if split is not None:
+            how = {"ignore_merges": split.ignore_merges}
+        else:
+            how = {"unk_token": self.special[2], "fuse_unk": True}
+            how["byte_fallback"] = "<0x00>" in self._ids
         try:
-            backend = Tokenizer(
-                models.BPE(
-                    self._ids,
-                    merges,
-                    unk_token=unknown,
-                    fuse_unk=self._split is None,
-                    byte_fallback=has_bytes,
-                    ignore_merges=self._split is not None and self._split.ignore_merges,
-                )
-            )
+            backend = Tokenizer(models.BPE(self._ids, merges, **how))
         except Exception as error:  # the library raises nothing more special
             raise _broken(f"merges do not fit its tokens: {error}") from error
-        if self._split is not None:
-            backend.normalizer = normalizers.NFC() if self._split.composes else None
-            backend.pre_tokenizer, backend.decoder = (
-                self._split.pre_tokenizer(),
-                decoders.ByteLevel(),
-            )
+        if split is not None:
+            backend.normalizer = normalizers.NFC() if split.composes else None
+            backend.pre_tokenizer, backend.decoder = split.pre_tokenizer(), decoders.ByteLevel()
         else:
             begins = self._kind == _PIECES and bool(self._said("add_space_prefix", True))
             first, last = [normalizers.Prepend("▁")] * begins, [decoders.Strip(" ", 1, 0)] * begins
@@ -126,17 +118,19 @@ class _Vocabulary:
         control, others = self._added_tokens()
         backend.add_special_tokens(control)
         backend.add_tokens(others)
-        bos = self.special[0] if self.adds_bos else None
-        eos = self.special[1] if self._said("add_eos_token") else None
-        backend.post_processor = _add_bos_and_eos(bos, eos, backend)
+        bos, eos = [self.special[0]] * self.adds_bos, [self.special[1]] * self._adds_eos
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos],
+            special_tokens=[(token, self._ids[token]) for token in {*bos, *eos}],
+        )
         return backend
 
     def _merges(self) -> list[tuple[str, str]]:
-        given, count = self._said("merges"), len(self._tokens)
+        given = self._said("merges")
         if self._kind == _PIECES and (not given or self._said("scores")):
-            return self._merges_by_score(self._list("scores", count))
+            return self._merges_by_score(self._list("scores", len(self._tokens)))
         if not given and self._split is not None and "kimi-k2" in self._split.names:
-            return self._merges_by_score([0] * count)
+            return self._merges_by_score(itertools.repeat(0))  # so that ids tell the order
         if not given:
             raise _broken("vocabulary has no merges (tokenizer.ggml.merges)")
         parts = (merge.partition(" ") for merge in given)
@@ -169,8 +163,7 @@ class _Vocabulary:
 
     def _added_tokens(self) -> tuple[list[AddedToken], list[AddedToken]]:
         """The control tokens, and other tokens that are found in a text before it is split."""
-        control = _ENDS.union(token for token in self.special if token is not None)
-        control |= {self._tokens[at] for at in map(self._id, ("eot", "eom")) if at is not None}
+        control = _ENDS.union(filter(None, [*self.special, *map(self._token, ("eot", "eom"))]))
         if self._types:
             kinds = list(zip(self._tokens, self._types, strict=False))
             control |= {token for token, kind in kinds if kind == _CONTROL}
@@ -179,37 +172,29 @@ class _Vocabulary:
             control |= set(filter(_LOOKS_LIKE_CONTROL.fullmatch, self._tokens))
             others = []
         drops = bool(_PHI3.search(str(self._metadata.get("general.name"))))
-
-        def added(tokens: Iterable[str]) -> list[AddedToken]:
-            return [
-                AddedToken(token, normalized=False, rstrip=drops and token not in _BEFORE_BLANKS)
-                for token in tokens
-            ]
-
         known = sorted(control & self._ids.keys(), key=self._ids.__getitem__)
-        return added(known), added(token for token in others if token not in control)
+        first, second = (
+            [
+                AddedToken(t, normalized=False, rstrip=drops and t not in _BEFORE_BLANKS)
+                for t in group
+            ]
+            for group in (known, [token for token in others if token not in control])
+        )
+        return first, second
 
-    def _special(self, key: str) -> str | None:
-        number = self._id(key)
-        return None if number is None else self._tokens[number]
-
-    def _id(self, key: str) -> int | None:
+    def _token(self, key: str) -> str | None:
+        """The token that the file calls `key`; None if it calls none so."""
         usual = _USUAL_IDS.get(key) if self._kind == _PIECES else None
-        number = self._said(f"{key}_token_id", usual)
-        count = len(self._tokens)
-        if number is None or number in _NO_TOKEN:
-            return None
-        if 0 <= number < count:
-            return int(number)
-        if key in ("bos", "eos"):
+        number, count = self._said(f"{key}_token_id", usual), len(self._tokens)
+        if number in range(count):
+            return str(self._tokens[number])
+        if number not in _NO_TOKEN and key in ("bos", "eos"):
             name = f"tokenizer.ggml.{key}_token_id"
             raise _broken(f"{name} is {number:,}, but its vocabulary has {count:,} tokens")
         return None
 
-    def _list(self, name: str, least: int, optional: bool = False) -> list[Any]:
+    def _list(self, name: str, least: int) -> list[Any]:
         values = self._said(name)
-        if values is None and optional:
-            return []
         if not isinstance(values, list) or len(values) < least:
             count = f"{len(values):,}" if isinstance(values, list) else "no"
             raise _broken(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
@@ -221,14 +206,3 @@ class _Vocabulary:
 
 def _broken(what: str) -> ModelError:
     return ModelError(f"the GGUF file's {what}", hint="use another file, or the model's folder")
-
-
-def _add_bos_and_eos(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
-    """Make a post-processor that puts `bos` before a text and `eos` after it; None for neither."""
-    before, after = f"{bos}:0 " if bos else "", f" {eos}:0" if eos else ""
-    second = f"{bos}:1 " if bos else "", f" {eos}:1" if eos else ""
-    return processors.TemplateProcessing(
-        single=f"{before}$A:0{after}",
-        pair=f"{before}$A:0{after} {second[0]}$B:1{second[1]}",
-        special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
-    )
