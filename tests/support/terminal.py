@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,22 @@ class Emulator(pyte.HistoryScreen):  # type: ignore[misc]
     """
 
     __getattribute__ = object.__getattribute__
+
+    def __init__(self, *size: int, **history: Any) -> None:
+        super().__init__(*size, **history)
+        self._known: list[tuple[Any, str]] = []
+        self._known_columns = 0
+
+    @property
+    def scrolled(self) -> list[str]:
+        """The text of the rows that scrolled off, which change no more: each is read once."""
+        known, top = self._known, self.history.top
+        is_same = self.columns == self._known_columns and len(known) <= len(top)
+        if known and not (is_same and top[len(known) - 1] is known[-1][0]):
+            known.clear()
+        self._known_columns = self.columns
+        known += [(cells, _row(self, cells)) for cells in islice(top, len(known), None)]
+        return [text for _, text in known]
 
     def draw(self, data: str) -> None:
         """Write text where the cursor is."""
@@ -302,10 +318,9 @@ def lines_of(screen: pyte.HistoryScreen) -> list[str]:
     return [_row(screen, screen.buffer[y]) for y in range(screen.lines)]
 
 
-def everything_on(screen: pyte.HistoryScreen) -> str:
+def everything_on(screen: Emulator) -> str:
     """What scrolled off, and the screen."""
-    scrolled = [_row(screen, cells) for cells in screen.history.top]
-    return "\n".join([*scrolled, *lines_of(screen)]).rstrip("\n")
+    return "\n".join([*screen.scrolled, *lines_of(screen)]).rstrip("\n")
 
 
 def resize(screen: pyte.HistoryScreen, rows: int, columns: int) -> None:
