@@ -36,7 +36,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
     session.check_pins(more)
-    yield from _unshown(session.read_user(PREFIX + text))
+    yield from _unshown(session.read_user(PREFIX + text, before="assistant"))
     session.turns[index].is_summary = True
     try:
         yield from _unshown(session.read_reply(_ANSWER))

@@ -59,7 +59,8 @@ def read_again(
             pinned = profile.pin_system and prompt == profile.system and number == prompts[-1]
             lost += _read_prompt(session, prompt, pinned=pinned)
         elif turn.role == "user":
-            list(session.read_user(turn.text))
+            following = turns[number + 1].role if number + 1 < len(turns) else None
+            list(session.read_user(turn.text, before=following))
             session.turns[-1].is_summary = turn.is_summary
         else:
             list(session.read_reply(turn.text))

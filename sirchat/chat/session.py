@@ -198,21 +198,32 @@ class Session:
         yield from self.undo(keep_pins=True)
         yield from self.ask(text, interrupted, attempt=attempt)
 
-    def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Read a user turn without answering it; before the first one, read the system prompt."""
-        text = without_surrogates(text)
-        yield from self._read_pending()
-        if self.seen == 0:
+    def read_user(
+        self,
+        text: str,
+        interrupted: Interrupted = lambda: False,
+        *,
+        before: str | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn without answering it; before the first one, read the system prompt.
+
+        `before` is the role of the next message, if that is given and not generated.
+        """
+        text, state, closing = without_surrogates(text), self.state, self.template.closing
+        if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
+            state.pending_ids, state.turns, state.in_round = [], [], False
             system, ids = self.template.opening(text, self.profile.system)
         else:
-            system, ids = None, self.template.user(text)
+            is_unanswered = state.in_round and state.header == []
+            system, ids = None, self.template.user(text, after_user=is_unanswered)
+        ids = self.template.before(ids, before)
         self._check_room(ids, system)
         self._note_undo_point(text)
+        yield from self._read_pending()
         if system is not None:
             yield from self._read_system(system)
-        state, closing = self.state, self.template.closing
         state.round += 1
-        state.attempt, state.in_round = 0, True
+        state.attempt, state.in_round, state.header = 0, True, ids.header
         turn = self._begin_turn("user")
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         texts = [turn.text for turn in self.turns]
@@ -220,14 +231,17 @@ class Session:
         if recollection is not None:
             turn.stats.seconds_prefill += recollection.seconds
             yield from self._events.recalled(turn.stats.index, recollection)
-        yield from turn.read(ids, interrupted, after=closing)
+        after = closing if ids.header is None else []
+        if ids.header:  # without the given reply, there would be an empty one
+            after = [*self.template.assistant("", ids.header).ids, *closing]
+        yield from turn.read(ids, interrupted, after=after)
         yield turn.finish(text)
         yield from self._events.take_problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read `text`, from a transcript, as the reply, instead of generating a reply."""
         text = without_surrogates(text)
-        ids, closing = self.template.assistant(text), self.template.closing
+        ids, closing = self.template.assistant(text, self.state.header), self.template.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn = self._begin_turn("assistant")
         yield from turn.read(ids, interrupted, after=closing)
@@ -425,9 +439,7 @@ class Session:
         return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
 
     def _read_pending(self) -> list[Event]:
-        """Read the template ids that a turn still needs because it was cut off; returns events."""
-        if self.seen == 0:  # nothing was read: the turn is treated as never begun
-            self.state.pending_ids, self.state.turns = [], []
+        """End a round without a whole reply: read the template ids that it still needs."""
         return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
@@ -435,7 +447,8 @@ class Session:
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.residency.check_pins(before)
-        self._engine.require_room(before + len(ids.ids) + len(self.template.closing))
+        pending, closing = self.state.pending_ids, self.template.closing
+        self._engine.require_room(len(pending) + before + len(ids.ids) + len(closing))
 
     def _note_undo_point(self, text: str) -> None:
         checkpoint, profile = self._engine.checkpoint(), self.profile

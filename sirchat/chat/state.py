@@ -74,6 +74,8 @@ class ConversationState:
     reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
     pending_ids: list[int] = field(default_factory=list)
+    # Of the last user turn: `TurnIds.header`.
+    header: list[int] | None = None
     totals: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # generated tokens, seconds
     attempt: int = 0  # number of retries of the last turn
     # After the text was read again: of the tokens that the user had pinned, how many are pinned

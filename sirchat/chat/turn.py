@@ -156,8 +156,6 @@ class OpenTurn:
 
     def read_pending(self) -> list[Event]:
         """Read the pending ids, which must follow a turn that was cut off; returns the events."""
-        if not self._now.pending_ids:
-            return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
         if self._now.in_round:
             self._end_round()

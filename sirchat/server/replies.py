@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
@@ -105,9 +106,15 @@ def generate_reply(
         try:
             _set_template(session, history)
             allowed = None if options.format is None else options.format(session)
-            for role, text in history.messages[len(conversation.roles) : -1]:
-                read = session.read_user if role in ("user", "tool") else session.read_reply
-                for _ in read(_prepare_text(session, role, text), gone):
+            for (role, text), (following, _) in pairwise(
+                history.messages[len(conversation.roles) :]
+            ):
+                said = _prepare_text(session, role, text)
+                if role in ("user", "tool"):
+                    read = session.read_user(said, gone, before=following)
+                else:
+                    read = session.read_reply(said, gone)
+                for _ in read:
                     yield None
                 conversation.add(role, text)
                 if gone():
@@ -151,7 +158,7 @@ def _prepare_text(session: Session, role: str, text: str) -> str:
             template.following = template.results(results)
             return "\n".join(result["content"] for result in results)
         said, calls = calls_from_key(text)
-        template.following = template.calls(said, calls)
+        template.following = template.calls(said, calls, session.state.header)
         return calls_as_text(said, [call["function"] for call in calls])
 
 

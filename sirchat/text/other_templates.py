@@ -73,15 +73,15 @@ class ToolTemplate(Template):
         block = TurnIds(turn.ids[:start], [Role.TEMPLATE] * start, (0, 0))
         return block, TurnIds(turn.ids[start:], turn.roles[start:], (0, end - start))
 
-    def user(self, content: str) -> TurnIds:
+    def user(self, content: str, *, after_user: bool = False) -> TurnIds:
         """The ids of a user turn after the first, or those of `following`, which is then unset."""
         turn, self.following = self.following, None
-        return super().user(content) if turn is None else turn
+        return super().user(content, after_user=after_user) if turn is None else turn
 
-    def assistant(self, content: str) -> TurnIds:
+    def assistant(self, content: str, header: list[int] | None = None) -> TurnIds:
         """The ids of the text of a reply, or those of `following`, which is then unset."""
         turn, self.following = self.following, None
-        return super().assistant(content) if turn is None else turn
+        return super().assistant(content, header) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
@@ -90,10 +90,13 @@ class ToolTemplate(Template):
         said = "\n".join(message["content"] for message in messages)
         return self._find_content(self._after_reply(messages), Role.USER, others_ids, said)
 
-    def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
+    def calls(
+        self, content: str, calls: Sequence[Message], header: list[int] | None = None
+    ) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools.
 
-        If the template can't render it, they are those of `calls_as_text`.
+        If the template can't render it, they are those of `calls_as_text`. Before them are those of
+        the reply's header that have not been read: `header` is as in `TurnIds`.
         """
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         neutral, usual = message | self._without_controls(message), None
@@ -102,9 +105,10 @@ class ToolTemplate(Template):
             usual = self._reply(neutral)
         except ModelError:  # such as several calls at once
             ids = None
-        if ids is None or self._controls(ids) - self._controls(usual or []):
-            ids = self.as_text(calls_as_text(content, [call["function"] for call in calls]))
-        return TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids)))
+        if ids is not None and self._has_made_controls(ids, [usual or []]):
+            ids = None
+        text = calls_as_text(content, [call["function"] for call in calls])
+        return self._after_header(ids, text, header)
 
     def call_form(self) -> tuple[str, str, str] | None:
         """How the template writes a tool call; None if not as JSON with a name and arguments.
@@ -115,7 +119,9 @@ class ToolTemplate(Template):
         call = {"id": "call00000", "type": "function", "function": function}
         try:
             ids = self._reply({"role": "assistant", "content": "", "tool_calls": [call]})
-            text = self._tokenizer.decode(ids or [], skip_special_tokens=True).strip()
+            turn = self._after_header(ids, "", [])
+            said = turn.ids[turn.content[0] :]
+            text = self._tokenizer.decode(said, skip_special_tokens=True).strip()
             start = text.index("{")
             written, size = json.JSONDecoder().raw_decode(text[start:])
         except (ModelError, ValueError):

@@ -6,8 +6,10 @@ after the stub answer are those to read. Text from the user never becomes a cont
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +33,11 @@ _PLAIN = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
+# The thinking with which a reply begins; `<think>` may be the template's.
+# The reasoning with which a reply begins, and the keys by which templates get it.
+_THOUGHT = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
 QUESTION = "qzv"
 ANSWER = "zqxv"
@@ -40,6 +47,7 @@ Message = dict[str, Any]
 
 STUB_QUESTION: Message = {"role": "user", "content": QUESTION}
 STUB_HISTORY: list[Message] = [STUB_QUESTION, {"role": "assistant", "content": ANSWER}]
+_STUB_THOUGHT: Message = STUB_HISTORY[1] | dict.fromkeys(_THOUGHT_KEYS, "a")
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class TurnIds:
     ids: list[int]  # [n], of the message's text, and what the template adds around it
     roles: list[Role]  # [n], who wrote each id; `TEMPLATE` for those that the template adds
     content: tuple[int, int]  # start and end (exclusive) of the ids of the message's text
+    # Of a user turn: with which ids of the next reply's header it ends; None: those of a generated
+    # reply, all of them.
+    header: list[int] | None = None
 
 
 class Template:
@@ -78,18 +89,19 @@ class Template:
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
 
-        A template that makes the prompt a part of the user's turn is cut in two; if it allows no
-        system message, the prompt is put before the user's text.
+        A template that makes the prompt a part of the user's turn is cut in two; if it does not
+        write the whole system message, the prompt is put before the user's text.
         """
-        ids = self._first_turn_ids(system, content)
-        others = [self._first_turn_ids(system, other) for other in OTHERS]
+        shown = not system or self._shows(system)
+        ids = self._first_turn_ids(system, content, shown)
+        others = [self._first_turn_ids(system, other, shown) for other in OTHERS]
         turn = self._find_content(ids, Role.USER, others, content)
         if not system:
             return None, self._anchored(turn, content)
         start, end = turn.content
         cut = self._system_length(system, turn.ids) or start
-        ids = self._first_turn_ids(system, QUESTION)
-        others = [self._first_turn_ids(other, QUESTION) for other in OTHERS]
+        ids = self._first_turn_ids(system, QUESTION, shown)
+        others = [self._first_turn_ids(other, QUESTION, shown) for other in OTHERS]
         if self._has_made_controls(ids, others):
             return self._opening_of_plain(content, system)
         head = self._find_content(ids, Role.SYSTEM, others, system)
@@ -97,11 +109,30 @@ class Template:
         block = TurnIds(turn.ids[:cut], head.roles[:cut], (0, cut))
         return self._with_round_end(block), self._anchored(rest, content)
 
-    def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first, and of the header that begins the reply."""
-        ids = self._later_user(content)
-        turn = self._find_content(ids, Role.USER, self._later_turns, content)
+    def user(self, content: str, *, after_user: bool = False) -> TurnIds:
+        """The ids of a user turn after the first, and of the header that begins the reply.
+
+        `after_user`: it follows a user turn, `before` another, and not a reply.
+        """
+        ids, others = self._later_user(content), self._later_turns
+        if after_user:
+            with suppress(ModelError):  # some templates refuse this; then as after a reply
+                ids, *others = [self._second_user(text) for text in (content, *OTHERS)]
+        turn = self._find_content(ids, Role.USER, others, content)
         return self._anchored(turn, content)
+
+    def before(self, turn: TurnIds, role: str | None) -> TurnIds:
+        """A user's `turn` as it is before a given message of this role; None: a generated reply.
+
+        The end of the generation prompt, such as a mark of thinking, may precede no given reply.
+        """
+        prompt, shared = self._prompt
+        start, is_user = len(turn.ids) - len(prompt), role in ("user", "tool")
+        kept = prompt[: 0 if is_user else shared if role in ("assistant", "calls") else None]
+        if (kept == prompt and not is_user) or turn.ids[start:] != prompt:
+            return turn
+        end = start + len(kept)
+        return TurnIds(turn.ids[:end], turn.roles[:end], turn.content, kept)
 
     def system(self, content: str) -> TurnIds:
         """The ids of a system prompt after a reply, or of its text alone where none is allowed."""
@@ -110,17 +141,18 @@ class Template:
         except ModelError:
             ids, others = [], [[]]
         turn = self._find_content(ids, Role.SYSTEM, others, content)
-        if turn.content[0] < turn.content[1]:
+        if turn.content[0] < turn.content[1] and self._shows(content):
             return self._with_round_end(turn)
         ids = self.as_text(content)
         return self._with_round_end(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
-    def assistant(self, content: str) -> TurnIds:
-        """The ids of the text of a given reply, without the template's before and after it."""
-        ids = self._reply(_message("assistant", content))
-        if ids is None or not self._control.isdisjoint(ids):  # text has become control tokens
-            ids = self.as_text(content)
-        return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
+    def assistant(self, content: str, header: list[int] | None = None) -> TurnIds:
+        """The ids of the text of a given reply, without the template's after it.
+
+        Before it are those of its header that have not been read: `header` is as in `TurnIds`.
+        """
+        ids = self._given_reply(content)
+        return self._anchored(self._after_header(ids, content, header), content)
 
     @cached_property
     def opens_reasoning(self) -> bool:
@@ -155,14 +187,85 @@ class Template:
         """The ids of `text` alone, without anything from the chat template."""
         return self._control_tokens.text_ids(text)
 
+    def _given_reply(self, content: str) -> list[int] | None:
+        """`_reply` of a text; None also if the text would become control tokens."""
+        for message in self._told(content):
+            usual = self._replies
+            if _THOUGHT_KEYS[0] in message:
+                usual = [self._reply(_STUB_THOUGHT) or []]
+            ids = self._reply(message)
+            if ids is not None and not self._has_made_controls(ids, usual):
+                return ids
+        return None
+
+    def _told(self, content: str) -> list[Message]:
+        """Forms of a message with this text of a reply; the template may take reasoning out."""
+        marked, plain = self._control_tokens.marked, _message("assistant", content)
+        source, thought = str(self._tokenizer.chat_template or ""), _THOUGHT.match(content)
+        if not thought or not (thought[1] or "</think>" in source):
+            return [plain]
+        rest = content[thought.end() :]
+        if any(key in source for key in _THOUGHT_KEYS):
+            parts = dict.fromkeys(_THOUGHT_KEYS, thought[2].strip())
+            return [_message("assistant", rest) | parts, plain]
+        return [_message("assistant", _Marked(thought[0] + marked(rest))), plain]
+
     def _reply(self, message: Message) -> list[int] | None:
-        """The ids of a reply; None if they can't be separated from the template's own."""
-        header = self._render([STUB_QUESTION], prompt=True)
+        """The header and text of a given reply; None if they can't be separated from the rest."""
+        asked = self._render([STUB_QUESTION], prompt=True)
         chat = self._render([STUB_QUESTION, message, STUB_QUESTION], prompt=True)
         tail = self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
-        end = len(chat) - len(tail)
-        fits = chat[: len(header)] == header and chat[end:] == tail and end >= len(header)
-        return chat[len(header) : end] if fits else None
+        start, end = len(asked) - len(self._prompt[0]), len(chat) - len(tail)
+        fits = chat[:start] == asked[:start] and chat[end:] == tail and end >= start
+        return chat[start:end] if fits else None
+
+    @cached_property
+    def _replies(self) -> list[list[int]]:
+        return [self._reply(_message("assistant", text)) or [] for text in OTHERS]
+
+    def _after_header(
+        self, ids: list[int] | None, content: str, header: list[int] | None
+    ) -> TurnIds:
+        """A given reply, whose header and text are `ids`, after the part `header` of its header.
+
+        Without ids that fit, such as where letters of header and text are one token, the text is
+        read alone.
+        """
+        read = self._prompt[0] if header is None else header
+        usual = _common_start(*self._replies)
+        if ids is not None and ids[: len(read)] == read:
+            rest = _common_start(usual, ids)[len(read) :]
+            text = ids[len(read) + len(rest) :]
+        else:
+            fits = usual[: len(read)] == read
+            rest = usual[len(read) :] if fits else []
+            text = self.as_text(self._written(content) if fits else content)
+        start, end = len(rest), len(rest) + len(text)
+        roles = [*[Role.TEMPLATE] * start, *[Role.ASSISTANT] * len(text)]
+        return TurnIds([*rest, *text], roles, (start, end))
+
+    def _written(self, content: str) -> str:
+        """What the template writes of a reply's text; all of it, if it can't be told."""
+        replies = STUB_HISTORY[1], self._told(content)[0]
+        told, chat = (
+            self._render_text([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies
+        )
+        start, _, end = told.partition(ANSWER)
+        fits = chat.startswith(start) and chat[len(start) :].endswith(end)
+        return chat[len(start) : len(chat) - len(end)] if fits else content
+
+    @cached_property
+    def _prompt(self) -> tuple[list[int], int]:
+        """The generation prompt, and how many of its first ids stand before a given reply, too."""
+        asked, other = (self._render([STUB_QUESTION], prompt=prompt) for prompt in (True, False))
+        if asked == other:  # some templates always write it
+            with suppress(ModelError):
+                other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
+        start = len(_common_start(asked, other))
+        replies = STUB_HISTORY[1], _STUB_THOUGHT
+        told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
+        shared = min(len(_common_start(asked, ids)) for ids in told)
+        return asked[start:], max(0, shared - start)
 
     @cached_property
     def _closing(self) -> list[int]:
@@ -279,7 +382,7 @@ class Template:
     def _marked(self, value: Any) -> Any:
         """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
-            return self._control_tokens.marked(value)
+            return value if isinstance(value, _Marked) else self._control_tokens.marked(value)
         if isinstance(value, dict):
             return {name: self._marked(item) for name, item in value.items()}
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
@@ -337,20 +440,24 @@ class Template:
         block = _replaced(block, place, self.as_text(system), Role.SYSTEM)
         return replace(block, content=(0, len(block.ids) - len(self._round_end))), rest
 
-    def _first_turn_ids(self, system: str | None, content: str) -> list[int]:
-        """The ids of the system prompt, if there is one, and of the first user turn."""
-        if system and not self._allows_system:
+    def _first_turn_ids(self, system: str | None, content: str, shown: bool) -> list[int]:
+        """The ids of the system prompt, if there is one, and of the first user turn.
+
+        `shown`: whether the template takes the system prompt, or it is put before the text.
+        """
+        if not shown:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
         return self._render([*before, _message("user", content)], prompt=True)
 
-    @cached_property
-    def _allows_system(self) -> bool:
+    def _shows(self, system: str) -> bool:
+        """Whether the template writes all of the system prompt; some refuse, drop or cut it."""
         try:
-            self._render([_message("system", QUESTION), STUB_QUESTION], prompt=True)
+            chat = self._render_text([_message("system", system), STUB_QUESTION], prompt=True)
         except ModelError:
             return False
-        return True
+        prompt = "".join(self._control_tokens.marked(system).split())  # blanks may be changed
+        return prompt in "".join(chat.split()) and QUESTION in chat
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
@@ -359,6 +466,16 @@ class Template:
     def _later_user(self, content: str) -> list[int]:
         ids = self._render([*STUB_HISTORY, _message("user", content)], prompt=True)
         return self._after_answer(ids)[len(self._closing) :]
+
+    def _second_user(self, content: str) -> list[int]:
+        """The ids of a user turn after another; ModelError if they change the one before."""
+        said = [*STUB_HISTORY, STUB_QUESTION]
+        before = self._render(said, prompt=True)
+        before = before[: len(before) - len(self._prompt[0])]
+        ids = self._render([*said, _message("user", content)], prompt=True)
+        if ids[: len(before)] != before:
+            raise ModelError("the chat template changes a user turn that another one follows")
+        return ids[len(before) :]
 
     def _later_system(self, content: str) -> list[int]:
         """What a system message adds after a reply; empty if it is put at another place."""
@@ -374,6 +491,10 @@ class Template:
         except ModelError:
             return 0
         return len(block) if block != other and ids[: len(block)] == block else 0
+
+
+class _Marked(str):
+    """A text in which control tokens have their marks."""
 
 
 def _message(role: str, content: str) -> Message:

@@ -89,8 +89,10 @@ def _events(
         elif turn.role == "user":
             fed = following is not None and following.role == "assistant"
             with Interrupt() as interrupted:
-                ask = session.read_user if fed else session.ask
-                yield from ask(turn.content, interrupted)
+                if fed:
+                    yield from session.read_user(turn.content, interrupted, before="assistant")
+                else:
+                    yield from session.ask(turn.content, interrupted)
             _stop_if(interrupted)
         elif options.feed:
             if previous != "user":

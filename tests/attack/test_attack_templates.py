@@ -81,7 +81,7 @@ def render(it: Any, text: str) -> None:
         (template.opening("b", text)[1].ids, template.opening("b", "c")[1].ids),
         (template.user(text).ids, template.user("b").ids),
         (template.system(text).ids, template.system("b").ids),
-        (template.assistant(text).ids, []),
+        (template.assistant(text).ids, template.assistant("b").ids),
     ):
         if control_ids(it, made) - control_ids(it, neutral):
             raise ValueError("text became a control token")

@@ -62,6 +62,49 @@ TEMPLATES = {
 }
 
 
+def _chat(header: str, prompt: str, system: str = "true") -> str:
+    """A template like Qwen's: what stands before a reply of a history, and before a new one."""
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n" + header
+        + "{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+        "{% elif m.role == 'user' or " + system + " %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}"
+    )  # fmt: skip
+
+
+_THOUGHT = (
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% else %}</think>{% endif %}"
+)
+# What templates write before replies of a history, and before one to generate; tokens of `qwen3`.
+HEADERS = {
+    "thinking is asked for": _chat("", "<think>\n"),
+    "a history has empty thoughts": _chat("<think>\n\n</think>\n\n", ""),
+    "both have other empty thoughts": _chat("<think></think>\n", "<think>\n\n</think>"),
+    "thinking is kept": _chat(_THOUGHT, "</think>"),
+    "a prompt has more words": _chat("", "Let me think.\n"),
+    "no reply is asked for": _chat("", "").partition("{% if add_generation")[0],
+    "a reply is always asked for": _chat("", "<think>\n").replace("add_generation_prompt", "true"),
+}
+# Templates that do not write all of a system prompt.
+WITHOUT_SYSTEM = {
+    "drops it": _chat("", "", system="false"),
+    "cuts it": _chat("", "").replace(
+        "{{ m.content }}", "{{ m.content[:12] if m.role == 'system' else m.content }}"
+    ),
+    "wants one word": "{% if ' ' in messages[0].content and messages[0].role == 'system' %}"
+    "{{ raise_exception('too long') }}{% endif %}" + _chat("", ""),
+}
+
+
+def with_template(source: str, shape: str = "qwen3") -> Any:
+    """The tokenizer of a shape with this chat template."""
+    made = copy.deepcopy(tokenizer(shape))
+    made.chat_template = source
+    return made
+
+
 @cache
 def tokenizer(shape: str) -> Any:
     """A byte-level tokenizer with the shape's template and control tokens."""

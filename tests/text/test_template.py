@@ -19,7 +19,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
 from sirchat.text.template_sandbox import render
-from template_shapes import TEMPLATES, TEXT_TOKENS, tokenizer
+from template_shapes import TEMPLATES, TEXT_TOKENS, WITHOUT_SYSTEM, tokenizer, with_template
 
 _SHAPES = [*TEMPLATES, "tiny"]
 # Templates trim a message, so texts begin and end with something visible.
@@ -93,6 +93,22 @@ def test_a_template_without_system_role_gets_the_prompt_before_the_text() -> Non
     whole = tokenizer("gemma").decode([*head.ids, *first.ids])
     assert "Be brief.\n\nHello." in whole
     assert tokenizer("gemma").decode(first.ids).startswith("Hello.")
+
+
+@pytest.mark.parametrize("kind", WITHOUT_SYSTEM)
+def test_a_system_prompt_that_the_template_does_not_write_whole_is_put_before_the_text(
+    kind: str,
+) -> None:
+    it = with_template(WITHOUT_SYSTEM[kind])
+    head, first = Template(it).opening("Hello.", "Speak like a pirate, and be brief.")
+    assert head is not None
+    said = [i for i, role in zip(head.ids, head.roles, strict=True) if role is Role.SYSTEM]
+    assert it.decode(said).strip() == "Speak like a pirate, and be brief."
+    messages = [{"role": "user", "content": "Speak like a pirate, and be brief.\n\nHello."}]
+    whole = it.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert [*head.ids, *first.ids] == whole
+    later = Template(it).system("Speak like a pirate, and be brief.")
+    assert it.decode(later.ids[slice(*later.content)]) == "Speak like a pirate, and be brief."
 
 
 @pytest.mark.parametrize("shape", _SHAPES)

@@ -1,0 +1,98 @@
+"""Messages that are given, replies too, are read as the template writes them in that history."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from by_heart import SHAPES
+from by_heart import tokenizer as tokenizer_of
+from chatting import ids_of, session
+from sirchat.chat.rereading import read_whole
+from sirchat.chat.session import Session
+from sirchat.models.model import LoadedModel, wrap_model
+from template_shapes import HEADERS, with_template
+
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
+_TEXTS = ("Hello.", "a  b\n\n- c", "Ağaç, ığdır 12?", "x")
+_REPLIES = (*_TEXTS, "Fine.", "<think>\nThey ask.\n</think>\n\nI am Anna.", "<think>Hm.</think>No")
+_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Others refuse two messages of the user in a row.
+_ALL = [*HEADERS, *(name for name in SHAPES if name not in ("gemma3", "llama2", "mistral"))]
+
+Message = dict[str, Any]
+
+
+@cache
+def model(name: str) -> LoadedModel:
+    """A model with the template, as small as can be: only ids are looked at."""
+    tokenizer = with_template(HEADERS[name]) if name in HEADERS else tokenizer_of(SHAPES[name])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return wrap_model(name, LlamaForCausalLM(config).eval(), tokenizer)
+
+
+def drawn(draw: random.Random) -> list[Message]:
+    """A history that ends with a message of the user, who may write several in a row."""
+    messages = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.5 else []
+    for _ in range(draw.randint(0, 3)):
+        messages += [_user(draw)] * draw.choice((1, 1, 2))
+        messages.append({"role": "assistant", "content": draw.choice(_REPLIES)})
+    return messages + [_user(draw) for _ in range(draw.choice((1, 1, 2)))]
+
+
+def _user(draw: random.Random) -> Message:
+    return {"role": "user", "content": draw.choice(_TEXTS)}
+
+
+def read(chat: Session, messages: list[Message]) -> None:
+    """Let the session read the messages; a reply follows the last one."""
+    roles = [message["role"] for message in messages[1:]]
+    for message, following in zip(messages, [*roles, None], strict=True):
+        if message["role"] == "user":
+            list(chat.read_user(message["content"], before=following))
+        elif message["role"] == "assistant":
+            list(chat.read_reply(message["content"]))
+
+
+def whole(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """The ids of the whole history, with the reasoning apart where the template takes it so."""
+    source, told = tokenizer.chat_template, []
+    for message in messages:
+        thought = re.match(r"<think>(.*?)</think>\s*(.*)", message["content"], re.DOTALL)
+        if message["role"] == "assistant" and thought and any(key in source for key in _KEYS):
+            parts = dict.fromkeys(_KEYS, thought[1].strip())
+            message = {"role": "assistant", "content": thought[2], **parts}
+        told.append(message)
+    ids: list[int] = tokenizer.apply_chat_template(
+        told, add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
+@pytest.mark.parametrize("name", _ALL)
+@pytest.mark.parametrize("seed", range(MANY))
+def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> None:
+    messages = drawn(random.Random(seed))
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    chat = session(model(name), policy="full", system=system)
+    read(chat, messages)
+    wanted = whole(model(name).tokenizer, messages)
+    assert ids_of(chat) == wanted, messages
+    assert ids_of(read_whole(chat)) == wanted
