@@ -107,10 +107,11 @@ class EventBuilder:
             events.append(recalled)
         return events
 
-    def done(self, stats: TurnStats, text: str) -> TurnDone:
+    def done(self, stats: TurnStats, text: str, thinking: str = "") -> TurnDone:
         """The event for a finished turn."""
         return TurnDone(
             text=text,
+            thinking=thinking,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
             recalled=self.engine.residency.recalled_count,

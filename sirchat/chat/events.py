@@ -9,6 +9,7 @@ from sirchat.recall import RecalledTurn
 
 if TYPE_CHECKING:
     from sirchat.engine.types import ChosenToken
+    from sirchat.text.reply_parts import Part
 
 # Why a turn ended. `stop`: the model generated an end token. `control`: it generated a control
 # token that does not belong in a reply, and is neither shown nor held. `length`: the reply has
@@ -64,9 +65,14 @@ class Reading(Event):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """New text of the current reply, to be shown after the text of the earlier deltas."""
+    """New text of the current reply, to be shown after the text of the earlier deltas.
+
+    `end`: how many characters the reply has up to the end of this text, with the marks of parts.
+    """
 
     text: str
+    part: Part = "answer"
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class TurnDone(Event):
     kind: ClassVar[str] = "turn"
     index: int
     role: str
-    text: str
+    text: str  # without reasoning
     tokens_in: int  # read during this turn
     tokens_out: int  # generated during this turn
     resident: int  # in the cache now
@@ -110,6 +116,7 @@ class TurnDone(Event):
     seconds_decode: float
     finish: Finish
     tokens: tuple[TokenRow, ...] | None = None
+    thinking: str = ""  # the reasoning of a reply
 
 
 @dataclass(frozen=True)
@@ -216,11 +223,11 @@ class Ended(Event):
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as a dictionary that can be written as JSON; `tokens` is left out if None."""
+    """The event as a dictionary for JSON; `tokens` is left out if None, `thinking` if empty."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)
-        if field.name == "tokens" and value is None:
+        if (field.name == "tokens" and value is None) or (field.name == "thinking" and not value):
             continue
         if field.name in ("tokens", "turns") and isinstance(value, tuple):
             value = [{f.name: getattr(row, f.name) for f in fields(row)} for row in value]

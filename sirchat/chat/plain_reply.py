@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
-from sirchat.chat.reasoning import FinalAnswer
 from sirchat.chat.session import Session
 from sirchat.models.shape import free_memory
+
+_OPEN, _CLOSE = "<think>\n", "\n</think>"
+
+
+class TaggedText:
+    """Makes one text of the parts of a reply, with its reasoning between the tags `<think>`."""
+
+    def __init__(self) -> None:
+        self._thinks = False
+
+    def push(self, new: Delta) -> str:
+        """The next text, which ends with that of `new`."""
+        if not new.text or self._thinks == (new.part == "thinking"):
+            return new.text
+        self._thinks = not self._thinks
+        return (_OPEN if self._thinks else f"{_CLOSE}\n\n") + new.text
+
+    def end(self) -> str:
+        """What is to be added at the end of the reply."""
+        return _CLOSE if self._thinks else ""
 
 
 class PlainReply:
@@ -13,21 +32,22 @@ class PlainReply:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._answer: FinalAnswer | None = None  # None: all of the reply is text
-        if session.profile.thinking != "show":
-            self._answer = FinalAnswer(is_open=session.template.opens_reasoning)
+        self._text, self._leaves_out = TaggedText(), session.profile.thinking != "show"
+        self._has_thought = False
 
     def push(self, event: Event) -> tuple[str, list[str]]:
         """The text and the notes to print for the next event."""
-        text, notes, answer = "", list[str](), self._answer
+        text, notes = "", list[str]()
         match event:
+            case Delta(part="thinking") if self._leaves_out:
+                self._has_thought = True
             case Delta():
-                text = answer.push(event.text) if answer else event.text
+                text = self._text.push(event)
             case TurnDone(role="user"):
                 notes = [describe_excess(event, self._session, "--budget")]
             case TurnDone(role="assistant"):
-                text = answer.end() if answer else ""
-                if answer and answer.has_thought and self._session.profile.thinking == "fold":
+                text = self._text.end()
+                if self._has_thought and self._session.profile.thinking == "fold":
                     notes.append("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
                     limit = "--max-new-tokens raises the limit"

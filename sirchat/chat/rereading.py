@@ -64,6 +64,7 @@ def read_again(
             session.turns[-1].is_summary = turn.is_summary
         else:
             list(session.read_reply(turn.text))
+            session.turns[-1].thinking = turn.thinking
         for index in range(done, done := len(session.turns)):
             lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
@@ -244,7 +245,7 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 @dataclass(frozen=True, eq=False)
 class _SpelledTurn:
-    """One turn's tokens, without those of the chat template, and its text, both without blanks."""
+    """One turn's tokens but the template's and reasoning, and its text, both without blanks."""
 
     positions: Positions  # [n] of the tokens
     bounds: Positions  # [n + 1], where each token begins in `spelled`, and its length
@@ -255,6 +256,7 @@ class _SpelledTurn:
     def of(session: Session, index: int) -> _SpelledTurn:
         at = np.flatnonzero(session.ledger.column("turn") == index)
         rows = without_template(session.tokens(at.tolist()))
+        rows = [row for row in rows if "thinking" not in row.flags]
         pieces = ["".join(row.text.split()) for row in rows]
         return _SpelledTurn(
             np.asarray([row.position for row in rows], np.int64),

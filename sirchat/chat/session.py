@@ -35,7 +35,7 @@ from sirchat.chat.state import (
     undo_depth,
 )
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
-from sirchat.chat.turn import Interrupted, OpenTurn
+from sirchat.chat.turn import Interrupted, OpenTurn, flag_tagged
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
@@ -49,9 +49,10 @@ from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.recall.recall import Recall
-from sirchat.text.detokenizer import TextStream, TokenTexts
+from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
+from sirchat.text.transcript import split_tagged
 
 __all__ = ("Interrupted", "Session")
 
@@ -171,17 +172,18 @@ class Session:
         self.state.attempt = attempt
         turn, closing, profile = self._begin_turn("assistant"), self.template.closing, self.profile
         given = None if reply is None else FixedIds(reply.ids)
+        stops = interrupted if given is None else given.is_exhausted
+        stream = self.template.reply_stream()
         records = self._engine.generate(
             given or Sampler(build_sampling(profile), attempt, allowed),
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=profile.max_new_tokens,
             closing=len(closing),
-            interrupted=interrupted if given is None else given.is_exhausted,
+            interrupted=lambda: stream.has_ended or stops(),
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
-        stream = TextStream(self.model.tokenizer)
         yield from turn.answer(
             records, stream, closing, self._end_ids, reply.finish if reply is not None else None
         )
@@ -246,7 +248,8 @@ class Session:
         turn = self._begin_turn("assistant")
         yield from turn.read(ids, interrupted, after=closing)
         yield from turn.close(closing)
-        yield turn.finish(text)
+        thinking, said = split_tagged(text)
+        yield turn.finish(said, thinking)
         yield from self._events.take_problems()
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
@@ -431,6 +434,9 @@ class Session:
         self.reset()
         self._engine.load(saved, rows, attention)
         self.state, self.undo_points = state, list(undo_points)
+        for index, turn in enumerate(state.turns):
+            if turn.thinking:  # older files lack the flag
+                flag_tagged(self.ledger, self._texts, index)
 
     def _begin_turn(self, role: str) -> OpenTurn:
         return self._open_turn(self.state.begin(role))

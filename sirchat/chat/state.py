@@ -40,9 +40,10 @@ class Turn:
     """One message: the role that wrote it, its text, and the reason why it ended."""
 
     role: str
-    text: str = ""
+    text: str = ""  # without reasoning
     finish: Finish = "read"
     is_summary: bool = False  # a user turn that `/summarize` added
+    thinking: str = ""  # the reasoning of a reply
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class ConversationState:
         self.turns.append(Turn(role))
         return stats
 
-    def finish(self, stats: TurnStats, text: str) -> None:
+    def finish(self, stats: TurnStats, text: str, thinking: str = "") -> None:
         """End the turn that has the counts `stats`: store its text, and add to the totals."""
-        self.turns[stats.index] = Turn(stats.role, text, stats.finish)
+        self.turns[stats.index] = Turn(stats.role, text, stats.finish, thinking=thinking)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode

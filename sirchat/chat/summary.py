@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from sirchat.chat.events import Delta, Event, Reading, TokenRow, TurnDone
 from sirchat.chat.pinned_summary import summary_size, summary_turns
-from sirchat.chat.reasoning import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.words import split_words, word_text
 from sirchat.errors import SettingError, UsageError
@@ -84,25 +83,14 @@ class _Message:
 def _messages(session: Session) -> list[_Message]:
     """All messages but summaries and their replies, without reasoning and erased words."""
     rows: dict[int, list[TokenRow]] = {}
+    left_out = {"erased", "thinking"}
     skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
-        is_said = row.role in ("user", "assistant") and "erased" not in row.flags
+        is_said = row.role in ("user", "assistant") and left_out.isdisjoint(row.flags)
         if is_said and row.turn not in skipped:
             rows.setdefault(row.turn, []).append(row)
-    return [_without_reasoning(rows[turn]) for turn in sorted(rows)]
-
-
-def _without_reasoning(rows: list[TokenRow]) -> _Message:
-    role, text = rows[0].role, _text(rows)
-    if role == "assistant" and (end := text.rfind(CLOSE)) >= 0:
-        rows = rows[tokens_spelling(_ends(rows), end, end + len(CLOSE)).stop :]
-    elif role == "assistant" and text.lstrip().startswith(OPEN):  # cut off
-        rows = []
-    return _Message(role, rows, _text(rows))
-
-
-def _text(rows: Sequence[TokenRow]) -> str:
-    return "".join(row.text for row in rows)
+    said = (rows[turn] for turn in sorted(rows))
+    return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]
 
 
 def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
@@ -217,9 +205,8 @@ def _writer(session: Session, reply_tokens: int) -> Session:
 
 
 def _finished(session: Session, reply: TurnDone, most: int) -> str:
-    """A reply's text without reasoning, cut after a sentence, or else a word, to `most` tokens."""
-    answer = FinalAnswer(is_open=session.template.opens_reasoning)
-    text = (answer.push(reply.text) + answer.end()).strip()
+    """A reply's answer, cut after a sentence, or else a word, to `most` tokens."""
+    text = reply.text.strip()
     ends = [match.end() for match in _SENTENCE.finditer(text)]
     if reply.finish == "length":
         ends = ends[:-1] or ends

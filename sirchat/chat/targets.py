@@ -64,7 +64,7 @@ def tokens_to_erase(
         return positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
     except UsageError:
         pattern = whole_words(without_quotes(target))
-        unread = [system or "", *(turn.text for turn in now.turns)]
+        unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in now.turns)]
         if turn_of_target(target, roles) is not None or not any(map(pattern.search, unread)):
             raise
         return np.zeros(0, np.int64)
@@ -79,11 +79,12 @@ def erase_text(target: str, now: ConversationState, system: str | None) -> str |
     if index is not None:
         turn = now.turns[index]
         in_force = turn.role == "system" and turn.text == system
-        turn.text = ""
+        turn.text = turn.thinking = ""
         return None if in_force else system
     pattern = whole_words(without_quotes(target))
     for turn in now.turns:
         turn.text = pattern.sub("", turn.text)
+        turn.thinking = pattern.sub("", turn.thinking)
     return pattern.sub("", system) or None if system else system
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import numpy as np
+
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
-from sirchat.chat.reasoning import reasoning_positions
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import (
@@ -23,9 +24,12 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError
-from sirchat.memory.ledger import Role
-from sirchat.text.detokenizer import TextStream
+from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.text.detokenizer import Texts, tokens_matching
+from sirchat.text.reply_parts import Piece, ReplyStream
 from sirchat.text.template import TurnIds
+from sirchat.text.transcript import TAGS
 
 Interrupted = Callable[[], bool]
 
@@ -95,7 +99,7 @@ class OpenTurn:
     def answer(
         self,
         records: Iterator[Generated],
-        stream: TextStream,
+        stream: ReplyStream,
         closing: Sequence[int],
         end_ids: Collection[int],
         finish: Finish | None = None,
@@ -106,7 +110,8 @@ class OpenTurn:
         reason of the end to record. If an error cuts the reply off, its text until then is stored,
         and the `closing` ids are read before the next turn.
         """
-        stats, said, failure = self.stats, list[str](), None
+        stats, said, failure = self.stats, list[Piece](), None
+        at, stop_id = list[int](), None
         self._now.reply, self._now.pending_ids = stats, list(closing)
         stats.finish = "interrupt"  # not changed if the caller stops taking events
         try:
@@ -119,39 +124,56 @@ class OpenTurn:
                     stats.seconds_decode += time.perf_counter() - start
                     if isinstance(record, GeneratedToken):
                         stats.tokens_out += 1
-                        said.append(stream.push(record.id))
-                        if said[-1]:
-                            yield Delta(said[-1])
+                        at.append(record.position)
+                        said += (new := stream.push_id(record.id))
+                        yield from map(_delta, new)
                     elif isinstance(record, EvictedRows):
                         yield self._evicted(record)
                     else:
-                        is_end = record.reason != "stop" or record.stop_id in end_ids
-                        stats.finish = finish or (record.reason if is_end else "control")
+                        stop_id, reason = record.stop_id, record.reason
+                        is_end = reason != "stop" or stop_id in end_ids
+                        reason = "stop" if stream.has_ended else reason
+                        stats.finish = finish or (reason if is_end else "control")
                     start = time.perf_counter()
                 stats.seconds_decode += time.perf_counter() - start
-                said.append(stream.flush())
-                yield Delta(said[-1])
+                said += (new := stream.flush())
+                yield from map(_delta, new or [Piece("answer", "", 0)])
             except ContextFullError as error:
                 stats.finish, failure = "context", error
-            closed = self.close(closing)
+            closed = self.close(closing, stream, at)
         except BaseException:  # the caller stopped taking events, or the model failed
-            self._now.finish(stats, "".join(said))
+            self._now.finish(stats, *_texts(said))
             raise
         yield from closed
-        yield self.finish("".join(said))
+        yield self.finish(*_texts(said))
         yield from self._events.take_problems()
         if failure is not None:
             yield Notice(str(failure))
 
-    def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the template ids `closing` after a reply, and end the round; returns the events."""
+    def close(
+        self, closing: Sequence[int], stream: ReplyStream | None = None, at: Sequence[int] = ()
+    ) -> list[Event]:
+        """Read the template ids `closing` after a reply, and end the round; returns the events.
+
+        `stream` has divided a generated reply, whose tokens have the positions `at`.
+        """
         events = list(self.read(_template_ids(closing)))
         self._end_round()
-        if self._evicts_thinking:
-            thought = reasoning_positions(self._engine.ledger, self._events.texts, self.ref.turn)
-            if len(thought):
-                moves = self._engine.residency.exclude(thought)
-                events += self._events.moved(self.ref.turn, moves)
+        if stream is None:
+            dropped = flag_tagged(self._engine.ledger, self._events.texts, self.ref.turn)
+            over = dropped[:0]
+            dropped = dropped if self.stats.tokens_in > len(dropped) + len(closing) else over
+        else:
+            tokens = np.asarray(at, np.int64)
+            parts = stream.tokens("thinking"), stream.dropped(), stream.tokens("end")
+            thought, dropped, over = (tokens[part] for part in parts)
+            self._engine.ledger.flag(Flag.THINKING, thought, True)
+            if len(dropped):  # with what the header has of it
+                dropped = np.union1d(dropped, np.arange(at[0] - stream.unkept_header, at[0]))
+        excluded = np.union1d(over, dropped) if self._evicts_thinking else over
+        if len(excluded):
+            moves = self._engine.residency.exclude(excluded)
+            events += self._events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
     def read_pending(self) -> list[Event]:
@@ -161,10 +183,10 @@ class OpenTurn:
             self._end_round()
         return events
 
-    def finish(self, text: str) -> TurnDone:
-        """End the turn, whose message is `text`; returns the event for it."""
-        self._now.finish(self.stats, text)
-        return self._events.done(self.stats, text)
+    def finish(self, text: str, thinking: str = "") -> TurnDone:
+        """End the turn, whose message is `text` after `thinking`; returns the event for it."""
+        self._now.finish(self.stats, text, thinking)
+        return self._events.done(self.stats, text, thinking)
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
         """Set the pending ids: the unread ones after the text of `turn`, then those `after` it."""
@@ -178,6 +200,31 @@ class OpenTurn:
         """Let surprisal and attention decay; the next user turn begins another round."""
         self._engine.decay_at_round_end()
         self._now.in_round = False
+
+
+def flag_tagged(ledger: Ledger, texts: Texts, turn: int) -> Positions:
+    """Flag the tokens in turn `turn` that spell reasoning in tags, unless some have the flag.
+
+    Returns their positions [k], ascending.
+    """
+    in_turn = ledger.column("turn") == turn
+    said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
+    if (ledger.column("flags")[said] & np.uint8(Flag.THINKING)).any():
+        return said[:0]
+    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
+    thought = said[tokens_matching(TAGS, pieces)]
+    ledger.flag(Flag.THINKING, thought, True)
+    return thought
+
+
+def _delta(piece: Piece) -> Delta:
+    return Delta(piece.text, piece.part, piece.end)
+
+
+def _texts(said: Sequence[Piece]) -> tuple[str, str]:
+    """The text and the reasoning of a reply in pieces."""
+    thinking = "".join(piece.text for piece in said if piece.part == "thinking")
+    return "".join(piece.text for piece in said if piece.part != "thinking"), thinking
 
 
 def _template_ids(ids: Sequence[int]) -> TurnIds:

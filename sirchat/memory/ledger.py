@@ -35,6 +35,7 @@ class Flag(IntFlag):
     RECALLED = 8  # restored for this round by recall
     CONTINUES = 16  # belongs to the same word as the token before it
     EXCLUDED = 32  # evicted and never restored: an old system prompt, or a reply's reasoning
+    THINKING = 64  # a reply's reasoning, or a mark around it
 
 
 class State(IntEnum):

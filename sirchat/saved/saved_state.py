@@ -137,6 +137,7 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
             turn.text,
             turn.finish,  # type: ignore[arg-type]
             turn.index in listed if isinstance(listed, list) else turn.text.startswith(PREFIX),
+            turn.thinking,
         )
         for turn in store.turns()
     ]

@@ -209,7 +209,7 @@ def export_session(path: Path, stream: BinaryIO) -> None:
         turns = store.turns()
     write_jsonl(
         (
-            TranscriptTurn(cast(RoleName, turn.role), turn.text, line)
+            TranscriptTurn(cast(RoleName, turn.role), turn.text, line, thinking=turn.thinking)
             for line, turn in enumerate(turns, 1)
         ),
         stream,

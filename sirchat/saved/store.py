@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,10 +41,14 @@ from sirchat.saved.database import (
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.text.transcript import RoleName
+from sirchat.text.transcript import RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
 _NONE = 2**62  # larger than every index, so that no turn or row is changed
+
+# A reply with reasoning, in which the end of each `think>` is escaped.
+_TAGGED = re.compile(r"<think>\n(.*?)\n</think>\n\n(.*)", re.DOTALL)
+_TAG, _ESCAPED_TAG = re.compile(r"think(\\*)>"), re.compile(r"think\\(\\*)>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,9 @@ class SavedTurn:
 
     index: int  # from 0
     role: str
-    text: str
+    text: str  # without reasoning
     finish: str  # the reason why it ended
+    thinking: str = ""  # the reasoning of a reply
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,11 +201,10 @@ class SessionStore:
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
             records = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
-            turns = [SavedTurn(*record) for record in records]
-            for number, turn in enumerate(turns):
-                require(turn.index == number and turn.role in _ROLES)
-                require(isinstance(turn.text, str) and isinstance(turn.finish, str))
-            return turns
+            for number, (index, role, text, finish) in enumerate(records):
+                require(index == number and role in _ROLES)
+                require(isinstance(text, str) and isinstance(finish, str))
+            return [_turn(*record) for record in records]
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] as an array of `dtype`, whose last fields, if not saved, are NaN.
@@ -282,7 +287,7 @@ class SessionStore:
         return int(records[0][0]) if records else 0
 
     def _put_turns(self, turns: Sequence[SavedTurn]) -> None:
-        values = [(turn.index, turn.role, turn.text, turn.finish) for turn in turns]
+        values = [(turn.index, turn.role, _written(turn), turn.finish) for turn in turns]
         self._connection.executemany("INSERT INTO turns VALUES (?, ?, ?, ?)", values)
 
     def _put_rows(self, start: int, rows: NDArray[Any]) -> None:
@@ -347,6 +352,23 @@ class SessionStore:
             if self._about("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
+
+
+def _turn(index: int, role: str, written: str, finish: str) -> SavedTurn:
+    """The turn with the saved text `written`; that of older versions has tags as models wrote."""
+    if role != "assistant":
+        return SavedTurn(index, role, written, finish)
+    match = _TAGGED.fullmatch(written)
+    thinking, text = match.groups() if match else split_tagged(written)
+    return SavedTurn(index, role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking))
+
+
+def _written(turn: SavedTurn) -> str:
+    """The text to save for a turn: its reasoning, if any, in tags that it does not contain."""
+    if turn.role != "assistant" or (not turn.thinking and split_tagged(turn.text)[1] == turn.text):
+        return turn.text
+    thinking = _TAG.sub(r"think\\\1>", turn.thinking)
+    return f"<think>\n{thinking}\n</think>\n\n{turn.text}"
 
 
 def _check_count(rows: NDArray[Any], expected: int) -> None:

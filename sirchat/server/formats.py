@@ -64,7 +64,7 @@ class Formats:
             problem = "needs the package llguidance: pip install 'sirchat[server]'"
             raise _refusal(param, problem) from None
         model, template = session.model, session.template
-        if template.opens_reasoning:
+        if template.marks.is_open:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise _refusal(param, problem)
         if self._vocabulary is None:

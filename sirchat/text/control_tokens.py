@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_START, _END = "\U000f0000", "\U000f0001"
+START, END = "\U000f0000", "\U000f0001"
 
 
 class ControlTokens:
@@ -34,13 +34,13 @@ class ControlTokens:
         self.texts = [added[i].content for i in sorted(self.known)]
         any_text = _any_of(self.texts)
         self._control = re.compile(any_text)
-        self._marked = re.compile(f"{_START}({any_text}){_END}|[{_START}{_END}]")
+        self._marked = re.compile(f"{START}({any_text}){END}|[{START}{END}]")
         self._line_end = self._usual_ids("\n")
 
     def marked(self, text: str) -> str:
         """Return `text` with marks around its control tokens; older marks in it are removed."""
-        text = text.replace(_START, "").replace(_END, "")
-        return self._control.sub(f"{_START}\\g<0>{_END}", text)
+        text = text.replace(START, "").replace(END, "")
+        return self._control.sub(f"{START}\\g<0>{END}", text)
 
     def ids(self, chat: str) -> list[int]:
         """Turn a rendered chat whose texts were marked into token ids.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
+from sirchat.text.reply_marks import Marks
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -178,6 +180,11 @@ class PlainText(Template):
         ids = self.as_text(content)
         roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]
         return None, TurnIds([*begin, *ids], roles, (len(begin), len(roles)))
+
+    @cached_property
+    def marks(self) -> Marks:
+        """None: the text has no parts."""
+        return Marks()
 
     @property
     def closing(self) -> list[int]:

@@ -20,6 +20,8 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.control_tokens import ControlTokens
+from sirchat.text.reply_marks import IN_REPLIES, Marks, find_marks
+from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
 
 # For models that have none: the format that the SirLLM paper uses with Vicuna.
@@ -155,12 +157,34 @@ class Template:
         return self._anchored(self._after_header(ids, content, header), content)
 
     @cached_property
-    def opens_reasoning(self) -> bool:
-        """Whether the template itself writes the `<think>` that begins a reply's reasoning."""
-        if "<think>" not in str(self._tokenizer.chat_template or ""):
-            return False
+    def marks(self) -> Marks:
+        """What stands around the parts of a reply."""
+
+        def rendered(messages: Sequence[Message], prompt: bool) -> str | None:
+            try:
+                return self._render_text(messages, prompt=prompt)
+            except ModelError:  # such as for calls of tools
+                return None
+
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        source = str(self._tokenizer.chat_template or "")
+        marks = find_marks(rendered, self._control_tokens.marked, source, added)
+        return marks if source else replace(marks, stop="\nUSER:")
+
+    def reply_stream(self) -> ReplyStream:
+        """What divides the ids of a reply into its parts."""
+        known = self._tokenizer.added_tokens_decoder
+        controls = {i: known[i].content for i in self._control}
+        hidden = {text for i, text in controls.items() if known[i].special}
+        return ReplyStream(self._tokenizer, self.marks, controls, hidden, self._unkept_header)
+
+    @cached_property
+    def _unkept_header(self) -> int:
+        """How many of the last ids of a reply's header the template leaves out of a history."""
         header = self._render([STUB_QUESTION], prompt=True)
-        return str(self._tokenizer.decode(header[-8:])).rstrip().endswith("<think>")
+        chat = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
+        rest = header[len(_common_start(header, chat)) :]
+        return 0 if QUESTION in self._tokenizer.decode(rest) else len(rest)
 
     @property
     def closing(self) -> list[int]:
@@ -171,17 +195,27 @@ class Template:
         """The ids that stop generation; `declared` are those of the model's own settings."""
         # After a token that begins a turn, the model would write the next speaker's text.
         anchor = None if self._anchors is None else self._anchors.token_id
-        return self.end_ids(declared) | (self._openers | self._unused_controls) - {anchor}
+        others = self._openers | self._unused_controls
+        return self.end_ids(declared) | others - self._in_replies - {anchor}
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids by which the model ends its reply: `declared`, and the end of sequence.
 
-        An added token that the template puts first after a reply is one, too.
+        An added token that the template puts first after a reply, or last after calls of tools, is
+        one, too, unless replies have it within.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
-        ids |= set(self._closing[:1]) & set(self._tokenizer.added_tokens_decoder)
+        known = self._tokenizer.added_tokens_decoder
+        written = {i for i in self._control if known[i].content == self.marks.call_end}
+        ids |= ((set(self._closing[:1]) & set(known)) | written) - self._in_replies
         return frozenset(int(i) for i in ids if i is not None)
+
+    @property
+    def _in_replies(self) -> set[int]:
+        """Control tokens that stand in a reply, and do not end it."""
+        inside, known = self.marks.controls | IN_REPLIES, self._tokenizer.added_tokens_decoder
+        return {i for i in self._control if known[i].content in inside}
 
     def as_text(self, text: str) -> list[int]:
         """The ids of `text` alone, without anything from the chat template."""

@@ -37,16 +37,22 @@ _REFUSED = {  # the kinds of JSON that are refused, and why
 }
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# The reasoning with its tags; if the template wrote `<think>`, the reply has the end tag alone.
+TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message, the line on which it starts (from 1) and its conversation (from 0)."""
+    """One message, the line on which it starts (from 1) and its conversation (from 0).
+
+    `thinking`, the reasoning of a reply, is written, not read.
+    """
 
     role: RoleName
     content: str
     line: int
     conversation: int = 0
+    thinking: str = ""
 
 
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
@@ -81,10 +87,24 @@ def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[Tra
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
-    """Write each turn as a line of JSON, `{"role", "content"}`, in UTF-8."""
+    """Write each turn as a line of JSON, see `message_record`, in UTF-8."""
     for turn in turns:
-        record = {"role": turn.role, "content": turn.content}
+        record = message_record(turn.role, turn.content, turn.thinking)
         stream.write(terminal_safe_json(record).encode() + b"\n")
+
+
+def split_tagged(text: str) -> tuple[str, str]:
+    """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
+    if (found := TAGS.match(text)) is None:
+        return "", text
+    thinking = found[0].strip().removeprefix("<think>").removesuffix("</think>")
+    return thinking.strip(), text[found.end() :].lstrip()
+
+
+def message_record(role: str, content: str, thinking: str) -> dict[str, str]:
+    """A message for JSON; reasoning, if there is some, is its `reasoning_content`."""
+    more = {"reasoning_content": thinking} if thinking else {}
+    return {"role": role, "content": content, **more}
 
 
 def terminal_safe_json(value: object, indent: int | None = None) -> str:

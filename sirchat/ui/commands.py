@@ -17,7 +17,6 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
-from sirchat.chat.reasoning import thought
 from sirchat.chat.session import Session
 from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
@@ -307,14 +306,11 @@ class Commands:
             self._switching.change_setting("/panel", "panel", "live" if rest == "on" else rest)
 
     def do_thinking(self, rest: str) -> None:
-        """[show|fold|hide]: set how replies show reasoning (<think>); alone, show the last
-        reasoning."""
+        """[show|fold|hide]: set how replies show reasoning; alone, show the last reasoning."""
         if rest:
             self._switching.change_setting("/thinking", "thinking", rest)
             return
-        is_open = self._session.template.opens_reasoning
-        replies = [turn.text for turn in self._session.turns if turn.role == "assistant"]
-        thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
+        thoughts = (turn.thinking for turn in reversed(self._session.turns))
         if text := next(filter(None, thoughts), ""):
             self._screen.page(Text(displayable(text), self._screen.theme.quiet))
         else:

@@ -128,7 +128,8 @@ class Erasing:
 
     def _turns_with(self, words: str) -> list[int]:
         pattern = whole_words(words)
-        return [n for n, turn in enumerate(self._session.turns) if pattern.search(turn.text)]
+        texts = (f"{turn.text}\n{turn.thinking}" for turn in self._session.turns)
+        return [n for n, text in enumerate(texts) if pattern.search(text)]
 
     def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
         """A function that returns whether a typed line must be erased."""

@@ -19,7 +19,7 @@ from sirchat.chat.state import Turn
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
 from sirchat.text.text_file import expand_path, last_code_block, without_surrogates
-from sirchat.text.transcript import terminal_safe_json
+from sirchat.text.transcript import message_record, terminal_safe_json
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
@@ -174,7 +174,11 @@ def _markdown(session: Session) -> str:
 
 
 def _json(session: Session) -> str:
-    messages = [{"role": turn.role, "content": turn.text} for turn in _said(session)]
+    messages = [
+        message_record(turn.role, turn.text, turn.thinking)
+        for turn in session.turns
+        if turn.text.strip() or turn.thinking
+    ]
     record = {"model": session.model.name, "messages": messages}
     return terminal_safe_json(record, indent=1)
 

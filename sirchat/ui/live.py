@@ -7,6 +7,7 @@ Markdown, or on a plain terminal, the reply is printed as it comes.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -15,7 +16,7 @@ from rich.text import Text
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
 from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
-from sirchat.chat.plain_reply import describe_excess
+from sirchat.chat.plain_reply import TaggedText, describe_excess
 from sirchat.chat.session import Session
 from sirchat.ui.cells import take_rows
 from sirchat.ui.panel import draw_compact_panel
@@ -51,6 +52,7 @@ class LiveView:
         self._session = session
         self._screen = screen
         self._filter = DisplayFilter()
+        self._text = TaggedText()  # as the reply is shown where nothing is dimmed
         self._line = ""  # the reply's text after the last printed row
         self._streams = False  # the reply is streamed; its line is unfinished
         self._markdown: MarkdownReply | None = None
@@ -74,8 +76,8 @@ class LiveView:
     def show(self, event: Event) -> None:
         """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         match event:
-            case Delta(text):
-                self._delta(text)
+            case Delta():
+                self._delta(event)
             case Reading():
                 self._reading = event if event.done < event.total else None
                 if self._reading or self._draws_panel:
@@ -95,16 +97,18 @@ class LiveView:
     def _draws_panel(self) -> bool:
         return self._session.profile.panel == "live" and not self._screen.is_plain
 
-    def _delta(self, text: str) -> None:
-        self._line += self._filter.push(text)
-        if not self._has_begun and self._line:
+    def _delta(self, new: Delta) -> None:
+        text = self._filter.push(new.text)
+        if not self._has_begun and text:
             self._begin_reply()
         if self._markdown is not None:
-            self._markdown.push(self._line, self._session.state.reply.tokens_out)
-            self._line = ""
+            tokens = self._session.state.reply.tokens_out
+            self._markdown.push(text, tokens, thinks=new.part == "thinking")
             if self._is_due():
                 self._draw_in_time()
-        elif self._streams or self._session.profile.panel != "live":
+            return
+        self._line += self._text.push(replace(new, text=text))
+        if self._streams or self._session.profile.panel != "live":
             self._stream()
         elif self._is_due():  # checked before anything slow: this runs for every token
             if self._screen.is_plain:
@@ -127,7 +131,6 @@ class LiveView:
             MarkdownLayout(colours=colours and system is not None, color_system=system),
             below=self._draws_panel,
             fold=profile.thinking,
-            is_open=self._session.template.opens_reasoning,
             only_reasoning=not profile.markdown,
         )
         if not self._draws_panel:
@@ -249,6 +252,7 @@ class LiveView:
         if self._markdown is not None:
             self._streams = not self._markdown.is_above_panel
             self._markdown = None
+        self._line += self._text.end()
         self._stream()
         if self._streams:
             self._screen.line()

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from sirchat.chat.reasoning import CLOSE, OPEN
 from sirchat.ui.cells import Cell, StyledRow, cells_width, cut_line, has_known_widths, plain_rows
 from sirchat.ui.markdown import MarkdownLayout
 from sirchat.ui.text import counted
@@ -36,8 +35,7 @@ class MarkdownReply:
     Args:
         layout: turns Markdown into rows.
         below: whether a panel is drawn below the reply; if not, the terminal wraps its paragraphs.
-        fold: how the reasoning at the reply's beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins within reasoning (the template has written `<think>`).
+        fold: how reasoning is shown: "show", "fold" or "hide".
         only_reasoning: whether the caller shows what follows the reasoning; it is in `rest`.
     """
 
@@ -47,7 +45,6 @@ class MarkdownReply:
         *,
         below: bool,
         fold: Literal["show", "fold", "hide"] = "show",
-        is_open: bool = False,
         only_reasoning: bool = False,
     ) -> None:
         self._layout = layout
@@ -60,13 +57,13 @@ class MarkdownReply:
         self._shown = 0  # number of its characters that the terminal shows
         self._plain_from: int | None = None  # from here on, the first block stays as written
         self._lead: list[StyledRow] = []  # the empty row after the final rows, if any
-        self._thinks: bool | None = is_open or None  # None: not known yet
+        self._thought, self._thought_shown = "", 0  # reasoning that is not final
         self._width = 0
 
     @property
     def rest(self) -> str:
         """The text of the reply that the terminal does not show yet."""
-        return self._source[self._shown :]
+        return self._thought[self._thought_shown :] + self._source[self._shown :]
 
     @property
     def has_gap(self) -> bool:
@@ -76,13 +73,20 @@ class MarkdownReply:
     @property
     def is_past_reasoning(self) -> bool:
         """Whether the reply's reasoning has ended, or the reply has no reasoning."""
-        return self._thinks is False
+        return not self._thought
 
-    def push(self, text: str, tokens: int = 0) -> None:
-        """Add `text`, without control sequences; the reply has `tokens` tokens up to its end."""
-        if self._thinks is not False and CLOSE not in self._source:
+    def push(self, text: str, tokens: int = 0, *, thinks: bool = False) -> None:
+        """Add text of reasoning or answer, which is without control sequences.
+
+        The reply has `tokens` tokens up to its end.
+        """
+        if thinks:
+            self._thought += text
             self._tokens = tokens
-        self._source += text
+        else:
+            if self._thought and not self._source:  # marks came between
+                self._tokens = max(self._tokens, tokens - 1)
+            self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
         """What to write so that the terminal shows the reply, with `height` rows free for it.
@@ -94,11 +98,9 @@ class MarkdownReply:
             written = self._painter.begin_anew() if self._width else ""
             self._width = self._painter.width = width
         self._painter.freeze_rows_above(height)
-        if self._thinks is None:
-            self._thinks = self._begins_with_reasoning(is_end=is_end)
-        if self._thinks:
-            written += self._reasoning(is_end=is_end)
-        if self._thinks is False and not self._only_reasoning:
+        if self._thought:
+            written += self._reasoning(is_over=is_end or bool(self._source))
+        if not self._thought and not self._only_reasoning:
             written += self._blocks(is_end=is_end)
         self._painter.freeze_rows_above(height)
         return written + (self.end_style() if is_end else "")
@@ -107,27 +109,15 @@ class MarkdownReply:
         """What to write before any text that does not come from `frame`: the style ends."""
         return self._painter.end_style()
 
-    def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
-        start = self._source.lstrip()
-        if start.startswith(OPEN):
-            self._source = start
-            return True
-        return None if OPEN.startswith(start) and not is_end else False
-
-    def _reasoning(self, *, is_end: bool) -> str:
+    def _reasoning(self, *, is_over: bool) -> str:
         """What to write so that the reasoning is shown, dimmed, or one line instead of it."""
-        end = self._source.find(CLOSE)
-        stop = end + len(CLOSE) if end >= 0 else len(self._source)
-        text = self._source[:stop].rstrip()
-        if self._fold != "show":
-            inner = text.removeprefix(OPEN).removesuffix(CLOSE)
-            text = self._folded(is_over=end >= 0 or is_end) if inner.strip() else ""
+        text = self._thought if self._fold == "show" else self._folded(is_over=is_over)
         rows = plain_rows(text, self._width, soft=self._soft, style=_DIM) if text else []
         written = self._painter.paint(self._keep_final_rows(rows) or rows)
-        self._shown = stop
-        if end >= 0:
-            self._thinks = False
-            self._flush(stop, len(self._painter.rows))
+        self._thought_shown = len(self._thought)
+        if self._source:
+            self._thought, self._thought_shown = "", 0
+            self._painter.commit(len(self._painter.rows))
             self._lead = [StyledRow()] * bool(rows)
         return written
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
-from sirchat.chat.plain_reply import PlainReply, describe_excess, raise_budget_for
+from sirchat.chat.plain_reply import PlainReply, TaggedText, describe_excess, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
@@ -127,13 +127,14 @@ class _Dialogue:
         self._screen = screen
         self._session = session
         self._is_replying = False
+        self._text = TaggedText()
 
     def show(self, event: Event) -> None:
         if isinstance(event, Delta):
             if not self._is_replying and not self._screen.is_quiet:
                 self._screen.stream("ASSISTANT: ")
             self._is_replying = True
-            self._screen.stream(event.text)
+            self._screen.stream(self._text.push(event))
         elif isinstance(event, TurnDone):
             self._turn(event)
         elif isinstance(event, Notice):
@@ -141,8 +142,8 @@ class _Dialogue:
 
     def _turn(self, turn: TurnDone) -> None:
         if turn.role == "assistant" and self._is_replying:
-            self._screen.line()
-            self._is_replying = False
+            self._screen.line(self._text.end())
+            self._is_replying, self._text = False, TaggedText()
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         self._screen.note(describe_excess(turn, self._session, "--budget"))

@@ -1,22 +1,30 @@
-"""A reply's reasoning, between `<think>` tags, is evicted with the reply's end, if asked for."""
+"""A reply's reasoning is told from its answer, saved, and evicted at its end if asked for."""
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
+from by_heart import THOUGHT as THOUGHT_OF_FRANCE
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
-from sirchat.chat.reasoning import FinalAnswer
 from sirchat.chat.session import Session
-from sirchat.memory.ledger import Role
+from sirchat.engine.sampling import Sampler
+from sirchat.memory.ledger import Flag, Role
+from sirchat.models.model import wrap_model
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import find_session
-from sirchat.saved.store import SessionStore
+from sirchat.saved.session_list import export_session, find_session
+from sirchat.saved.store import Head, SavedTurn, SessionStore
+from speaking import saying
 
 THOUGHT = "<think>She is called Anna, so I greet her.</think>"
 
@@ -37,7 +45,7 @@ def _held(chat: Session, turn: int = 1) -> str:
     ("reply", "stays"),
     [
         (f"{THOUGHT}Hello, Anna.", "Hello, Anna."),
-        (f"Well. {THOUGHT} Hello.{THOUGHT}", "Well.  Hello."),
+        (f"Well. {THOUGHT} Hello.", f"Well. {THOUGHT} Hello."),
         ("the template opened it </think>Hello.", "Hello."),
         ("<think>never closed", "<think>never closed"),
         ("no thought, Anna", "no thought, Anna"),
@@ -47,7 +55,9 @@ def test_reasoning_is_evicted_and_the_rest_stays(reply: str, stays: str) -> None
     chat, evicted = _chat(reply, evict_thinking=True)
     assert _held(chat).strip() == stays.strip()
     assert bool(evicted) == (stays != reply)
-    assert chat.turns[1].text == reply
+    turn = chat.turns[1]
+    assert turn.text.strip() in (stays.strip(), "")
+    assert bool(turn.thinking) == (turn.text != reply)
 
 
 def test_reasoning_stays_by_default() -> None:
@@ -92,26 +102,67 @@ def test_reasoning_stays_evicted_after_a_resume(
 
 
 @pytest.mark.parametrize(
-    ("reply", "is_open", "answer"),
-    [
-        (f"{THOUGHT}\n\nHello,\n\n<think>.", False, "Hello,\n\n<think>."),
-        (f"\n {THOUGHT}Hello.", False, "Hello."),
-        ("so he is</think>\nHello.", True, "Hello."),
-        ("Hello, <think>a</think>.", False, "Hello, <think>a</think>."),
-        ("\n\nHello.", False, "\n\nHello."),
-        ("<thin", False, "<thin"),
-        ("<think>cut off", False, ""),
-        ("cut off", True, ""),
-        ("", False, ""),
-    ],
+    "name", [n for n, shape in SHAPES.items() if "{thought}" in shape.thinking]
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_a_streamed_answer_is_the_reply_without_its_reasoning(
-    reply: str, is_open: bool, answer: str, size: int
+def test_what_stays_of_a_reply_is_what_the_template_writes_in_a_history(name: str) -> None:
+    shape = SHAPES[name]
+    model = wrap_model(name, teach(shape), tokenizer(shape))
+    chat = session(model, budget=256, temperature=0, max_new_tokens=60, evict_thinking=True)
+    list(chat.ask(QUESTION))
+    assert (chat.turns[1].text, chat.turns[1].thinking) == (ANSWER, THOUGHT_OF_FRANCE)
+    thought = [row.text for row in chat.tokens(range(chat.seen)) if "thinking" in row.flags]
+    assert "".join(thought).count(THOUGHT_OF_FRANCE) == 1
+    list(chat.read_user(NAME))
+    whole = rendered(shape, [user(QUESTION), assistant(ANSWER), user(NAME)])
+    held = [row.id for row in chat.snapshot().rows]
+    assert held == tokenizer(shape).encode(whole, add_special_tokens=False)
+
+
+def test_a_thought_without_an_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>I wonder, and wonder,"))
+    chat = session(tiny(), budget=256, evict_thinking=True)
+    assert not any(isinstance(event, Evicted) for event in chat.ask("Hi."))
+    assert (chat.turns[1].text, chat.turns[1].thinking) == ("", "I wonder, and wonder,")
+    assert _held(chat) == "<think>I wonder, and wonder,"
+
+
+_TEXTS = ("a", "think>", "think\\>", "<think>", "</think>", "\n", "\n\n", "\\", " ", "<think>\n")
+
+
+def test_a_reply_and_its_reasoning_are_saved_as_they_are(tmp_path: Path) -> None:
+    chance = Random(5)
+    said = [
+        tuple("".join(chance.choices(_TEXTS, k=chance.randint(0, 5))) for _ in range(2))
+        for _ in range(400)
+    ]
+    turns = [
+        SavedTurn(n, "assistant" if n % 2 else "user", text, "stop", thinking if n % 2 else "")
+        for n, (text, thinking) in enumerate(said)
+    ]
+    with SessionStore.create(tmp_path, {}) as store:
+        store.append(turns, np.zeros(0), Head(0, np.zeros(0, np.int64), None, {}))
+        assert store.turns() == turns
+
+
+@pytest.mark.parametrize("text", ["<think>why?</think>\n\nYes.", "why?\n</think>Yes."])
+def test_the_reply_of_an_older_version_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    it = FinalAnswer(is_open=is_open)
-    pieces = [it.push(reply[at : at + size]) for at in range(0, len(reply), size)]
-    assert "".join([*pieces, it.end()]) == answer
-    assert it.has_thought == (is_open or reply.strip().startswith("<think>"))
-    if size == 1 and not it.has_thought and reply.startswith("Hello"):
-        assert pieces == list(reply)  # nothing is held back
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr("sirchat.saved.store._written", lambda turn: text)  # as it was written
+    chat = session(tiny(), budget=256)
+    list(chat.read_user("Is it?"))
+    list(chat.read_reply(text))
+    chat.ledger.flag(Flag.THINKING, range(chat.seen), False)
+    Autosave(chat).close()
+    again = session(tiny(), budget=256)
+    with SessionStore.open(find_session(sessions_dir(), "last")) as store:
+        resume_session(again, store)
+        file = io.BytesIO()
+    export_session(store.path, file)
+    assert (again.turns[1].text, again.turns[1].thinking) == ("Yes.", "why?")
+    rows = again.tokens(range(again.seen))
+    assert "Yes" not in "".join(row.text for row in rows if "thinking" in row.flags)
+    assert "why?" in "".join(row.text for row in rows if "thinking" in row.flags)
+    last = json.loads(file.getvalue().splitlines()[-1])
+    assert last == {"role": "assistant", "content": "Yes.", "reasoning_content": "why?"}

@@ -61,7 +61,7 @@ def test_a_model_that_nobody_chose_is_said_to_be_a_toy(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("thinking", "printed", "noted"),
     [
-        ("show", "<think>Anna?</think>\n\nHello.\n", ""),
+        ("show", "<think>\nAnna?\n</think>\n\nHello.\n", ""),
         ("fold", "Hello.\n", "the reasoning was left out; --thinking show prints it\n"),
         ("hide", "Hello.\n", ""),
     ],

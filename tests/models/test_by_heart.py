@@ -73,6 +73,10 @@ def ask(path: Path, text: str, *flags: str) -> Done:
     [
         "gemma3",
         "gemma3.gguf",
+        "gpt-oss",
+        "gpt-oss.gguf",
+        "gemma4",
+        "gemma4.gguf",
         "deepseek",
         "qwen3",
         "qwen3.gguf",
@@ -80,6 +84,8 @@ def ask(path: Path, text: str, *flags: str) -> Done:
         "llama3.gguf",
         "llama2",
         "llama2.gguf",
+        "mistral",
+        "mistral.gguf",
     ],
 )
 def test_ask_prints_the_answer(models: Path, file: str) -> None:
@@ -87,38 +93,19 @@ def test_ask_prints_the_answer(models: Path, file: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, ANSWER, "")
 
 
-@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+@pytest.mark.parametrize("name", _THINKING)
 def test_ask_prints_the_thinking_before_the_answer_or_says_that_it_left_it_out(
     models: Path, name: str
 ) -> None:
     shown = ask(models / name, QUESTION, "--thinking", "show").stdout
-    assert THOUGHT in shown
-    assert shown.strip().endswith(ANSWER)
+    assert shown == f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}\n"
     folded = ask(models / name, QUESTION, "--thinking", "fold")
     assert folded.stdout.strip() == ANSWER
     assert "reasoning was left out" in folded.stderr
 
 
-@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
-def test_thinking_that_the_length_limit_cuts_off_is_no_answer(models: Path, name: str) -> None:
-    done = ask(models / name, QUESTION, "--thinking", "hide", "--max-new-tokens", "7")
-    assert (done.returncode, done.stdout.strip()) == (0, "")
-    assert "length limit" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
-def test_evicted_thinking_leaves_the_answer_in_memory(
-    loaded: dict[str, LoadedModel], name: str
-) -> None:
-    chat = session(loaded[name], evict_thinking=True, temperature=0, max_new_tokens=60)
-    list(chat.ask(QUESTION))
-    held = "".join(row.text for row in chat.snapshot().rows if row.turn == 1)
-    assert ANSWER in held
-    assert not set(THOUGHT.split()) & set(held.split())
-
-
 @pytest.mark.parametrize(
-    ("file", "text"), [one for one in _TEXTS if one[0] not in ("llama3.gguf",)]
+    ("file", "text"), [one for one in _TEXTS if one[0] in ("gemma3.gguf", "gemma4.gguf", "llama3")]
 )
 def test_blanks_tags_and_rare_words_are_read_as_the_tokenizer_reads_them(
     models: Path, file: str, text: str
@@ -127,9 +114,7 @@ def test_blanks_tags_and_rare_words_are_read_as_the_tokenizer_reads_them(
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, CODE, "")
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "gemma4", "seed-oss", "command-r7b", "deepseek", "qwen3", "llama3", "llama2"]
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str) -> None:
     for known in replies_of(SHAPES[name]):
         if known.kept is None or known.tools:
@@ -179,10 +164,7 @@ def test_the_server_tells_the_thinking_from_the_answer(
             assert "".join(chunk.get(field) or "" for chunk in chunks).strip() == text
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gemma3", "gemma4", "seed-oss", "command-r7b", "llama3", "mistral", "llama2", "gemma4-large"],
-)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama3", "mistral", "llama2"])
 def test_the_server_reads_a_history_as_the_template_writes_it(
     loaded: dict[str, LoadedModel], name: str
 ) -> None:

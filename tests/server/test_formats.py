@@ -13,6 +13,7 @@ import torch
 from chatting import session
 from serving import Served, assistant, refusal, served, told, user
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.text.reply_marks import Marks
 
 ASKED = [user("My name is Anna, and I have 2 dogs.")]
 PERSON = {
@@ -91,7 +92,7 @@ def test_a_format_that_can_t_be_kept_is_refused(
         patch.setitem(sys.modules, "llguidance", None)
         error = refusal(server.post(ASKED, response_format=form))
         assert "pip install 'sirchat[server]'" in error["message"]
-    monkeypatch.setattr("sirchat.text.template.Template.opens_reasoning", True)
+    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
     assert "reasoning" in refusal(server.post(ASKED, response_format=form))["message"]
 
 

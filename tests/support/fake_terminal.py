@@ -16,6 +16,8 @@ import pytest
 from sirchat.chat.events import Delta, TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
+from sirchat.text.reply_marks import Marks
+from sirchat.text.reply_parts import PartSplitter
 from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 from terminal import Emulator, resize
@@ -67,7 +69,6 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
     )
     return SimpleNamespace(
         profile=Profile(panel=panel, **settings),  # type: ignore[arg-type]
-        template=SimpleNamespace(opens_reasoning=False),
         state=SimpleNamespace(reply=SimpleNamespace(tokens_out=0)),
         budget=64,
         seen=1,
@@ -90,13 +91,14 @@ def show_reply(
     """
     changes = {(i + 1) * len(chunks) // (len(sizes) + 1): size for i, size in enumerate(sizes)}
     session = stub_session(panel, **settings)
-    session.template.opens_reasoning = opens_reasoning
+    splitter = PartSplitter(Marks("<think>", "</think>", opens_reasoning))
     with LiveView(session, Screen(terminal, terminal)) as view:
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])
             session.state.reply.tokens_out += 1
-            view.show(Delta(chunk))
+            for piece in splitter.push(chunk, is_end=i + 1 == len(chunks)):
+                view.show(Delta(piece.text, piece.part))
 
 
 def fake_terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chatting import tiny
 from fake_terminal import FakeTerminal, show_reply
 from markdown_documents import pieces
-from sirchat.chat.reasoning import thought
-from sirchat.text.template import Template
 from terminal import WARM, Terminal, lines_of
 
 pytestmark = pytest.mark.usefixtures("every_frame")
@@ -111,20 +108,6 @@ def test_reasoning_that_the_template_opened_is_known(terminal: FakeTerminal) -> 
     assert rest == ["", "Yes."]
 
 
-def test_whether_the_template_opens_it() -> None:
-    tokenizer = tiny().tokenizer
-    before = tokenizer.chat_template
-    try:
-        assert not Template(tokenizer).opens_reasoning
-        header = "{{ '<think>\\n' if add_generation_prompt else '' }}"
-        tokenizer.chat_template = before + header
-        assert Template(tokenizer).opens_reasoning
-        tokenizer.chat_template = before + header.replace("<think>", "<think>\\n\\n</think>")
-        assert not Template(tokenizer).opens_reasoning
-    finally:
-        tokenizer.chat_template = before
-
-
 @pytest.mark.parametrize("setting", ["fold", "hide"])
 def test_a_pipe_gets_all_of_it(
     terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, setting: str
@@ -132,20 +115,6 @@ def test_a_pipe_gets_all_of_it(
     monkeypatch.setenv("NO_COLOR", "1")
     show_reply(terminal, pieces(TEXT, 1), "off", thinking=setting)
     assert terminal.getvalue() == TEXT + "\n"
-
-
-@pytest.mark.parametrize(
-    ("reply", "reasoning"),
-    [
-        ("<think>\nwhy?\n</think>\nYes.", "why?"),
-        ("<think>cut off", "cut off"),
-        ("why?</think>Yes.", "why?"),
-        ("Yes.", ""),
-    ],
-)
-def test_the_text_of_the_reasoning(reply: str, reasoning: str) -> None:
-    assert thought(reply) == reasoning
-    assert thought("Yes.", is_open=True) == "Yes."
 
 
 @pytest.mark.slow
@@ -168,6 +137,6 @@ def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
                 )
             assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"
             chat.ask("/set thinking show")
-            assert chat.ask("Go on.").startswith("<think>\nIs it")
+            assert chat.ask("Go on.").startswith("Is it *so*?\n- yes, for long\n\nIt is so.")
             assert "show, fold, hide" in " ".join(chat.ask("/thinking loud").split())
         assert chat.leave() == 0

@@ -1,0 +1,169 @@
+"""Finds the marks around the parts of a model's replies: reasoning, answer and calls of tools.
+
+Stub messages are rendered to see what the chat template writes around them. In marks, as in replies
+that they divide, characters of private use stand around each control token (see `control_tokens`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sirchat.text.control_tokens import END, START
+
+# Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
+KNOWN_MARKS = (
+    *(("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")),
+    *(("<seed:think>", "</seed:think>"), ("<mm:think>", "</mm:think>"), ("◁think▷", "◁/think▷")),
+    *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
+    *(("<longcat_think>", "</longcat_think>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
+    *(("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>")),
+)
+# Control tokens that stand in replies, though templates need not name them.
+IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
+
+Message = dict[str, Any]
+
+# Only letters, as the stubs of `template`.
+_QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
+_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+_PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
+
+CONTROL = re.compile(f"{START}([^{END}]*){END}")
+_UNIT = re.compile(rf"{START}[^{END}]*{END}|<[^<>\s]+>|\[[^\[\]\s]+\]|◁[^◁▷\s]+▷|.", re.DOTALL)
+_LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{END}]*\Z")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around the parts of a reply; a text is empty where there is no such mark.
+
+    Attributes:
+        opening, closing: around reasoning.
+        is_open: whether the template itself writes `opening` before a reply.
+        answer: before an answer, such as `<|channel|>final<|message|>`.
+        end: what ends each message, if a reply may consist of several.
+        kept: all that the template writes before an answer in a history.
+        call: before calls of tools.
+        call_end: the control token that ends a reply after its calls.
+        call_lead: what stands before the name of a called tool; empty if the name is in JSON.
+        stop: the beginning of the next speaker's turn.
+    """
+
+    opening: str = ""
+    closing: str = ""
+    is_open: bool = False
+    answer: str = ""
+    end: str = ""
+    kept: str = ""
+    call: str = ""
+    call_end: str = ""
+    call_lead: str = ""
+    stop: str = ""
+
+    @property
+    def controls(self) -> set[str]:
+        """The control tokens in the marks around parts, which do not end a reply."""
+        marks = (self.opening, self.closing, self.answer, self.call)
+        return {token for mark in marks for token in CONTROL.findall(mark)}
+
+    @property
+    def head(self) -> tuple[str, str]:
+        """How a header begins and ends that says in its middle which part follows, or empty texts.
+
+        In `<|channel|>final<|message|>`, these are the two control tokens.
+        """
+        opening, answer = _units(self.opening), _units(self.answer)
+        begin = "".join(opening[: shared(opening, answer)])
+        is_head = begin and begin != self.answer and opening[-1] == answer[-1]
+        return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
+
+
+def find_marks(
+    render: Callable[[Sequence[Message], bool], str | None],
+    spell: Callable[[str], str],
+    source: str,
+    added: Collection[str],
+) -> Marks:
+    """The marks of a chat template.
+
+    `render` renders messages, with the header of a reply at their end or without; None if that is
+    refused. `spell` puts private-use characters around control tokens. Where rendering tells no
+    marks of reasoning, they are known ones: in the template's `source`, or of the `added` tokens.
+    """
+    question = {"role": "user", "content": _QUESTION}
+    reply: Message = {"role": "assistant", "content": _ANSWER}
+
+    def rendered(*messages: Message, prompt: bool = False) -> str:
+        return spell(render([question, *messages], prompt) or "")
+
+    header = _units(rendered(prompt=True))
+    kept, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(_ANSWER)
+    thoughts = [{**reply, key: _THOUGHT} for key in _KEYS if key in source]
+    thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
+    for message in thoughts:
+        before, _, after = rendered(message).partition(_THOUGHT)
+        closing, answer, _ = after.strip().partition(_ANSWER)
+        opening = _after(header, before).strip()
+        if answer and closing and not re.search("['\"]thinking", opening):  # no list as it is
+            closing, units = closing.strip(), _units(before.rstrip())
+            is_open = not opening and _units(closing)[0] not in _after(units, "".join(header))
+            opening = opening or units[-1]
+            break
+    else:
+        pairs = (pair for text in (source, added) for pair in KNOWN_MARKS if pair[1] in text)
+        opening, closing = map(spell, next(pairs, KNOWN_MARKS[0]))
+        is_open = "".join(header).rstrip().endswith(opening)
+    answer = kept.strip()
+    if answer.startswith(opening) or answer[-1:].isalnum():  # around no reasoning; a mere word
+        answer = ""
+    if closing != answer:
+        closing = closing.removesuffix(answer).rstrip()
+    first = next(iter(_units(tail)), "")
+    end = first if closing.startswith(first) else ""
+    call = _find_call(header, rendered, (opening, closing, answer, first))
+    return Marks(opening, closing, is_open, answer, end, kept, *call)
+
+
+def _find_call(
+    header: list[str], rendered: Callable[..., str], others: Sequence[str]
+) -> tuple[str, str, str]:
+    """The fields `call`, `call_end` and `call_lead` of `Marks`; `others` may precede a call."""
+    function = {"name": _NAME, "arguments": {_QUESTION: _ANSWER}}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    message = {"role": "assistant", "content": ""}
+    one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
+    before, name, after = one.partition(_NAME)
+    if not name:
+        return "", "", ""
+    lead = _LEAD.search(before)
+    for mark in others:
+        before = before.strip().removeprefix(mark)
+    call = CONTROL.match(before.strip())
+    ends = [match[0] for match in CONTROL.finditer(after)]
+    # What stands once after two calls does not end each of them.
+    end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
+    return call[0] if call else "", end, plain(lead[0]) if lead else ""
+
+
+def _units(text: str) -> list[str]:
+    """The text cut into control tokens, tags, and single characters."""
+    return [match[0] for match in _UNIT.finditer(text)]
+
+
+def _after(header: list[str], text: str) -> str:
+    """What is left of the text after the units with which both it and `header` begin."""
+    units = _units(text)
+    return "".join(units[shared(header, units) :])
+
+
+def shared(left: Sequence[str], right: Sequence[str]) -> int:
+    """How many units, or characters, `left` and `right` both begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def plain(text: str) -> str:
+    return text.replace(START, "").replace(END, "")

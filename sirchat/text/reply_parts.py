@@ -1,0 +1,225 @@
+"""Divides a reply, while it is generated, into reasoning, answer and calls of tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.text.control_tokens import END, START
+from sirchat.text.detokenizer import TextStream
+from sirchat.text.reply_marks import CONTROL, Marks, plain, shared
+
+Part = Literal["thinking", "answer", "call"]
+_Next = Part | Literal["end"] | None  # what a mark begins; None: another mark tells
+
+_LONGEST_HEAD = 300  # characters of the header of a message
+
+
+class Piece(NamedTuple):
+    """New text of a part of a reply.
+
+    `end`: how many characters the reply has up to the end of this text, its marks included.
+    """
+
+    part: Part
+    text: str
+    end: int
+
+
+class PartSplitter:
+    """Divides a reply, which comes in pieces with private-use characters around control tokens.
+
+    Blanks beside a mark belong to no part. Other control tokens are left out if they are `hidden`.
+    `bounds` are the indices where another part, with the mark that opens it, or the end begins.
+    """
+
+    def __init__(self, marks: Marks, hidden: Collection[str] = ()) -> None:
+        self._marks, self._hidden, self._head = marks, hidden, marks.head
+        between = marks.closing.removeprefix(marks.end) if marks.end else ""
+        first: list[tuple[str, _Next]] = [(marks.opening, "thinking"), (marks.answer, "answer")]
+        again: list[tuple[str, _Next]] = [(marks.opening, "thinking"), (marks.call, "call")]
+        later: list[tuple[str, _Next]] = [(marks.closing, None), (marks.end, "end")]
+        self._first = _marks_of([*first, (marks.call, "call"), (between, None)])
+        self._later = {  # by part
+            "thinking": _marks_of([(marks.closing, None), (marks.end, None)]),
+            "call": _marks_of(later if marks.end else []),
+        }
+        again = [(mark, begun) for mark, begun in again if CONTROL.match(mark)]
+        self._later["answer"] = self._later["call"] | _marks_of([*again, (marks.stop, "end")])
+        self._part: Part | None = None
+        self._is_after_mark = marks.is_open
+        self._said = set[Part]()
+        self._waiting, self._at = "", 0  # the text not divided yet, and its index
+        self._count = 0  # characters before it, without those of private use
+        self.bounds: list[tuple[int, _Next]] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the reply is complete, because the next speaker's turn begins."""
+        return bool(self.bounds) and self.bounds[-1][1] == "end"
+
+    def push(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        """Add a piece of the reply; returns the new text of its parts.
+
+        What may be the beginning of a mark is held back, unless `is_end`: nothing follows.
+        """
+        pieces: list[Piece] = []
+        self._waiting += text
+        while self._waiting and not self.has_ended:
+            step = self._go_on if self._part else self._begin
+            if not step(pieces, is_end):
+                break
+        return pieces
+
+    def _begin(self, pieces: list[Piece], is_end: bool) -> bool:
+        """Find out which part begins; False if more text must tell."""
+        first, (begin, stop), text = self._first, self._head, self._waiting.lstrip()
+        blanks, heads = len(self._waiting) - len(text), (begin, "to=") if begin else ()
+        if begin and text.startswith(heads):
+            head, found, _ = text.partition(stop)
+            if found:
+                first = {head + stop: self._part_after(head + stop)}
+            elif not is_end and len(head) < _LONGEST_HEAD:
+                return False
+        mark = max(filter(text.startswith, first), key=len, default="")
+        longer = (other for other in (*first, *heads) if len(other) > len(mark))
+        if not is_end and any(other.startswith(text) for other in longer):
+            return False
+        usual: Part = "thinking" if self._marks.is_open and not self.bounds else "answer"
+        begun = first[mark] if mark else usual
+        is_marked = self._is_after_mark or bool(mark)
+        if is_marked and begun != "thinking":  # to which the blanks before it belong
+            self._take(blanks)
+        self._enter(begun)
+        self._is_after_mark = is_marked and begun != "call"
+        if mark and begun != "call":
+            self._take(len(self._waiting) - len(text) + len(mark))
+        return True
+
+    def _part_after(self, head: str) -> _Next:
+        """The part that follows the header `head` of a message."""
+        words, thinks = (CONTROL.sub(" ", mark).split() for mark in (head, self._marks.opening))
+        is_call = any(word.startswith("to=") for word in words)
+        usual: Part = "answer" if {*thinks}.isdisjoint(words) else "thinking"
+        return self._first.get(head, "call" if is_call else usual)
+
+    def _go_on(self, pieces: list[Piece], is_end: bool) -> bool:
+        """Add the text of this part to `pieces`, up to a mark; False if there is none yet."""
+        part, later = self._part, self._later[self._part or "answer"]
+        at, mark = self._find(later, is_end)
+        size = len(self._waiting[:at].rstrip()) if part == "thinking" else at
+        text = CONTROL.sub(self._written, self._take(size))
+        if part and (text := text.lstrip() if self._is_after_mark else text):
+            gap = "\n\n" if self._is_after_mark and part in self._said else ""
+            pieces.append(Piece(part, gap + text, self._count))
+            self._said.add(part)
+            self._is_after_mark = False
+        if mark:
+            self._take(at - size)  # blanks
+            self._enter(later[mark])
+            self._is_after_mark = later[mark] != "call"
+            self._take(len(mark) if later[mark] in (None, "thinking") else 0)
+        return bool(mark)
+
+    def _find(self, marks: Collection[str], is_end: bool) -> tuple[int, str]:
+        """The index of the first mark, and the mark; or where one may begin, and an empty text."""
+        text, firsts = self._waiting, {mark[0] for mark in marks}
+        for at in range(len(text)):
+            if text[at] in firsts:
+                mark = max((m for m in marks if text.startswith(m, at)), key=len, default="")
+                longer = (other for other in marks if len(other) > len(mark))
+                if not is_end and any(other.startswith(text[at:]) for other in longer):
+                    return at, ""
+                if mark:
+                    return at, mark
+        return len(text), ""
+
+    def _enter(self, begun: _Next) -> None:
+        self._part = None if begun == "end" else begun
+        if begun and (not self.bounds or self.bounds[-1][1] != begun):
+            self.bounds.append((self._at, begun))
+
+    def _take(self, size: int) -> str:
+        text, self._waiting = self._waiting[:size], self._waiting[size:]
+        self._at += size
+        self._count += len(plain(text))
+        return text
+
+    def _written(self, control: re.Match[str]) -> str:
+        """What a control token that is no mark adds to the text of the part."""
+        return "" if self._part != "call" and control[1] in self._hidden else control[1]
+
+
+def _marks_of(pairs: Iterable[tuple[str, _Next]]) -> dict[str, _Next]:
+    return {mark: begun for mark, begun in pairs if mark}
+
+
+class ReplyStream(PartSplitter):
+    """Turns the ids of a reply, one at a time, into the text of its parts.
+
+    `controls` are the texts of the control tokens by id; the `hidden` ones are not shown. A history
+    has no reasoning, nor the last `unkept_header` ids before the reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        marks: Marks,
+        controls: Mapping[int, str],
+        hidden: Collection[str],
+        unkept_header: int = 0,
+    ) -> None:
+        super().__init__(marks, hidden)
+        self.unkept_header = unkept_header
+        self._text, self._controls = TextStream(tokenizer), controls
+        self._reply = ""
+        self._ends: list[int] = []  # of each token in it
+
+    def push_id(self, token_id: int) -> list[Piece]:
+        """Add an id; returns the new text of the reply's parts."""
+        if (control := self._controls.get(token_id)) is None:
+            text = self._text.push(token_id)
+        else:
+            text = f"{self._text.flush()}{START}{control}{END}"
+        self._reply += text
+        self._ends.append(len(self._reply))
+        return self.push(text)
+
+    def flush(self) -> list[Piece]:
+        """At the end of the reply, return the text that was held back."""
+        return self.push(self._text.flush(), is_end=True)
+
+    def tokens(self, part: Part | Literal["end"]) -> NDArray[np.int64]:
+        """Indices of the tokens of one part, with its marks; or of what ends the reply."""
+        starts, ends = self._edges()
+        mask = np.zeros(len(ends), bool)
+        for (start, name), (stop, _) in pairwise([*self.bounds, (len(self._reply), None)]):
+            if name == part:  # a token that also has text of another part belongs to none
+                mask |= (starts >= start) & (starts < stop) & (ends <= stop)
+        return np.flatnonzero(mask)
+
+    def dropped(self) -> NDArray[np.int64]:
+        """Indices of the reasoning's tokens that the template leaves out of a history.
+
+        None if the reply has no answer, or calls tools: templates keep such reasoning.
+        """
+        names, thought = [name for _, name in self.bounds], self.tokens("thinking")
+        if "answer" not in names or "call" in names:
+            return thought[:0]
+        lead = self._reply[: self.bounds[1][0]] if names[0] == "thinking" else ""
+        lead += self._marks.answer * self._reply.startswith(self._marks.answer, len(lead))
+        kept = self._marks.kept
+        size = shared(lead[::-1], kept[::-1])
+        first = shared(lead[: len(lead) - size], kept[: len(kept) - size])
+        starts, ends = (edges[thought] for edges in self._edges())
+        return thought[(starts >= first) & ((ends <= len(lead) - size) | (starts >= len(lead)))]
+
+    def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in the reply each token starts and ends."""
+        ends = np.asarray(self._ends, np.int64)
+        return np.concatenate([[0], ends[:-1]])[: len(ends)], ends
