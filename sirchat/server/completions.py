@@ -24,6 +24,7 @@ async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
         "".join(piece.text for piece in pieces),
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(call for piece in pieces for call in piece.calls),
+        "".join(piece.thinking for piece in pieces),
     )
     return whole, end
 
@@ -59,6 +60,8 @@ class CompletionShape:
             if said.calls:
                 calls = [call.message() for call in said.calls]
                 message |= {"content": said.text or None, "tool_calls": calls}
+            if said.thinking:
+                message["reasoning_content"] = said.thinking
             fields = {"message": message}
         return {
             **self._common,
@@ -79,7 +82,7 @@ class CompletionShape:
                     yield self._chunk(fields, finish=part.finish, sirchat=part.memory)
                     if self._usage:
                         yield self._event(choices=[], usage=part.usage)
-                elif part.text or part.tokens or part.calls:
+                elif part != ReplyText(""):
                     yield self._chunk(self._piece(part), self._logprobs(part))
         except RequestError as error:
             yield server_sent_event(error.body)
@@ -89,7 +92,10 @@ class CompletionShape:
     def _piece(self, said: ReplyText) -> dict[str, Any]:
         if not self._is_chat:
             return {"text": said.text}
-        delta: dict[str, Any] = {"content": said.text} if said.text or not said.calls else {}
+        others = said.calls or said.thinking
+        delta: dict[str, Any] = {"content": said.text} if said.text or not others else {}
+        if said.thinking:
+            delta["reasoning_content"] = said.thinking
         if said.calls:
             delta["tool_calls"] = [
                 {"index": number, **call.message()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from sirchat.server.completions import Parts, collect_reply
-from sirchat.server.replies import ReplyEnd
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     MANY,
     MOST_MESSAGES,
@@ -72,6 +72,7 @@ class OllamaMessage(Fields):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
+    thinking: str = ""  # of earlier replies, which the conversation has
     tool_calls: list[OllamaCall] = Field(default=[])
     tool_name: Name | None = None
     tool_call_id: CallId | None = None
@@ -143,7 +144,7 @@ class OllamaShape:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
         first = time.monotonic_ns()
         said, end = await collect_reply(parts)
-        return self._piece(said.text, said.calls) | self._end(end, first)
+        return self._piece(said) | self._end(end, first)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
         """Yield the lines of the streamed response, while the reply is generated."""
@@ -151,16 +152,18 @@ class OllamaShape:
         try:
             async for part in parts:
                 if isinstance(part, ReplyEnd):
-                    yield _line(self._piece("") | self._end(part, first))
-                elif part.text or part.calls:
-                    yield _line(self._piece(part.text, part.calls))
+                    yield _line(self._piece(ReplyText("")) | self._end(part, first))
+                elif part != ReplyText(""):
+                    yield _line(self._piece(part))
         except RequestError as error:
             yield _line(error.body)
 
-    def _piece(self, text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [_ollama_call(call) for call in calls]
+    def _piece(self, said: ReplyText) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.thinking:
+            message["thinking"] = said.thinking
+        if said.calls:
+            message["tool_calls"] = [_ollama_call(call) for call in said.calls]
         now = datetime.now(UTC).isoformat()
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 

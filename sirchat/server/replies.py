@@ -9,16 +9,27 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
+from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key, results_from_json
+from sirchat.server.tools import (
+    OPEN,
+    CallParser,
+    ToolCall,
+    calls_from_key,
+    calls_key,
+    results_from_json,
+)
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
+from sirchat.text.reply_marks import plain as without_marks
 
 
 @dataclass(frozen=True)
@@ -26,14 +37,16 @@ class ReplyText:
     """A part of a reply.
 
     Attributes:
-        text: the next piece of the text, without calls of tools.
+        text: the next piece of the answer, without calls of tools.
         tokens: text and log-probability of each token that ends in this part, if asked for.
         calls: the calls of tools that end in this part.
+        thinking: the next piece of the reasoning.
     """
 
     text: str
     tokens: tuple[tuple[str, float], ...] = ()
     calls: tuple[ToolCall, ...] = ()
+    thinking: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,11 +211,11 @@ def _answer(
             pieces.begin()
         elif isinstance(event, TurnDone):
             done = event
-        said = event.text if isinstance(event, Delta) else ""
+        said = event if isinstance(event, Delta) else Delta("")
         if plain is not None:
-            said, more = plain.push(event)
-            notes += more
-        yield pieces.push(said) if said or isinstance(event, Delta) else None
+            text, more = plain.push(event)
+            said, notes = Delta(text), notes + more
+        yield pieces.push(said) if said.text else None
     assert asked is not None
     assert done is not None
     yield pieces.end()
@@ -223,11 +236,15 @@ def _answer(
 
 
 def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
+    ledger = served.session.ledger
+    thinks = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0
+    thought = int((thinks & (ledger.column("turn") == done.index)).sum())
     usage = {
         "prompt_tokens": asked.seen,
         "completion_tokens": done.tokens_out,
         "total_tokens": asked.seen + done.tokens_out,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }
     memory = {
         "id": served.id,
@@ -275,13 +292,16 @@ class StopStrings:
 class _Pieces:
     """Cuts a reply into parts: stop strings are left out, calls of tools are taken out of the text.
 
-    `said` is the text so far, without calls.
+    `said` is the answer so far, without calls.
     """
 
     def __init__(self, session: Session, options: ReplyOptions) -> None:
         self._session, self._options = session, options
         self.stops = StopStrings(options.stop)
         self._tokens: _TokenProbabilities | None = None
+        self._marked: str | None = None  # calls between control tokens; None: calls have tags
+        if options.calls is not None and without_marks(session.template.marks.call) != OPEN:
+            self._marked = ""
         self.said = ""
 
     @property
@@ -295,11 +315,17 @@ class _Pieces:
         if self._options.logprobs:
             self._tokens = _TokenProbabilities(self._session)
 
-    def push(self, text: str) -> ReplyText | None:
+    def push(self, said: Delta) -> ReplyText | None:
         """Add generated text; returns the next part, None if all is held back."""
-        text, calls = self.stops.push(text), self._options.calls
+        if said.part == "thinking":
+            return ReplyText("", thinking=said.text)
+        if said.part == "call" and self._marked is not None:
+            self._marked += said.text
+            return None
+        waiting = len(self.stops.waiting) + len(said.text)
+        text, calls = self.stops.push(said.text), self._options.calls
         if self._tokens is not None:
-            return ReplyText(text, self._tokens.complete(text))
+            return ReplyText(text, self._tokens.complete(text, said.end - waiting + len(text)))
         new: list[ToolCall] = []
         if calls is not None:
             text, new = calls.push(text)
@@ -313,31 +339,40 @@ class _Pieces:
             tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
             return ReplyText(text, tokens)
         (text, new), (rest, more) = calls.push(text), calls.rest()
+        if self._marked:
+            marked = calls.read(self._marked, self._session.template.marks.call_lead)
+            rest, more = rest if marked else rest + self._marked, more + marked
         self.said += text + rest
         return ReplyText(text + rest, calls=(*new, *more))
 
 
 class _TokenProbabilities:
-    """Divides a reply's tokens and their log-probabilities among the pieces of the reply's text."""
+    """Divides an answer's tokens and their log-probabilities among the pieces of its text."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._next = session.seen  # position of the next token
         self._waiting: deque[tuple[int, str, float]] = deque()
-        self._generated = self._given = 0  # characters
+        self._generated = 0  # characters
+        self._has_begun = False
 
-    def complete(self, text: str) -> tuple[tuple[str, float], ...]:
-        """Text and log-probability of each token that ends in `text`, the reply's next piece."""
-        self._given += len(text)
+    def complete(self, text: str, end: int) -> tuple[tuple[str, float], ...]:
+        """Text and log-probability of each token that ends in `text`, the answer's next piece.
+
+        `end` is the index in the whole reply at which it ends; the tokens before it are dropped.
+        """
+        self._has_begun |= bool(text)
         for row in self._session.tokens(range(self._next, self._session.seen)):
             self._generated += len(row.text)
             self._waiting.append((self._generated, row.text, -(row.surprisal or 0.0)))
         self._next = self._session.seen
         tokens = []
-        while self._waiting and self._waiting[0][0] <= self._given:
-            tokens.append(self._waiting.popleft()[1:])
+        while self._waiting and self._waiting[0][0] <= end:
+            at, said, value = self._waiting.popleft()
+            if at > end - len(text):
+                tokens.append((said, value))
         return tuple(tokens)
 
     def rest(self) -> tuple[tuple[str, float], ...]:
         """Text and log-probability of each token that `complete` has not returned yet."""
-        return tuple((text, value) for _, text, value in self._waiting)
+        return tuple((text, value) for _, text, value in self._waiting if self._has_begun)

@@ -169,6 +169,7 @@ class ChatMessage(Fields):
     tool_call_id: CallId | None = None
     name: Name | None = None
     parsed: Any = None  # OpenAI's client adds it to replies that it sends back
+    reasoning_content: Any = None  # of earlier replies, which the conversation has
 
     @property
     def text(self) -> str:

@@ -37,6 +37,8 @@ from sirchat.server.requests import (
 )
 from sirchat.server.tools import ToolCall
 
+# What events with a kind of text have, too.
+_LOGPROBS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # in all responses that are kept
 # Fields that a chat request has, too, and those that the response repeats.
@@ -140,6 +142,14 @@ class TextOptions(Fields):
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
 
+def _without_reasoning(given: Any) -> Any:
+    """The field `input`, as a list, without reasoning that clients send back: it is not read."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    items = given if isinstance(given, list) else []
+    return [item for item in items if _kind(item) != "reasoning"] if items else given
+
+
 def _kind(item: Any) -> Any:
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
@@ -159,9 +169,7 @@ class ResponsesRequest(Fields):
 
     input: Annotated[
         _Items,
-        BeforeValidator(
-            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
-        ),
+        BeforeValidator(_without_reasoning),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     model: str | None = None
@@ -240,10 +248,11 @@ class ResponsesShape:
         self, asked: ResponsesRequest, before: list[ChatMessage], model: str, kept: KeptResponses
     ) -> None:
         self._asked, self._before, self._kept = asked, before, kept
-        self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
-        self._said = ReplyText("")
+        self._id, self._hex = f"resp_{secrets.token_hex(24)}", secrets.token_hex(24)
+        self._calls: tuple[ToolCall, ...] = ()
         self._items: list[dict[str, Any]] = []
-        self._place: dict[str, Any] = {}  # of the text, once there is some
+        self._texts: dict[str, str] = {}  # of reasoning and answer, by the kind of content
+        self._places: dict[str, dict[str, Any]] = {}  # of those that are not ended
         self._told = deque[str]()  # events to be sent
         self._number = 0  # of the next event
         self._common = {
@@ -292,31 +301,43 @@ class ResponsesShape:
 
     def _add(self, part: ReplyText) -> None:
         """Add a part of the reply, and the events that report it."""
+        if part.thinking:
+            self._write("reasoning_text", part.thinking)
+        if part.text or part.calls:
+            self._end_text("reasoning_text", "completed")
         if part.text:
-            if not self._place:
-                self._begin_message()
-            self._add_event(
-                "response.output_text.delta", **self._place, delta=part.text, logprobs=[]
-            )
+            self._write("output_text", part.text)
         for call in part.calls:
             self._add_call(call)
-        said = self._said
-        self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
+        self._calls += part.calls
 
-    def _begin_message(self) -> None:
-        """Begin the output item that has the reply's text."""
-        index, item = len(self._items), self._message("in_progress", [])
-        self._place = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-        self._items.append(item)
-        self._add_event("response.output_item.added", output_index=index, item=item)
-        self._add_event("response.content_part.added", **self._place, part=_text(""))
+    def _write(self, kind: str, text: str) -> None:
+        """Add text to the output item of the reasoning or the answer, which begins if need be."""
+        if kind not in self._texts:
+            item, self._texts[kind] = self._item(kind, "in_progress", []), ""
+            self._places[kind] = {"item_id": item["id"], "output_index": len(self._items)}
+            self._places[kind]["content_index"] = 0
+            self._items.append(item)
+            self._add_event(
+                "response.output_item.added", output_index=len(self._items) - 1, item=item
+            )
+            self._add_event(
+                "response.content_part.added", **self._places[kind], part=_text(kind, "")
+            )
+        self._texts[kind] += text
+        if text:
+            more = {"delta": text, **_LOGPROBS[kind]}
+            self._add_event(f"response.{kind}.delta", **self._places[kind], **more)
 
-    def _end_message(self, status: str) -> None:
-        """End the output item that has the reply's text."""
-        index, part = self._place["output_index"], _text(self._said.text)
-        self._items[index] = item = self._message(status, [part])
-        self._add_event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
-        self._add_event("response.content_part.done", **self._place, part=part)
+    def _end_text(self, kind: str, status: str) -> None:
+        """End the output item of the reasoning or the answer, if it has begun."""
+        if (place := self._places.pop(kind, None)) is None:
+            return
+        index, part = place["output_index"], _text(kind, self._texts[kind])
+        self._items[index] = item = self._item(kind, status, [part])
+        more = {"text": part["text"], **_LOGPROBS[kind]}
+        self._add_event(f"response.{kind}.done", **place, **more)
+        self._add_event("response.content_part.done", **place, part=part)
         self._add_event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, call: ToolCall) -> None:
@@ -337,12 +358,12 @@ class ResponsesShape:
         """The JSON object of the complete response, which is kept for later requests."""
         status = "incomplete" if end.finish == "length" else "completed"
         if not self._items:  # the reply is empty
-            self._begin_message()
-        if self._place:
-            self._end_message(status)
+            self._write("output_text", "")
+        for kind in tuple(self._places):
+            self._end_text(kind, status)
         if self._asked.store:
-            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
-            self._kept.add(self._id, self._before, new)
+            said = _reply(self._texts.get("output_text", ""), self._calls)
+            self._kept.add(self._id, self._before, [*_messages(self._asked.input), said])
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         return self._response(status) | more
@@ -350,8 +371,11 @@ class ResponsesShape:
     def _response(self, status: str) -> dict[str, Any]:
         return {**self._common, "status": status, "output": [*self._items]}
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        item = {"id": self._message_id, "type": "message", "role": "assistant"}
+    def _item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        if kind == "reasoning_text":
+            item = {"id": f"rs_{self._hex}", "type": "reasoning", "summary": []}
+        else:
+            item = {"id": f"msg_{self._hex}", "type": "message", "role": "assistant"}
         return {**item, "status": status, "content": content}
 
     def _add_event(self, kind: str, **fields: Any) -> None:
@@ -381,8 +405,9 @@ def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
     return ChatMessage(role="assistant", content=content, tool_calls=fields)
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text(kind: str, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more, **_LOGPROBS[kind]}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
@@ -390,6 +415,6 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -82,6 +82,27 @@ class CallParser:
             left = ""
         return left, self.calls[before:]
 
+    def read(self, marked: str, lead: str) -> list[ToolCall]:
+        """The calls in `marked`, a text with marks of control tokens; none if it has others.
+
+        `lead` stands before each name, if names are not in the JSON of the calls.
+        """
+        calls: list[Any] = []
+        before, at, done = len(self.calls), 0, 0
+        while found := re.compile(r"[{\[]").search(marked, at):
+            try:
+                value, end = json.JSONDecoder().raw_decode(marked, found.start())
+            except (ValueError, RecursionError):  # such as for the `[` of a mark
+                at = found.end()
+                continue
+            names = re.findall(rf"{re.escape(lead)}([\w-]+)", marked[done : found.start()])
+            if lead and names:
+                value = {"name": names[-1], "arguments": value}
+            calls += value if isinstance(value, list) else [value]
+            at = done = end
+        self._add("\n".join(map(json.dumps, calls)))
+        return self.calls[before:]
+
     def _next(self) -> str | None:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
         if self.has_ended:
@@ -114,7 +135,7 @@ class CallParser:
             except (ValueError, RecursionError):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
-            name = call.get("name") if isinstance(call, dict) else None
+            name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
             if not isinstance(name, str) or not isinstance(arguments, dict | str):
                 return False
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):

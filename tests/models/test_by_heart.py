@@ -149,7 +149,7 @@ def test_replay_answers_after_replies_that_it_reads_or_generates(
         assert done.stdout.strip().endswith(YOU_ARE)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama3", "llama2"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_the_server_tells_the_thinking_from_the_answer(
     loaded: dict[str, LoadedModel], name: str
 ) -> None:
@@ -175,7 +175,7 @@ def test_the_server_reads_a_history_as_the_template_writes_it(
         assert server.reply(thinking, model=name).strip() == GREETING
 
 
-@pytest.mark.parametrize("name", ["llama3"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].call])
 def test_the_server_calls_a_tool_and_reads_what_it_returned(
     loaded: dict[str, LoadedModel], name: str
 ) -> None:

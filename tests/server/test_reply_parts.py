@@ -1,0 +1,142 @@
+"""Reasoning comes apart from the answer on every endpoint, and calls in the form of their model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from by_heart import ANSWER, GREETING, NAME, QUESTION, SHAPES, THOUGHT, teach, tokenizer, user
+from serving import Served, cached, served
+from sirchat.models.model import wrap_model
+from sirchat.server.tools import CallParser
+
+_MADE = ["gpt-oss", "deepseek", "qwen3"]
+
+
+@pytest.fixture(scope="module", params=_MADE)
+def server(request: pytest.FixtureRequest) -> Iterator[Served]:
+    shape = SHAPES[request.param]
+    model = wrap_model("heart", teach(shape), tokenizer(shape))
+    with served(model, temperature=0, max_new_tokens=60) as server:
+        yield server
+
+
+def test_usage_counts_the_reasoning_and_the_answer_sent_back_goes_on(server: Served) -> None:
+    reply = server.ask([user(QUESTION)], model="heart")
+    message, usage = reply["choices"][0]["message"], reply["usage"]
+    assert message == {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert len(THOUGHT.split()) < thought < usage["completion_tokens"]
+    for sent in (message, {"role": "assistant", "content": ANSWER}):
+        after = server.ask([user(QUESTION), sent, user(NAME)], model="heart")
+        assert after["choices"][0]["message"]["content"] == GREETING
+        assert cached(after) >= reply["sirchat"]["seen"]
+
+
+def test_a_reply_that_is_cut_in_its_reasoning_has_no_answer(server: Served) -> None:
+    reply = server.ask([user(QUESTION)], model="heart", max_tokens=7)
+    choice = reply["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+    assert THOUGHT.startswith(choice["message"]["reasoning_content"])
+    assert server.ask([user(QUESTION)], model="heart", max_tokens=7, logprobs=True)["choices"][0][
+        "logprobs"
+    ]["content"] == ([])
+
+
+def test_log_probabilities_and_stop_strings_are_of_the_answer(server: Served) -> None:
+    choice = server.ask([user(QUESTION)], model="heart", logprobs=True)["choices"][0]
+    tokens = [token["token"] for token in choice["logprobs"]["content"]]
+    assert "".join(tokens).strip() == ANSWER
+    streamed = [
+        chunk["choices"][0]
+        for chunk in server.chunks([user(QUESTION)], model="heart", logprobs=True)
+    ]
+    pieces = [piece["logprobs"]["content"] for piece in streamed if piece["logprobs"]]
+    assert [token["token"] for piece in pieces for token in piece] == tokens
+    for stop, answer in ((THOUGHT[:4], ANSWER), ("Paris", "It is ")):
+        message = server.ask([user(QUESTION)], model="heart", stop=stop)["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == (answer, THOUGHT)
+
+
+def test_a_response_has_an_item_of_reasoning(server: Served) -> None:
+    whole = server.send("/v1/responses", input=QUESTION)
+    thought, said = whole["output"]
+    assert [(part["type"], part["text"]) for part in (*thought["content"], *said["content"])] == [
+        ("reasoning_text", THOUGHT),
+        ("output_text", ANSWER),
+    ]
+    assert (thought["type"], thought["summary"], said["type"]) == ("reasoning", [], "message")
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    after = server.send("/v1/responses", input=NAME, previous_response_id=whole["id"])
+    assert after["output"][-1]["content"][0]["text"] == GREETING
+    items = [
+        {"role": "user", "content": QUESTION},
+        thought,
+        said,
+        {"role": "user", "content": NAME},
+    ]
+    assert server.send("/v1/responses", input=items)["output"][-1]["content"][0]["text"] == GREETING
+
+
+def test_a_response_with_reasoning_comes_in_events_that_build_it_up(server: Served) -> None:
+    body = {"input": QUESTION, "stream": True}
+    lines = server.client.post("/v1/responses", json=body).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[:5] == "data:"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    texts: dict[str, str] = {}
+    for event in events:
+        if event["type"].endswith("_text.delta"):
+            texts[event["type"]] = texts.get(event["type"], "") + event["delta"]
+    assert texts == {
+        "response.reasoning_text.delta": THOUGHT,
+        "response.output_text.delta": ANSWER,
+    }
+    done = [event["item"]["type"] for event in events if event["type"].endswith("item.done")]
+    assert done == ["reasoning", "message"]
+    assert events[-1]["response"]["output"] == [
+        event["item"] for event in events if event["type"].endswith("item.done")
+    ]
+
+
+def test_ollama_has_thinking_apart(server: Served) -> None:
+    body: dict[str, Any] = {"model": "heart", "messages": [user(QUESTION)]}
+    whole = server.send("/api/chat", stream=False, **body)["message"]
+    assert (whole["content"], whole["thinking"]) == (ANSWER, THOUGHT)
+    lines = server.client.post("/api/chat", json=body).text.splitlines()
+    messages = [json.loads(line)["message"] for line in lines]
+    assert "".join(message.get("thinking", "") for message in messages) == THOUGHT
+    assert "".join(message["content"] for message in messages) == ANSWER
+    after = {**body, "messages": [user(QUESTION), whole, user(NAME)]}
+    assert server.send("/api/chat", stream=False, **after)["message"]["content"] == GREETING
+
+
+_TOLD = [("weather", {"city": "Rome"}), ("time", {"at": "{to=functions.no"})]
+
+
+@pytest.mark.parametrize(
+    ("lead", "marked"),
+    [
+        ("to=functions.", "<|channel|>commentary to=functions.{0} <|constrain|>json<|message|>{1}"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]{0}[ARGS]{1}"),
+        (
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{0}\n```json\n{1}\n```",
+        ),
+        ("<|begin|>functions.", "<|begin|>functions.{0}:0<|arguments|>{1}<|end|>"),
+        ("", '<|call|>{{"name": "{0}", "arguments": {1}}}<|/call|>'),
+        ("", '[TOOL_CALLS][{{"name": "{0}", "arguments": {1}, "id": "a"}}]'),
+        ("", '<|action|>[\n {{"tool_call_id": "0", "tool_name": "{0}", "parameters": {1}}}\n]'),
+    ],
+)
+def test_calls_between_control_tokens_are_read_in_their_form(lead: str, marked: str) -> None:
+    for count in (1, 2):
+        told = _TOLD[:count]
+        text = "".join(marked.format(name, json.dumps(given)) for name, given in told)
+        calls = CallParser({"weather", "time"}, 3).read(text, lead)
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == told
+        assert [call.id for call in calls] == ["call00003", "call00004"][:count]
+    assert CallParser({"weather"}, 0).read(marked.format("weather", "{"), lead) == []
+    assert len(CallParser({"weather"}, 0, only_one=True).read(text, lead)) == 1
