@@ -68,6 +68,11 @@ class EventBuilder:
                 "some layers of this model keep no tokens but a state, which has read every token: "
                 "a token that is evicted still has left its trace there"
             )
+        if not model.tokenizer.chat_template:
+            texts.append(
+                "this model has no chat template: it reads lines that begin with USER: and "
+                "ASSISTANT:, and its reply ends where it writes the next USER:"
+            )
         texts += self._unsuited(model, profile, _LIMITS_RECALL)
         return [opening, *map(Notice, texts)]
 

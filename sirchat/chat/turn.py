@@ -145,10 +145,29 @@ class OpenTurn:
             self._now.finish(stats, *_texts(said))
             raise
         yield from closed
-        yield self.finish(*_texts(said))
+        text, thinking = _texts(said)
+        yield self.finish(text, thinking)
+        if finish is None and not text.strip():
+            yield from self._say_why_empty(thinking, stop_id)
         yield from self._events.take_problems()
         if failure is not None:
             yield Notice(str(failure))
+
+    def _say_why_empty(self, thinking: str, stop_id: int | None) -> Iterator[Notice]:
+        """Say why a reply has no answer; `stop_id` has ended it."""
+        finish, token = self.stats.finish, "USER:"
+        if stop_id is not None:
+            (token,) = self._events.texts([stop_id], [0])
+        if thinking and finish in ("stop", "control"):
+            yield Notice(f"the reply has no answer: {token} ended it after its reasoning")
+        elif thinking and finish == "length":
+            many = f"the {self.stats.tokens_out:,} tokens that --max-new-tokens allows"
+            yield Notice(f"the reply has no answer: all of {many} were reasoning")
+        elif finish == "stop":
+            yield Notice(f"the reply is empty: the model ended it at once, with {token}")
+        elif finish == "control":
+            why = "which belongs in no reply of this model"
+            yield Notice(f"the reply is empty: it began with the control token {token}, {why}")
 
     def close(
         self, closing: Sequence[int], stream: ReplyStream | None = None, at: Sequence[int] = ()

@@ -176,15 +176,8 @@ class Template:
         known = self._tokenizer.added_tokens_decoder
         controls = {i: known[i].content for i in self._control}
         hidden = {text for i, text in controls.items() if known[i].special}
-        return ReplyStream(self._tokenizer, self.marks, controls, hidden, self._unkept_header)
-
-    @cached_property
-    def _unkept_header(self) -> int:
-        """How many of the last ids of a reply's header the template leaves out of a history."""
-        header = self._render([STUB_QUESTION], prompt=True)
-        chat = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
-        rest = header[len(_common_start(header, chat)) :]
-        return 0 if QUESTION in self._tokenizer.decode(rest) else len(rest)
+        prompt, kept = self._prompt
+        return ReplyStream(self._tokenizer, self.marks, controls, hidden, len(prompt) - kept)
 
     @property
     def closing(self) -> list[int]:

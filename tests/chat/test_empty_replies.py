@@ -1,0 +1,112 @@
+"""A reply that is empty says why; a model without a chat template ends where it goes on as USER."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from by_heart import ANSWER, QUESTION, SHAPES, THOUGHT, teach, tokenizer
+from chatting import session, tiny
+from command import run
+from sirchat.chat.events import Delta, Evicted, Notice, TurnDone
+from sirchat.chat.session import Session
+from sirchat.engine.sampling import FixedIds, Sampler
+from sirchat.models.model import LoadedModel, wrap_model
+from speaking import saying
+
+IT = tiny().tokenizer
+
+
+def notices(chat: Session, text: str = "Hello.") -> list[str]:
+    return [event.text for event in chat.ask(text) if isinstance(event, Notice)]
+
+
+def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
+    monkeypatch.setattr("sirchat.chat.session.Sampler", lambda *_: FixedIds(ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "why"),
+    [
+        ("", "<|end|>", "the reply is empty: the model ended it at once, with <|end|>"),
+        ("", "<|user|>", "the reply is empty: it began with the control token <|user|>, which "),
+        ("<think>a", "<|end|>", "the reply has no answer: <|end|> ended it after its reasoning"),
+        ("<think>a</think>", "<|user|>", "the reply has no answer: <|user|> ended it after its"),
+        (" ", "<|end|>", "the reply is empty: the model ended it at once, with <|end|>"),
+        ("<think>a</think>b", "<|end|>", ""),
+        ("b", "<|user|>", ""),
+    ],
+)
+def test_an_empty_reply_says_why(
+    monkeypatch: pytest.MonkeyPatch, text: str, end: str, why: str
+) -> None:
+    ids = IT.encode(text, add_special_tokens=False)
+    says(monkeypatch, [*ids, IT.convert_tokens_to_ids(end)])
+    told = notices(session(tiny()))
+    assert [one[: len(why)] for one in told] == [why] * bool(why)
+
+
+def test_a_reply_that_is_all_reasoning_says_what_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>I wonder, and wonder, and wonder."))
+    (why,) = notices(session(tiny(), max_new_tokens=6))
+    assert why == (
+        "the reply has no answer: all of the 6 tokens that --max-new-tokens allows were reasoning"
+    )
+    done = run("ask", "Hi.", "--max-new-tokens", "6", "--thinking", "hide", "--server", "off")
+    assert done.stdout.strip() == ""
+    assert why in done.stderr
+
+
+def plain() -> LoadedModel:
+    """The bundled model, as if it had no chat template."""
+    without = copy.deepcopy(IT)
+    without.chat_template = None
+    return wrap_model("plain", tiny().module, without)
+
+
+@pytest.mark.parametrize("goes_on", ["\nUSER: And you?\nASSISTANT: I", "\nUSER:", "\nUSER: \n" * 9])
+def test_without_a_chat_template_a_reply_ends_where_the_user_s_next_line_begins(
+    monkeypatch: pytest.MonkeyPatch, goes_on: str
+) -> None:
+    wanted = session(plain(), max_new_tokens=60)
+    list(wanted.read_user("Hello."))
+    list(wanted.read_reply("I am fine. USER: a\nUSE"))
+    monkeypatch.setattr(Sampler, "pick", saying(f"I am fine. USER: a\nUSE{goes_on}"))
+    chat = session(plain(), max_new_tokens=60)
+    events = list(chat.ask("Hello."))
+    (reply,) = (e for e in events if isinstance(e, TurnDone) and e.role == "assistant")
+    assert (reply.text, reply.finish) == ("I am fine. USER: a\nUSE", "stop")
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == reply.text
+    assert reply.tokens_out < 40
+    assert any(isinstance(event, Evicted) for event in events)
+    held, read = ("".join(row.text for row in s.snapshot().rows) for s in (chat, wanted))
+    assert "".join(held.split()) == "".join(read.split())
+    chat.switch("test", policy="full")  # what was written too much is never restored
+    assert "".join(row.text for row in chat.snapshot().rows) == held
+
+
+def test_a_model_without_a_chat_template_says_so_once() -> None:
+    def told(model: LoadedModel) -> list[Any]:
+        events = session(model).opening_events()
+        return [e for e in events if isinstance(e, Notice) and "no chat template" in e.text]
+
+    assert len(told(plain())) == 1
+    assert not told(tiny())
+
+
+def test_a_model_that_goes_on_as_the_user_is_stopped() -> None:
+    shape = SHAPES["gpt-oss"]
+    it, made = tokenizer(shape), teach(shape)
+    text = (
+        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final"
+        f"<|message|>{ANSWER}<|end|><|start|>user<|message|>Who am I?<|end|>" + "a" * 20
+    )
+    ids = it.encode(text, add_special_tokens=False)
+    with pytest.MonkeyPatch.context() as patch:
+        says(patch, ids)
+        chat = session(wrap_model("heart", made, it), temperature=0, max_new_tokens=60)
+        *_, reply = (event for event in chat.ask(QUESTION) if isinstance(event, TurnDone))
+    assert (reply.text, reply.thinking, reply.finish) == (ANSWER, THOUGHT, "stop")
+    assert chat.snapshot().rows[-1].text == ANSWER[-1]
