@@ -20,6 +20,7 @@ from sirchat.errors import UndoError
 from sirchat.memory.key_values import Positions
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.transcript import tagged
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def read_again(
             list(session.read_user(turn.text, before=following))
             session.turns[-1].is_summary = turn.is_summary
         else:
-            list(session.read_reply(turn.text))
-            session.turns[-1].thinking = turn.thinking
+            list(session.read_reply(tagged(turn.thinking, turn.text)))
+            session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         for index in range(done, done := len(session.turns)):
             lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:

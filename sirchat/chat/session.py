@@ -35,7 +35,7 @@ from sirchat.chat.state import (
     undo_depth,
 )
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
-from sirchat.chat.turn import Interrupted, OpenTurn, flag_tagged
+from sirchat.chat.turn import Interrupted, OpenTurn, flag_saved
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
@@ -245,9 +245,11 @@ class Session:
         text = without_surrogates(text)
         ids, closing = self.template.assistant(text, self.state.header), self.template.closing
         self._engine.require_room(len(ids.ids) + len(closing))
-        turn = self._begin_turn("assistant")
+        turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
         yield from turn.read(ids, interrupted, after=closing)
-        yield from turn.close(closing)
+        stream = self.template.reply_stream(is_given=True)
+        stream.divide(ids.ids if self.seen == at.stop else ())
+        yield from turn.close(closing, stream, at)
         thinking, said = split_tagged(text)
         yield turn.finish(said, thinking)
         yield from self._events.take_problems()
@@ -435,8 +437,8 @@ class Session:
         self._engine.load(saved, rows, attention)
         self.state, self.undo_points = state, list(undo_points)
         for index, turn in enumerate(state.turns):
-            if turn.thinking:  # older files lack the flag
-                flag_tagged(self.ledger, self._texts, index)
+            if turn.thinking:
+                flag_saved(self.ledger, index, self.template.reply_stream())
 
     def _begin_turn(self, role: str) -> OpenTurn:
         return self._open_turn(self.state.begin(role))

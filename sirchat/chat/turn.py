@@ -24,12 +24,9 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError
-from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.text.detokenizer import Texts, tokens_matching
 from sirchat.text.reply_parts import Piece, ReplyStream
 from sirchat.text.template import TurnIds
-from sirchat.text.transcript import TAGS
 
 Interrupted = Callable[[], bool]
 
@@ -169,27 +166,19 @@ class OpenTurn:
             why = "which belongs in no reply of this model"
             yield Notice(f"the reply is empty: it began with the control token {token}, {why}")
 
-    def close(
-        self, closing: Sequence[int], stream: ReplyStream | None = None, at: Sequence[int] = ()
-    ) -> list[Event]:
+    def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events.
 
-        `stream` has divided a generated reply, whose tokens have the positions `at`.
+        `stream` has divided the reply, whose tokens have the positions `at`.
         """
         events = list(self.read(_template_ids(closing)))
         self._end_round()
-        if stream is None:
-            dropped = flag_tagged(self._engine.ledger, self._events.texts, self.ref.turn)
-            over = dropped[:0]
-            dropped = dropped if self.stats.tokens_in > len(dropped) + len(closing) else over
-        else:
-            tokens = np.asarray(at, np.int64)
-            parts = stream.tokens("thinking"), stream.dropped(), stream.tokens("end")
-            thought, dropped, over = (tokens[part] for part in parts)
-            self._engine.ledger.flag(Flag.THINKING, thought, True)
-            if len(dropped):  # with what the header has of it
-                dropped = np.union1d(dropped, np.arange(at[0] - stream.unkept_header, at[0]))
-        excluded = np.union1d(over, dropped) if self._evicts_thinking else over
+        tokens, dropped = np.asarray(at, np.int64), stream.dropped()
+        self._engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
+        excluded = tokens[stream.tokens("end")]
+        if self._evicts_thinking and len(dropped):  # with what the header has of it
+            header = np.arange(at[0] - stream.unkept_header, at[0])
+            excluded = np.concatenate([header, tokens[dropped], excluded])
         if len(excluded):
             moves = self._engine.residency.exclude(excluded)
             events += self._events.moved(self.ref.turn, moves)
@@ -221,19 +210,13 @@ class OpenTurn:
         self._now.in_round = False
 
 
-def flag_tagged(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Flag the tokens in turn `turn` that spell reasoning in tags, unless some have the flag.
-
-    Returns their positions [k], ascending.
-    """
-    in_turn = ledger.column("turn") == turn
-    said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
-    if (ledger.column("flags")[said] & np.uint8(Flag.THINKING)).any():
-        return said[:0]
-    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
-    thought = said[tokens_matching(TAGS, pieces)]
-    ledger.flag(Flag.THINKING, thought, True)
-    return thought
+def flag_saved(ledger: Ledger, turn: int, stream: ReplyStream) -> None:
+    """Flag the reasoning of a saved reply, which `stream` divides; older versions did not."""
+    is_said = (ledger.column("turn") == turn) & (ledger.column("role") == Role.ASSISTANT)
+    said = np.flatnonzero(is_said)
+    if not (ledger.column("flags")[said] & np.uint8(Flag.THINKING)).any():
+        stream.divide(ledger.column("token_id")[said].tolist())
+        ledger.flag(Flag.THINKING, said[stream.tokens("thinking")], True)
 
 
 def _delta(piece: Piece) -> Delta:

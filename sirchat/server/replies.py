@@ -20,16 +20,8 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.server.tools import (
-    OPEN,
-    CallParser,
-    ToolCall,
-    calls_from_key,
-    calls_key,
-    results_from_json,
-)
+from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key, results_from_json
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
-from sirchat.text.reply_marks import plain as without_marks
 
 
 @dataclass(frozen=True)
@@ -299,9 +291,6 @@ class _Pieces:
         self._session, self._options = session, options
         self.stops = StopStrings(options.stop)
         self._tokens: _TokenProbabilities | None = None
-        self._marked: str | None = None  # calls between control tokens; None: calls have tags
-        if options.calls is not None and without_marks(session.template.marks.call) != OPEN:
-            self._marked = ""
         self.said = ""
 
     @property
@@ -319,11 +308,11 @@ class _Pieces:
         """Add generated text; returns the next part, None if all is held back."""
         if said.part == "thinking":
             return ReplyText("", thinking=said.text)
-        if said.part == "call" and self._marked is not None:
-            self._marked += said.text
+        calls = self._options.calls
+        if said.part == "call" and calls is not None and calls.holds(said.text):
             return None
         waiting = len(self.stops.waiting) + len(said.text)
-        text, calls = self.stops.push(said.text), self._options.calls
+        text = self.stops.push(said.text)
         if self._tokens is not None:
             return ReplyText(text, self._tokens.complete(text, said.end - waiting + len(text)))
         new: list[ToolCall] = []
@@ -338,10 +327,8 @@ class _Pieces:
         if calls is None:
             tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
             return ReplyText(text, tokens)
-        (text, new), (rest, more) = calls.push(text), calls.rest()
-        if self._marked:
-            marked = calls.read(self._marked, self._session.template.marks.call_lead)
-            rest, more = rest if marked else rest + self._marked, more + marked
+        lead = self._session.template.marks.call_lead
+        (text, new), (rest, more) = calls.push(text), calls.rest(lead)
         self.said += text + rest
         return ReplyText(text + rest, calls=(*new, *more))
 

@@ -37,6 +37,7 @@ from sirchat.server.requests import (
 )
 from sirchat.server.tools import ToolCall
 
+_PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
 # What events with a kind of text have, too.
 _LOGPROBS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
 _MOST_KEPT = 1000  # responses
@@ -248,11 +249,10 @@ class ResponsesShape:
         self, asked: ResponsesRequest, before: list[ChatMessage], model: str, kept: KeptResponses
     ) -> None:
         self._asked, self._before, self._kept = asked, before, kept
-        self._id, self._hex = f"resp_{secrets.token_hex(24)}", secrets.token_hex(24)
-        self._calls: tuple[ToolCall, ...] = ()
+        self._id = f"resp_{secrets.token_hex(24)}"
+        self._said = ReplyText("")
         self._items: list[dict[str, Any]] = []
-        self._texts: dict[str, str] = {}  # of reasoning and answer, by the kind of content
-        self._places: dict[str, dict[str, Any]] = {}  # of those that are not ended
+        self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._told = deque[str]()  # events to be sent
         self._number = 0  # of the next event
         self._common = {
@@ -309,36 +309,32 @@ class ResponsesShape:
             self._write("output_text", part.text)
         for call in part.calls:
             self._add_call(call)
-        self._calls += part.calls
+        said = self._said
+        self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
 
     def _write(self, kind: str, text: str) -> None:
         """Add text to the output item of the reasoning or the answer, which begins if need be."""
-        if kind not in self._texts:
-            item, self._texts[kind] = self._item(kind, "in_progress", []), ""
-            self._places[kind] = {"item_id": item["id"], "output_index": len(self._items)}
-            self._places[kind]["content_index"] = 0
-            self._items.append(item)
-            self._add_event(
-                "response.output_item.added", output_index=len(self._items) - 1, item=item
-            )
-            self._add_event(
-                "response.content_part.added", **self._places[kind], part=_text(kind, "")
-            )
-        self._texts[kind] += text
+        if kind not in self._open:
+            index, ident = len(self._items), f"{_PREFIXES[kind]}{secrets.token_hex(24)}"
+            place = {"item_id": ident, "output_index": index, "content_index": 0}
+            self._open[kind] = place, ""
+            self._items.append(item := _item(kind, ident, "in_progress", []))
+            self._add_event("response.output_item.added", output_index=index, item=item)
+            self._add_event("response.content_part.added", **place, part=_text(kind, ""))
+        place, before = self._open[kind]
+        self._open[kind] = place, before + text
         if text:
-            more = {"delta": text, **_LOGPROBS[kind]}
-            self._add_event(f"response.{kind}.delta", **self._places[kind], **more)
+            self._add_event(f"response.{kind}.delta", **place, delta=text, **_LOGPROBS[kind])
 
     def _end_text(self, kind: str, status: str) -> None:
         """End the output item of the reasoning or the answer, if it has begun."""
-        if (place := self._places.pop(kind, None)) is None:
-            return
-        index, part = place["output_index"], _text(kind, self._texts[kind])
-        self._items[index] = item = self._item(kind, status, [part])
-        more = {"text": part["text"], **_LOGPROBS[kind]}
-        self._add_event(f"response.{kind}.done", **place, **more)
-        self._add_event("response.content_part.done", **place, part=part)
-        self._add_event("response.output_item.done", output_index=index, item=item)
+        if kind in self._open:
+            place, text = self._open.pop(kind)
+            index, part = place["output_index"], _text(kind, text)
+            self._items[index] = item = _item(kind, place["item_id"], status, [part])
+            self._add_event(f"response.{kind}.done", **place, text=text, **_LOGPROBS[kind])
+            self._add_event("response.content_part.done", **place, part=part)
+            self._add_event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, call: ToolCall) -> None:
         """Add a call of a tool."""
@@ -359,24 +355,17 @@ class ResponsesShape:
         status = "incomplete" if end.finish == "length" else "completed"
         if not self._items:  # the reply is empty
             self._write("output_text", "")
-        for kind in tuple(self._places):
+        for kind in tuple(self._open):
             self._end_text(kind, status)
         if self._asked.store:
-            said = _reply(self._texts.get("output_text", ""), self._calls)
-            self._kept.add(self._id, self._before, [*_messages(self._asked.input), said])
+            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
+            self._kept.add(self._id, self._before, new)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         return self._response(status) | more
 
     def _response(self, status: str) -> dict[str, Any]:
         return {**self._common, "status": status, "output": [*self._items]}
-
-    def _item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        if kind == "reasoning_text":
-            item = {"id": f"rs_{self._hex}", "type": "reasoning", "summary": []}
-        else:
-            item = {"id": f"msg_{self._hex}", "type": "message", "role": "assistant"}
-        return {**item, "status": status, "content": content}
 
     def _add_event(self, kind: str, **fields: Any) -> None:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
@@ -403,6 +392,13 @@ def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
     ]
     content = None if fields and not text else text
     return ChatMessage(role="assistant", content=content, tool_calls=fields)
+
+
+def _item(kind: str, ident: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    about: dict[str, Any] = {"type": "message", "role": "assistant"}
+    if kind == "reasoning_text":
+        about = {"type": "reasoning", "summary": []}
+    return {"id": ident, **about, "status": status, "content": content}
 
 
 def _text(kind: str, text: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class CallParser:
         self._only_one = only_one
         self.is_cut = False
         self._waiting = ""
+        self._marked: str | None = ""
         self._has_begun = False
         self.calls: list[ToolCall] = []
 
@@ -68,8 +69,16 @@ class CallParser:
         shown = "".join(iter(self._next, None))
         return shown, self.calls[before:]
 
-    def rest(self) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that were held back, at the end of the reply."""
+    def holds(self, text: str) -> bool:
+        """Whether `text` of calls is held back, since they stand between control tokens."""
+        if self._marked == "" and text.startswith(OPEN):
+            self._marked = None  # they have tags
+        if self._marked is not None:
+            self._marked += text
+        return self._marked is not None
+
+    def rest(self, lead: str = "") -> tuple[str, list[ToolCall]]:
+        """The text and the calls that were held back, at the reply's end; `lead` as in `read`."""
         before, left = len(self.calls), self._waiting
         if self.has_ended:
             self.is_cut = bool(left.strip())
@@ -80,6 +89,8 @@ class CallParser:
             is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
+        if self._marked and not self.read(self._marked, lead):
+            left += self._marked
         return left, self.calls[before:]
 
     def read(self, marked: str, lead: str) -> list[ToolCall]:

@@ -190,6 +190,12 @@ class ReplyStream(PartSplitter):
         self._ends.append(len(self._reply))
         return self.push(text)
 
+    def divide(self, ids: Iterable[int]) -> None:
+        """Divide a whole reply."""
+        for token_id in ids:
+            self.push_id(token_id)
+        self.flush()
+
     def flush(self) -> list[Piece]:
         """At the end of the reply, return the text that was held back."""
         return self.push(self._text.flush(), is_end=True)

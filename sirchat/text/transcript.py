@@ -93,6 +93,11 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
         stream.write(terminal_safe_json(record).encode() + b"\n")
 
 
+def tagged(thinking: str, answer: str) -> str:
+    """A reply as one text, with its reasoning, if it has some, in tags."""
+    return f"<think>\n{thinking}\n</think>\n\n{answer}" if thinking else answer
+
+
 def split_tagged(text: str) -> tuple[str, str]:
     """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
     if (found := TAGS.match(text)) is None:

@@ -18,6 +18,7 @@ from chatting import ids_of, session
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.text.transcript import split_tagged, tagged
 from template_shapes import HEADERS, with_template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
@@ -95,4 +96,7 @@ def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> No
     read(chat, messages)
     wanted = whole(model(name).tokenizer, messages)
     assert ids_of(chat) == wanted, messages
-    assert ids_of(read_whole(chat)) == wanted
+    for message in messages:  # the session stores reasoning apart, without its blanks
+        if message["role"] == "assistant":
+            message["content"] = tagged(*split_tagged(message["content"]))
+    assert ids_of(read_whole(chat)) == whole(model(name).tokenizer, messages)

@@ -24,6 +24,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import export_session, find_session
 from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.text.reply_marks import Marks
 from speaking import saying
 
 THOUGHT = "<think>She is called Anna, so I greet her.</think>"
@@ -46,7 +47,6 @@ def _held(chat: Session, turn: int = 1) -> str:
     [
         (f"{THOUGHT}Hello, Anna.", "Hello, Anna."),
         (f"Well. {THOUGHT} Hello.", f"Well. {THOUGHT} Hello."),
-        ("the template opened it </think>Hello.", "Hello."),
         ("<think>never closed", "<think>never closed"),
         ("no thought, Anna", "no thought, Anna"),
     ],
@@ -154,6 +154,8 @@ def test_the_reply_of_an_older_version_is_divided(
     list(chat.read_user("Is it?"))
     list(chat.read_reply(text))
     chat.ledger.flag(Flag.THINKING, range(chat.seen), False)
+    marks = Marks("<think>", "</think>", is_open=not text.startswith("<think>"))
+    monkeypatch.setattr("sirchat.text.template.Template.marks", marks)
     Autosave(chat).close()
     again = session(tiny(), budget=256)
     with SessionStore.open(find_session(sessions_dir(), "last")) as store:
