@@ -243,7 +243,8 @@ class Session:
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read `text`, from a transcript, as the reply, instead of generating a reply."""
         text = without_surrogates(text)
-        ids, closing = self.template.assistant(text, self.state.header), self.template.closing
+        ids = self.template.assistant(text, self.state.header)
+        closing = self.template.closing if ids.closing is None else ids.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
         yield from turn.read(ids, interrupted, after=closing)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +23,7 @@ from sirchat.text.template import (
     Message,
     Template,
     TurnIds,
+    common_start,
 )
 
 _STUB: Message = {
@@ -88,9 +91,9 @@ class ToolTemplate(Template):
     def results(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
         others = [[{**message, "content": text} for message in messages] for text in OTHERS]
-        others_ids = [self._after_reply(other) for other in others]
+        ids, *others_ids = [self._result_ids(each) for each in (messages, *others)]
         said = "\n".join(message["content"] for message in messages)
-        return self._find_content(self._after_reply(messages), Role.USER, others_ids, said)
+        return self._find_content(ids, Role.USER, others_ids, said)
 
     def calls(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
@@ -101,26 +104,27 @@ class ToolTemplate(Template):
         the reply's header that have not been read: `header` is as in `TurnIds`.
         """
         message = {"role": "assistant", "content": content, "tool_calls": calls}
-        neutral, usual = message | self._without_controls(message), None
+        neutral = message | self._without_controls(message)
+        ids: list[int] | None
+        closing: list[int] | None = None
         try:
-            ids = self._reply(message)
-            usual = self._reply(neutral)
+            ids, closing, _ = self._called(message)
+            usual, *_ = self._called(neutral)
         except ModelError:  # such as several calls at once
             ids = None
-        if ids is not None and self._has_made_controls(ids, [usual or []]):
+        if ids is not None and self._has_made_controls(ids, [usual]):
             ids = None
         text = calls_as_text(content, [call["function"] for call in calls])
-        return self._after_header(ids, text, header)
+        return replace(self._after_header(ids, text, header), closing=closing)
 
     def call_form(self) -> tuple[str, str, str] | None:
         """How the template writes a tool call; None if not as JSON with a name and arguments.
 
         Returns the text before the JSON, its key for the arguments, and the text after it.
         """
-        function = {"name": QUESTION, "arguments": {QUESTION: ANSWER}}
-        call = {"id": "call00000", "type": "function", "function": function}
+        call = _call("call00000", QUESTION)
         try:
-            ids = self._reply({"role": "assistant", "content": "", "tool_calls": [call]})
+            ids, *_ = self._called({"role": "assistant", "content": "", "tool_calls": [call]})
             turn = self._after_header(ids, "", [])
             said = turn.ids[turn.content[0] :]
             text = self._tokenizer.decode(said, skip_special_tokens=True).strip()
@@ -132,6 +136,38 @@ class ToolTemplate(Template):
             if written == {"name": QUESTION, name: {QUESTION: ANSWER}}:
                 return text[:start], name, text[start + size :]
         return None
+
+    def _called(
+        self, reply: Message, results: Sequence[Message] = ()
+    ) -> tuple[list[int], list[int] | None, list[int]]:
+        """The header and text of a reply that calls tools, its closing, and what follows that.
+
+        The closing is as in `TurnIds`. By default, the results are stubs.
+        """
+        results = results or [_result(call) for call in reply["tool_calls"]]
+        asked = self._render([STUB_QUESTION], prompt=True)
+        chat = self._render([STUB_QUESTION, reply, *results], prompt=True)
+        start = len(asked) - len(self._prompt[0])
+        asked, chat, closing = asked[:start], chat[start:], self._closing
+        with suppress(ModelError):  # some templates refuse a question after a call
+            ids = self._reply(reply)
+            if ids and chat[: len(ids) + len(closing)] == [*ids, *closing]:
+                return ids, None, chat[len(ids) + len(closing) :]
+        alone = self._render([STUB_QUESTION, reply], prompt=False)
+        end = len(common_start(alone, [*asked, *chat])) - start
+        if end <= 0:
+            raise ModelError("the model's chat template has no place for a call of a tool")
+        if closing and chat[end - len(closing) : end] == closing:
+            return chat[: end - len(closing)], None, chat[end:]
+        return chat[:end], [], chat[end:]
+
+    def _result_ids(self, messages: Sequence[Message]) -> list[int]:
+        calls = [_call(each["tool_call_id"], each.get("name", QUESTION)) for each in messages]
+        try:
+            reply = {"role": "assistant", "content": "", "tool_calls": calls}
+            return self._called(reply, messages)[-1]
+        except ModelError:  # such as of several calls, which are read as text
+            return self._after_reply(messages)
 
     def _after_reply(self, messages: Sequence[Message]) -> list[int]:
         ids = self._after_answer(self._render([*STUB_HISTORY, *messages], prompt=True))
@@ -158,6 +194,16 @@ class ToolTemplate(Template):
 
     def _has_control(self, text: str) -> bool:
         return any(token in text for token in self._control_tokens.texts)
+
+
+def _call(ident: str, name: str) -> Message:
+    function = {"name": name, "arguments": {QUESTION: ANSWER}}
+    return {"id": ident, "type": "function", "function": function}
+
+
+def _result(call: Message) -> Message:
+    name = call["function"]["name"]
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION}
 
 
 def calls_as_text(content: str, functions: Sequence[Message]) -> str:

@@ -62,6 +62,7 @@ class TurnIds:
     # Of a user turn: with which ids of the next reply's header it ends; None: those of a generated
     # reply, all of them.
     header: list[int] | None = None
+    closing: list[int] | None = None  # of a reply, if not that of its template
 
 
 class Template:
@@ -264,9 +265,9 @@ class Template:
         read alone.
         """
         read = self._prompt[0] if header is None else header
-        usual = _common_start(*self._replies)
+        usual = common_start(*self._replies)
         if ids is not None and ids[: len(read)] == read:
-            rest = _common_start(usual, ids)[len(read) :]
+            rest = common_start(usual, ids)[len(read) :]
             text = ids[len(read) + len(rest) :]
         else:
             fits = usual[: len(read)] == read
@@ -293,17 +294,17 @@ class Template:
         if asked == other:  # some templates always write it
             with suppress(ModelError):
                 other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
-        start = len(_common_start(asked, other))
+        start = len(common_start(asked, other))
         replies = STUB_HISTORY[1], _STUB_THOUGHT
         told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
-        shared = min(len(_common_start(asked, ids)) for ids in told)
+        shared = min(len(common_start(asked, ids)) for ids in told)
         return asked[start:], max(0, shared - start)
 
     @cached_property
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
         followed = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
-        return _common_start(alone, self._after_answer(followed))
+        return common_start(alone, self._after_answer(followed))
 
     @property
     def _openers(self) -> set[int]:
@@ -431,8 +432,8 @@ class Template:
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
         other = self._render([STUB_QUESTION, _message("assistant", ANSWER + " a")], prompt=False)
-        start = len(_common_start(self._render([STUB_QUESTION], prompt=False), ids))
-        answer = ids[start : len(_common_start(ids, other))]
+        start = len(common_start(self._render([STUB_QUESTION], prompt=False), ids))
+        answer = ids[start : len(common_start(ids, other))]
         if ANSWER not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
         while answer[1:] and ANSWER in self._tokenizer.decode(answer[1:]):
@@ -450,8 +451,8 @@ class Template:
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
-        start = min(len(_common_start(ids, other)) for other in others)
-        tail = min(len(_common_start(ids[::-1], other[::-1])) for other in others)
+        start = min(len(common_start(ids, other)) for other in others)
+        tail = min(len(common_start(ids[::-1], other[::-1])) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
@@ -543,7 +544,7 @@ def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role)
     )
 
 
-def _common_start(left: Sequence[int], right: Sequence[int]) -> list[int]:
+def common_start(left: Sequence[int], right: Sequence[int]) -> list[int]:
     """The ids with which both `left` and `right` begin."""
     count = 0
     for a, b in zip(left, right, strict=False):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from by_heart import SHAPES
+from by_heart import tokenizer as tokenizer_of
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
@@ -61,6 +63,30 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
     ids = [*head.ids, *first.ids, *own.calls("", calls).ids, *own.closing]
     ids += [*own.results(results).ids, *own.assistant("It is fine.").ids, *own.closing]
     assert [*ids, *own.user("Thank you.").ids] == whole
+
+
+@pytest.mark.parametrize("shape", ["gpt-oss", "qwen3", "llama3", "mistral"])
+def test_calls_and_results_are_read_as_the_template_writes_them_one_after_the_other(
+    shape: str,
+) -> None:
+    it = tokenizer_of(SHAPES[shape])
+    asked = {"role": "user", "content": "How is the weather?"}
+    told = [asked, {"role": "assistant", "content": "", "tool_calls": [call("Oslo")]}]
+    told.append(result("It is cold."))
+    whole = it.apply_chat_template(
+        told,
+        tools=[WEATHER],
+        tools_in_user_message=False,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    own = ToolTemplate(it, None, TOOLS)
+    head, first = own.opening("How is the weather?")
+    first = own.before(first, "calls")
+    calls = own.calls("", [call("Oslo")], first.header)
+    closing = own.closing if calls.closing is None else calls.closing
+    ids = [*(head.ids if head else []), *first.ids, *calls.ids, *closing]
+    assert [*ids, *own.results([result("It is cold.")]).ids] == whole
 
 
 @pytest.mark.parametrize("shape", ["qwen", "llama"])
