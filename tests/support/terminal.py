@@ -249,7 +249,7 @@ class Terminal:
     def read_on(self) -> None:
         """Wait until a reply has gone on for a while."""
         before = len(self.raw)
-        self.until(lambda: len(self.raw) > before + 4000)
+        self.until(lambda: len(self.raw) > before + 2000)
 
     @property
     def shown(self) -> str:

@@ -71,9 +71,9 @@ def test_what_is_not_refused_changes_what_is_found() -> None:
     def found(chats: bool, **settings: Any) -> list[Any]:
         setting = changed_profile(base, "", **settings)
         if chats:
-            one: Grid = MultipleChoice((setting,), limit=2)
+            one: Grid = MultipleChoice((setting,), limit=1)
         else:
-            one = Facts((setting,), limit=2, facts=(2,), between=(2,))
+            one = Facts((setting,), limit=1, facts=(2,), between=(2,))
         return list(map(one.worker(tiny() if chats else babbler()), one.keys()))
 
     read, chatted = found(False), found(True)
