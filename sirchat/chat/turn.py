@@ -108,7 +108,7 @@ class OpenTurn:
         and the `closing` ids are read before the next turn.
         """
         stats, said, failure = self.stats, list[Piece](), None
-        at, stop_id = list[int](), None
+        ids, at, stop_id = list[int](), list[int](), None
         self._now.reply, self._now.pending_ids = stats, list(closing)
         stats.finish = "interrupt"  # not changed if the caller stops taking events
         try:
@@ -121,6 +121,7 @@ class OpenTurn:
                     stats.seconds_decode += time.perf_counter() - start
                     if isinstance(record, GeneratedToken):
                         stats.tokens_out += 1
+                        ids.append(record.id)
                         at.append(record.position)
                         said += (new := stream.push_id(record.id))
                         yield from map(_delta, new)
@@ -137,7 +138,7 @@ class OpenTurn:
                 yield from map(_delta, new or [Piece("answer", "", 0)])
             except ContextFullError as error:
                 stats.finish, failure = "context", error
-            closed = self.close(closing, stream, at)
+            closed = self.close(_unread(closing, ids, end_ids), stream, at)
         except BaseException:  # the caller stopped taking events, or the model failed
             self._now.finish(stats, *_texts(said))
             raise
@@ -217,6 +218,13 @@ def flag_saved(ledger: Ledger, turn: int, stream: ReplyStream) -> None:
     if not (ledger.column("flags")[said] & np.uint8(Flag.THINKING)).any():
         stream.divide(ledger.column("token_id")[said].tolist())
         ledger.flag(Flag.THINKING, said[stream.tokens("thinking")], True)
+
+
+def _unread(closing: Sequence[int], ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """The ids `closing` but the first ones, before an end id, with which the reply has ended."""
+    end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
+    said = (size for size in range(end, 0, -1) if list(ids[-size:]) == list(closing[:size]))
+    return closing[next(said, 0) :]
 
 
 def _delta(piece: Piece) -> Delta:

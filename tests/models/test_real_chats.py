@@ -1,6 +1,6 @@
 """Chats with real tokenizers and templates: turn by turn the ids of the whole conversation at once.
 
-`SIRCHAT_ATTACK=200` reads so many conversations with each.
+`SIRCHAT_ATTACK=200` reads so many conversations with each, and with the tokenizer of gpt-oss.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import lzma
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
@@ -33,6 +34,7 @@ _CHATS = {
     "deepseek_v3": ("deepseek_v3", None),
     "llama2": ("llama2", "llama2"),
     "mistral": ("llama2", "mistral"),
+    **({"gptoss": ("gptoss", "harmony")} if MANY else {}),
 }
 _SYSTEMS = (None, None, "Be brief.", "Tu es poli.\n\n- un\n- deux", " You are  Anna. ")
 _TEXTS = (
@@ -84,9 +86,19 @@ def model(request: pytest.FixtureRequest, data: Path) -> LoadedModel:
 
 
 def whole(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """The ids of all messages and of the header of a reply, as transformers renders them."""
+    """The ids of all messages and of the header of a reply, as transformers renders them.
+
+    A template that takes reasoning apart from the text gets it so.
+    """
+    told = [
+        {**message, "content": parts[2], "thinking": parts[1]}
+        if ".thinking" in tokenizer.chat_template
+        and (parts := re.match(r"<think>(.*?)</think>\s*(.*)", message["content"], re.DOTALL))
+        else message
+        for message in messages
+    ]
     (text,), _ = render_jinja_template(
-        [messages],
+        [told],
         chat_template=tokenizer.chat_template,
         add_generation_prompt=True,
         **tokenizer.special_tokens_map,

@@ -243,8 +243,8 @@ SHAPES = {
         eos="</s>",
         ends=("</s>",),
         pre="spm",
-        plain=" {answer}</s>",
-        thinking=" {answer}</s>",
+        plain=" {answer} </s>",
+        thinking=" {answer} </s>",
         prefix=True,
     ),
 }
