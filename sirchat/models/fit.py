@@ -204,8 +204,6 @@ def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
         factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
         taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
-    if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
-        return 2 * 4 * stored.count
     if form.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
         return form.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
 from sirchat.models.ending_thread import call_in_new_thread
-from sirchat.models.names import cache_folder, cached_folder, locate, suggestion
+from sirchat.models.names import all_parts, cache_folder, cached_folder, locate, suggestion
 from sirchat.models.progress import Progress, bar_class, no_logs
 
 if TYPE_CHECKING:
@@ -86,9 +86,16 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
     get_session()  # loads certificates, which must not count as network time
     with explain_hub_errors(name):
         # The library's own limit does not include the look-up of the hub's address.
-        return call_in_new_thread(
+        info = call_in_new_thread(
             lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files), _SECONDS
         )
+    names = {sibling.rfilename for sibling in getattr(info, "siblings", None) or ()}
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise ModelError(
+            f"model {name!r} is a LoRA adapter, which can't be used",
+            hint="choose a repository with the merged model",
+        )
+    return info
 
 
 @contextmanager
@@ -122,9 +129,10 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model from the hub, or only the GGUF file `file`; what is complete stays.
+    """Download a model from the hub, or only the GGUF file `file` with its other parts.
 
-    `progress` gets a file's name, and the done and the total bytes of all files. Raises ModelError.
+    What is complete stays. `progress` gets a file's name, and the done and the total bytes of all
+    files. Raises ModelError.
     """
     info = ask_hub(name, with_files=True)
     with explain_hub_errors(name):  # a size can be of a wrong type, for example
@@ -143,7 +151,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
             _fetch(name, path, size, report)
             report(path, size, size)
             done += size
-    return PulledModel(f"{name}/{file}" if file else name, total)
+    return PulledModel(f"{name}/{files[0][0]}" if file else name, total)
 
 
 def _unreachable(name: str, hint: str) -> ModelError:
@@ -161,7 +169,10 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
         if file not in ggufs:
             hint = nearest(file, ggufs) or _file_hint(ggufs)
             raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
-        return [(file, sizes[file])]
+        parts = all_parts(file)
+        if missing := [path for path in parts if path not in sizes]:
+            raise ModelError(f"model {name!r} lacks parts of {file!r}: {', '.join(missing)}")
+        return [(path, sizes[path]) for path in parts]
     wanted = [path for path in sizes if _WANTED.fullmatch(path)]
     if any(path.endswith(".safetensors") for path in wanted) and "config.json" in wanted:
         # The weights come last, so that a wrong model is noticed early.
@@ -178,8 +189,9 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
 def _file_hint(ggufs: Sequence[str]) -> str:
     if not ggufs:
         return "the model has no GGUF files; leave --file out"
-    more = f", and {len(ggufs) - _SHOWN} more" if len(ggufs) > _SHOWN else ""
-    return f"choose a file with --file: {', '.join(ggufs[:_SHOWN])}{more}"
+    whole = list(dict.fromkeys(all_parts(path)[0] for path in ggufs))
+    more = f", and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
+    return f"choose a file with --file: {', '.join(whole[:_SHOWN])}{more}"
 
 
 def _check_space(name: str, total: int) -> None:

@@ -13,6 +13,7 @@ from sirchat.errors import ModelError
 from sirchat.models.names import (
     BUNDLED,
     PACKAGED,
+    all_parts,
     cached_folder,
     cached_models,
     locate,
@@ -21,6 +22,7 @@ from sirchat.models.names import (
     suggestion,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
+from sirchat.models.stored_weights import weights_in_folder
 
 Source = Literal["bundled", "package", "folder", "hub"]
 
@@ -96,6 +98,7 @@ def _inspect_model(name: str, source: Source, path: Path) -> FoundModel:
             return FoundModel(name, source, path, size, shape_of_gguf(path))
         if not any(path.glob("*.safetensors")):
             raise ModelError("the folder has no .safetensors files")
+        weights_in_folder(path)
         return FoundModel(name, source, path, size, shape_of_folder(path))
     except (ModelError, OSError) as error:
         reason = str(error.args[0]) if isinstance(error, ModelError) else f"{error.strerror}"
@@ -112,7 +115,7 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
         yield FoundModel(name, "hub", folder, problem=incomplete)
         return
     files = _files_below(snapshot)
-    ggufs = [path for path in files if _is_gguf(path)]
+    ggufs = _ggufs_of(files)
     for path in ggufs:
         yield _inspect_model(f"{name}/{path.relative_to(snapshot)}", "hub", path)
     if ggufs:
@@ -127,9 +130,10 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 
 def _models_in(folder: Path) -> list[Path]:
     """The model folders and GGUF files below a folder, sorted by name."""
-    models = []
-    for path in _files_below(folder):
-        if _is_gguf(path):
+    files, models = _files_below(folder), list[Path]()
+    ggufs = _ggufs_of(files)
+    for path in files:
+        if path in ggufs:
             models.append(path)
         elif path.name == "config.json" and path.parent != folder:
             models.append(path.parent)
@@ -147,15 +151,20 @@ def _files_below(folder: Path) -> list[Path]:
     return files
 
 
-def _is_gguf(path: Path) -> bool:
-    # A file mmproj-*.gguf is the image encoder of another model.
-    return path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj")
+def _ggufs_of(files: Iterable[Path]) -> list[Path]:
+    """The GGUF files of models; for one in several parts, the first part that is there."""
+    found = dict[Path, Path]()
+    for path in files:
+        # A file mmproj-*.gguf is the image encoder of another model.
+        if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj"):
+            found.setdefault(path.with_name(all_parts(path.name)[0]), path)
+    return list(found.values())
 
 
 def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    names = all_parts(path.name) if path.is_file() else [one.name for one in path.iterdir()]
+    parent = path.parent if path.is_file() else path
+    return sum(one.stat().st_size for name in names if (one := parent / name).is_file())
 
 
 def _as_typed_path(path: Path) -> str:

@@ -19,7 +19,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype, use_threads
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.gguf.translate import has_blocks, is_supported, refuse_misread
+from sirchat.models.gguf.translate import has_blocks, refuse_unsupported
 from sirchat.models.hub import must_use_cache
 from sirchat.models.measuring import CacheTypeName, UnpackName, choose_matmul_method
 from sirchat.models.model import LoadedModel, wrap_model
@@ -27,8 +27,15 @@ from sirchat.models.model_config import ConfigValues, DecoderConfig
 from sirchat.models.names import loading_error, locate
 from sirchat.models.packed import four_bit_block
 from sirchat.models.packing import pack_module
-from sirchat.models.probe import refuse_foreign_tokenizer, refuse_unsupported_layers
+from sirchat.models.probe import (
+    refuse_broken_template,
+    refuse_foreign_tokenizer,
+    refuse_other_weights,
+    refuse_unsupported_layers,
+)
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
+from sirchat.models.stored_weights import weights_in_folder
+from sirchat.models.whole_files import StoredPlace
 from sirchat.text.tokenizer import tokenizer_of_folder
 
 # How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
@@ -39,7 +46,7 @@ Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 
 MOST_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
 
-_Weights = dict[str, tuple[Path, tuple[int, ...]]]  # by name: the file and the shape
+_Weights = dict[str, tuple[Path, StoredPlace]]  # by name
 
 
 def load_model_of(
@@ -106,16 +113,19 @@ def load_model(
             path, packs = Path(source) / gguf["gguf_file"], _stays_packed(quantize, dtype, target)
             options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
             parts = load_gguf_parts(path, target, torch_dtype, progress, **options)
-        elif not for_hub and Path(source).is_dir():
-            parts = load_folder_parts(Path(source), torch_dtype, progress)
-        if quantize == "packed" and not (gguf and parts):
+        elif quantize == "packed":
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
+        elif Path(source).is_dir():
+            weights = weights_in_folder(Path(source))
+            if not for_hub:
+                parts = load_folder_parts(Path(source), weights, torch_dtype, progress)
         if parts is None:
-            options = {"trust_remote_code": trust_remote_code, **gguf}
+            options = {"trust_remote_code": trust_remote_code}
             parts = _load_with_transformers(name, source, torch_dtype, progress, options, spread)
         module, tokenizer = parts
         refuse_foreign_tokenizer(module, tokenizer, name)
+        refuse_broken_template(tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4, target)
         if spread is None:  # only now: a GPU may have no room for weights that are not packed yet
@@ -137,21 +147,23 @@ def load_gguf_parts(
     packs: bool | None,
     for_hub: bool = False,
     spread: Spread | None = None,
-) -> tuple[Any, Any] | None:
-    """Load module and tokenizer of a GGUF file; None if only transformers can read it.
+) -> tuple[Any, Any]:
+    """Load module and tokenizer of a GGUF file.
 
     `packs` says whether weights in blocks of few bits stay packed; None: yes if there are such.
     Packed weights are on `device`, all else on the CPU or where `spread` says.
     """
     file = parse_gguf(path)
+    refuse_unsupported(file)
     from sirchat.models.gguf import model, vocabulary
 
-    if not is_supported(file):
-        refuse_misread(file)
-        return None
     packs = spread is None and (has_blocks(file) if packs is None else packs)
     load = vocabulary.hub_tokenizer if for_hub else vocabulary.load_tokenizer
     tokenizer = load(file.metadata)
+    if tokenizer.chat_template is None:  # then `refuse_broken_template` names the others
+        start = "tokenizer.chat_template."
+        named = {key.removeprefix(start) for key in file.metadata if key.startswith(start)}
+        tokenizer.chat_template = dict.fromkeys(named, "") or None
     how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
     module = model.load_module(file, dtype, progress, **how)
     if spread is not None:
@@ -160,16 +172,16 @@ def load_gguf_parts(
 
 
 def load_folder_parts(
-    folder: Path, dtype: torch.dtype, progress: Progress | None
+    folder: Path, weights: _Weights, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Any, Any] | None:
     """Load module and tokenizer of a folder on the CPU without transformers, whose import is slow.
 
     Returns None if transformers must read the folder: it can read more models, and its errors say
-    what is wrong with a damaged folder.
+    what is wrong with a damaged folder. `weights` are those of the folder.
     """
     try:
         config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
-        if config is None or not _is_complete(config, weights := _weight_shapes(folder)):
+        if config is None or not _is_complete(config, weights):
             return None
         module = Decoder(config, dtype)
         if (generation := folder / "generation_config.json").exists():
@@ -219,24 +231,17 @@ def _load_with_transformers(
     options: dict[str, Any],
     spread: Spread | None,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers."""
+    """Load module and tokenizer of a folder or a hub id with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     switch_off_bars()
-    is_gguf = "gguf_file" in options
     if not Path(source).is_dir():
         options = {**options, "local_files_only": must_use_cache(source)}
-    if not is_gguf:  # a GGUF file has no config.json; the probe checks its layers
-        config = AutoConfig.from_pretrained(source, **options)
-        refuse_unsupported_layers(config.get_text_config(decoder=True), name)
-    if is_gguf:
-        from sirchat.models.gguf.vocabulary import hub_tokenizer
-
-        tokenizer = hub_tokenizer(parse_gguf(Path(source) / options["gguf_file"]).metadata)
-    else:
-        tokenizer = tokenizer_by_transformers(source, **options)
+    config = AutoConfig.from_pretrained(source, **options)
+    refuse_unsupported_layers(config.get_text_config(decoder=True), name)
+    tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
-    if spread is not None and not is_gguf:
+    if spread is not None:
         trusts = options["trust_remote_code"]
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(
@@ -244,16 +249,19 @@ def _load_with_transformers(
             )
         placed = spread.options(outline)
     with reporting(progress) as reports:
-        module = AutoModelForCausalLM.from_pretrained(
+        module, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            use_safetensors=None if is_gguf else True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `refuse_other_weights` names them
             **options,
             **placed,
             **reports,
         )
+    refuse_other_weights(module, info, name)
     if spread is not None:
-        spread.dispatch(module) if is_gguf else spread.finish_loading(module)
+        spread.finish_loading(module)
     return module, tokenizer
 
 
@@ -264,21 +272,12 @@ def _json_of(path: Path) -> dict[str, Any]:
     return values
 
 
-def _weight_shapes(folder: Path) -> _Weights:
-    weights: _Weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                weights[name] = path, tuple(file.get_slice(name).get_shape())
-    return weights
-
-
 def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:
     """Whether there are weights of the last layer, and embeddings of the config's size."""
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     embedding = weights.get("model.embed_tokens.weight")
     sizes = config.vocab_size, config.hidden_size
-    return last in weights and embedding is not None and embedding[1] == sizes
+    return last in weights and embedding is not None and embedding[1].shape == sizes
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
@@ -287,7 +286,7 @@ def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None)
     if module.config.tie_word_embeddings:
         del parameters["lm_head.weight"]
     if {name: tuple(weight.shape) for name, weight in parameters.items()} != {
-        name: shape for name, (_, shape) in weights.items()
+        name: place.shape for name, (_, place) in weights.items()
     }:
         return False
     done = 0

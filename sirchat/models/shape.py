@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,9 +21,8 @@ from typing import Any
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.architectures import ARCHITECTURES
-from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
-from sirchat.models.gguf.translate import expands_keys, has_blocks, is_supported
+from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
 from sirchat.models.model_config import REFUSED_LAYERS, ConfigValues, context_length, positive
 
 # The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
@@ -82,35 +81,31 @@ def shape_of_folder(folder: Path) -> ModelShape:
     kind = text.get("model_type") or config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError(f"{folder / 'config.json'} has no model_type")
-    listed = text.get("layer_types")
-    layers = listed if isinstance(listed, list) else []
-    count = sum(layer in _WITH_ROWS for layer in layers)
-    is_refused = any(kind in REFUSED_LAYERS for kind in map(str, layers)) or (layers and not count)
+    layers = _layer_types(text)
+    is_refused = any(layer in REFUSED_LAYERS for layer in map(str, layers))
+    is_refused |= bool(layers) and not any(layer in _WITH_ROWS for layer in layers)
     if kind in _NOT_HELD or is_refused:
         raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
-    if count < len(layers):  # the others have a state of constant size, which is not counted
-        text = {**text, "num_hidden_layers": count}
-    is_known = layers or kind not in _HYBRID
-    cached, archived = _row_elements(text) if is_known else (None, None)
-    if cached and count < len(layers):
-        sizes = iter(cached)
-        cached = tuple(next(sizes) if layer in _WITH_ROWS else 0 for layer in layers)
+    cached, archived = _elements(text)
     context = context_length(ConfigValues(text))
     return ModelShape(kind, context, cached, archived_elements=archived)
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
-    """Read the sizes of a model from its GGUF file's header; raises ModelError if it is damaged."""
+    """Read the sizes of a model from its GGUF file's header.
+
+    Raises ModelError if it is damaged, or sirchat can't run the model.
+    """
     file = parse_gguf(path, with_lists_of_text=False)
+    refuse_unsupported(file)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
     kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
-    packs = is_supported(file) and all(tensor.type in BLOCKS for tensor in file.tensors.values())
-    cached, archived = _gguf_row_elements(file)
-    return ModelShape(
-        kind, _gguf_context_length(file), cached, packs and has_blocks(file), archived
-    )
+    values = config_values(file)
+    cached, archived = _elements(values)
+    context = context_length(ConfigValues(values))
+    return ModelShape(kind, context, cached, has_blocks(file), archived)
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -186,27 +181,48 @@ def packed_rows(profile: Profile) -> int:
     return 0
 
 
-def _row_elements(config: Mapping[str, Any]) -> _Elements:
+def _layer_types(config: Mapping[str, Any]) -> list[Any]:
+    """The kind of each layer; empty if the config does not say it."""
+    listed, interval = config.get("layer_types"), positive(config.get("full_attention_interval"))
+    layers = positive(config.get("num_hidden_layers"), _MOST_LAYERS)
+    if listed is None and layers and interval:
+        return ["none" if at % interval else _WITH_ROWS[0] for at in range(1, layers + 1)]
+    return listed if isinstance(listed, list) else []
+
+
+def _elements(config: Mapping[str, Any]) -> _Elements:
     """Count a token's numbers in each layer of the KV cache, and in all layers of the archive."""
+    kinds = _layer_types(config)
     layers = positive(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
         layers = 2 * (positive(config.get("num_layers"), _MOST_LAYERS) or 0) or None
     heads = positive(config.get("num_attention_heads") or config.get("n_head"))
     hidden = positive(config.get("hidden_size") or config.get("n_embd"))
-    if layers is None or heads is None:
+    if layers is None or heads is None or (not kinds and config.get("model_type") in _HYBRID):
         return None, None
+    # The last layers may use others' keys; the others than those with rows have a constant state.
+    layers -= positive(config.get("num_kv_shared_layers")) or 0
+    kinds = [*kinds[:layers], *([_WITH_ROWS[0]] * (layers - len(kinds)))]
     latent = positive(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
         rotated_part = positive(config.get("qk_rope_head_dim")) or 0
-        return (latent + 2 * rotated_part,) * layers, layers * (latent + rotated_part)
+        has_rows = [kind in _WITH_ROWS for kind in kinds]
+        row = latent + 2 * rotated_part
+        return tuple(row * has for has in has_rows), sum(has_rows) * (latent + rotated_part)
     size = positive(config.get("head_dim")) or (hidden // heads if hidden else None)
     if size is None:
         return None, None
-    row = _key_value_heads(config, heads) * size
+    near = _key_value_heads(config, heads) * size
+    far = positive(config.get("global_head_dim")) or size  # Gemma 4: of layers that see all
+    far *= positive(config.get("num_global_key_value_heads")) or near // size
+    interval = positive(config.get("no_rope_layer_interval")) or layers + 1
     rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
-    without = [rotates == 0 for rotates in rotated[:layers]] if isinstance(rotated, list) else []
-    without += [False] * (layers - len(without))
-    return tuple((2 if is_plain else 3) * row for is_plain in without), layers * 2 * row
+    rotates = rotated if isinstance(rotated, list) else []
+    rotates = [*rotates, *((at + 1) % interval for at in range(len(rotates), layers))]
+    once = [far if kind == _WITH_ROWS[0] else near for kind in kinds]
+    once = [2 * row if kind in _WITH_ROWS else 0 for row, kind in zip(once, kinds, strict=True)]
+    both = zip(once, rotates, strict=False)
+    return tuple(row * 3 // 2 if turns else row for row, turns in both), sum(once)
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -216,57 +232,6 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
         return 1
     given = (positive(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
     return next((count for count in given if count), heads)
-
-
-def _gguf_context_length(file: GgufFile) -> int | None:
-    limit = positive(file.settings.get("context_length"))
-    original = positive(file.settings.get("rope.scaling.original_context_length"))
-    scales = "rope_factors_long.weight" in file.tensors  # it varies with the text's length
-    return min(limit, original) if scales and limit and original else limit
-
-
-def _gguf_row_elements(file: GgufFile) -> _Elements:
-    said = file.settings.get
-    hidden, of_queries = positive(said("embedding_length")), positive(said("attention.head_count"))
-    usual = hidden // of_queries if hidden and of_queries else None
-    key = positive(said("attention.key_length")) or usual
-    value = positive(said("attention.value_length")) or usual
-    counts = _key_heads(said)
-    if counts and of_queries and expands_keys(file):
-        counts = [of_queries] * len(counts)
-    if counts is None or key is None or value is None:
-        return None, None
-    near_key = positive(said("attention.key_length_swa")) or key
-    near_value = positive(said("attention.value_length_swa")) or value
-    slides, known = said("attention.sliding_window_pattern"), ARCHITECTURES.get(file.architecture)
-    unrotated = known.fixed.get("no_rope_layer_interval") if known else None
-    cached, archived = list[int](), 0
-    for at, count in enumerate(counts):
-        is_near = isinstance(slides, list) and slides[at : at + 1] == [True]
-        keys = count * (near_key if is_near else key)
-        once = keys + count * (near_value if is_near else value)
-        archived += once
-        cached.append(once if unrotated and (at + 1) % unrotated == 0 else once + keys)
-    return tuple(cached), archived
-
-
-def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
-    """The number of key heads of each layer in a GGUF file; None if unknown.
-
-    Layers at the end that use other layers' keys, or predict further tokens, are left out.
-    """
-    layers = positive(said("block_count"), _MOST_LAYERS)
-    if layers is None:
-        return None
-    heads = said("attention.head_count_kv") or said("attention.head_count")
-    interval = positive(said("full_attention_interval")) or 1  # the other layers have a state
-    every = [0 if at % interval else heads for at in range(1, layers + 1)]
-    by_layer = heads[:layers] if isinstance(heads, list) else every
-    counts = [0 if count == 0 else positive(count) for count in by_layer]
-    last = layers - (positive(said("attention.shared_kv_layers")) or 0)
-    last -= positive(said("nextn_predict_layers")) or 0
-    known = [count for count in counts[: max(0, last)] if count is not None]
-    return None if None in counts else known
 
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:

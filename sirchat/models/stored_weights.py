@@ -5,17 +5,15 @@ Files are not trusted; a file that can't be read raises ModelError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.gguf.translate import is_supported
+from sirchat.models.names import all_parts
 from sirchat.models.shape import load_config
+from sirchat.models.whole_files import StoredPlace, safetensors_in
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -68,13 +66,11 @@ class StoredWeights:
     Attributes:
         tensors: all tensors, without an output head that equals the input embeddings.
         is_tied: whether the output head has the weights of the input embeddings.
-        is_read_here: whether sirchat itself can read the GGUF file, and not transformers.
     """
 
     tensors: tuple[StoredTensor, ...]
     is_tied: bool
     is_gguf: bool = False
-    is_read_here: bool = False
 
     @property
     def count(self) -> int:
@@ -91,14 +87,29 @@ def stored_weights(path: Path) -> StoredWeights:
         file = parse_gguf(path, with_lists_of_text=False)
         tensors = tuple(StoredTensor(n, t.shape, t.type) for n, t in file.tensors.items())
         is_tied = not any(tensor.is_head for tensor in tensors)
-        return StoredWeights(tensors, is_tied, True, is_supported(file))
+        return StoredWeights(tensors, is_tied, is_gguf=True)
     config = load_config(path / "config.json")
-    tensors = tuple(tensor for file in _weight_files(path) for tensor in _tensors_in(file))
+    places = weights_in_folder(path)
+    tensors = tuple(StoredTensor(n, one.shape, one.type) for n, (_, one) in places.items())
     says_tied = config.get("tie_word_embeddings") is True
     is_tied = says_tied or not any(tensor.is_head for tensor in tensors)
     if says_tied:
         tensors = tuple(tensor for tensor in tensors if not tensor.is_head)
     return StoredWeights(tensors, is_tied)
+
+
+def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
+    """The weights that a folder's safetensors have: for each name its file, and where it is there.
+
+    Raises ModelError if a file is missing, damaged or of another kind.
+    """
+    files = _weight_files(folder)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ModelError(
+            f"{folder} has only some of its weights; missing: {', '.join(missing)}",
+            hint="the download is incomplete",
+        )
+    return {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -107,17 +118,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
+        names = {part for file in folder.glob("*.safetensors") for part in all_parts(file.name)}
+        return [folder / name for name in sorted(names)]
     files = load_config(index).get("weight_map")
     names = set(map(str, files.values())) if isinstance(files, dict) else set()
     return [folder / Path(name).name for name in sorted(names)]
-
-
-def _tensors_in(path: Path) -> Iterator[StoredTensor]:
-    try:
-        with safe_open(path, framework="np") as file:  # which reads, and checks, the header only
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                tensor = file.get_slice(name)
-                yield StoredTensor(name, tuple(tensor.get_shape()), tensor.get_dtype())
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} can't be read: {type(error).__name__}") from error

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,6 +51,17 @@ def render(source: str, size: int, /, **variables: Any) -> str:
         return environment.render_within(template, _MOST_ADDED + _MOST_COPIES * size, variables)
     except (MemoryError, RecursionError):
         raise TemplateError("rendering takes too much memory") from None
+
+
+def syntax_error(source: str) -> str:
+    """Why a template can't be compiled, and in which line; empty if it can."""
+    try:
+        _compiled(source)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except (TemplateError, MemoryError, RecursionError) as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 class _GenerationBlocks(Extension):

@@ -19,8 +19,9 @@ from chatting import tiny
 from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
-from sirchat.models.gguf.translate import is_supported
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor, parse_gguf
+from sirchat.models.gguf.model import load_module
+from sirchat.models.gguf.translate import refuse_unsupported
 from sirchat.models.load import load_model
 from sirchat.models.names import locate
 
@@ -36,6 +37,9 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_XXS": (0,),
+    "IQ3_S": (0,),
+    "TQ2_0": (64,),
     "MXFP4": (),
 }
 
@@ -88,18 +92,21 @@ def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path)
         )
 
 
-def test_a_file_that_says_more_than_is_understood_is_left_to_transformers(file: Path) -> None:
+def test_what_a_file_says_more_than_is_understood_is_named(file: Path) -> None:
     read = parse_gguf(file)
-    assert is_supported(read)
+    refuse_unsupported(read)
     for key in ("llama.rope.scaling.type", "llama.expert_used_count"):
         more = type(read)(dict(read.metadata) | {key: 1}, read.tensors)
-        assert not is_supported(more)
-    odd = GgufTensor((4,), "type 19", np.zeros(0, np.uint8))
+        with pytest.raises(ModelError, match=f"{key} is 1, which can't be used"):
+            refuse_unsupported(more)
+    odd = GgufTensor((4,), "type 99", np.zeros(0, np.uint8))
     for name, tensor in (
         ("rope_freqs.weight", read.tensors["output_norm.weight"]),
         ("output.weight", odd),
+        ("blk.0.attn_q.input_scale", read.tensors["output_norm.weight"]),
     ):
-        assert not is_supported(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
+        with pytest.raises(ModelError, match=name):
+            refuse_unsupported(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
 
 
 @pytest.mark.real
@@ -160,8 +167,12 @@ def test_a_tensor_that_is_missing_is_named(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
-    with pytest.raises(ModelError, match=r"no model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match="two tensors of the same name"):
         load_model(str(broken), device="cpu")
+    read = parse_gguf(file)
+    tensors = {name: one for name, one in read.tensors.items() if name != "blk.1.ffn_up.weight"}
+    with pytest.raises(ModelError, match=r"no model\.layers\.1\.mlp\.up_proj"):
+        load_module(GgufFile(read.metadata, tensors), torch.float32)
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count"])
@@ -174,7 +185,7 @@ def test_sizes_that_are_not_those_of_the_weights_are_refused_before_a_model_is_m
     data[at : at + 4] = struct.pack("<I", 4_000_000_000)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(data)
-    with pytest.raises(ModelError, match=r"lacks weights|the sizes of"):
+    with pytest.raises(ModelError, match=rf"llama\.{key} is 4000000000"):
         load_model(str(broken), device="cpu")
 
 

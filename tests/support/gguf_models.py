@@ -6,6 +6,7 @@ weights are changed is written down here a second time, apart from the code that
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
 VOCABULARY: int = _CONFIGS["sizes"]["vocab_size"]
 # Gives the type to store a tensor in, by its name and shape.
 KindOf = Callable[[str, tuple[int, ...]], str]
+# What the config calls the epsilon of norms that are not RMSNorm.
+_LAYER_NORMS = {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
 # Where random blocks have floats of two bytes, and which.
 _HALVES = {
     "Q4_K": {0: 4e-4, 2: 3e-3},
@@ -42,12 +45,16 @@ _PIECES = ["▁he", "▁hello", "llo", "▁wo", "▁world", "ld", "ll", "he", "w
 _CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
+def config_of(case: str, **more: Any) -> Any:
+    """The transformers config of a case; `more` replaces values."""
+    _, model_type, values = MODELS[case]
+    return CONFIG_MAPPING[model_type](**copy.deepcopy({**_CONFIGS["sizes"], **values, **more}))
+
+
 def random_model(case: str, **more: Any) -> Any:
     """A transformers model with random weights, biases and norms."""
-    _, model_type, values = MODELS[case]
-    config = CONFIG_MAPPING[model_type](**{**_CONFIGS["sizes"], **values, **more})
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config).eval()
+    module = AutoModelForCausalLM.from_config(config_of(case, **more)).eval()
     for _, parameter in _weights(module):
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module
@@ -59,13 +66,16 @@ def _weights(module: Any) -> Iterator[tuple[str, Tensor]]:
     yield from ((n, one) for n, one in module.named_buffers() if n.endswith("layer_scalar"))
 
 
-def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
+def write_model(
+    path: Path, module: Any, case: str, kind_of: KindOf, tensors_of_part: int = 0
+) -> Path:
     """Write a model and a small tokenizer to `path`; its weights become those that are stored.
 
-    Matrices whose type is a K type such as `Q4_K` are filled with random blocks.
+    Matrices whose type is a K type such as `Q4_K` are filled with random blocks. With
+    `tensors_of_part` it is split into parts of so many tensors beside `path`.
     """
     architecture = MODELS[case][0]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     add_settings(writer, module, architecture)
     if architecture in ("gemma2", "gemma3", "phi3", "gemma4"):
         add_sentence_pieces(writer, VOCABULARY)
@@ -117,7 +127,7 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
             found = names.get_name(stem)
             assert found is not None, full
             is_more = full.endswith("norm.weight") and architecture.startswith(
-                ("gemma2", "gemma3", "qwen35")
+                ("gemma2", "gemma3", "qwen35", "nemotron")
             )
             added = float(is_more and "linear_attn" not in full)
             is_exponential = full.endswith("A_log")
@@ -227,7 +237,12 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+    if architecture in _LAYER_NORMS:
+        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[architecture]))
+    else:
+        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+    if architecture == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
     if architecture != "gemma2":
         writer.add_rope_freq_base(rope["rope_theta"])
     if architecture == "gemma4":
@@ -235,7 +250,8 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
     elif "head_dim" in config.to_dict():
         writer.add_key_length(size)
         writer.add_value_length(size)
-    if architecture in ("llama", "smollm3", "granite", "phi3", "glm4", "qwen35", "qwen35moe"):
+    partly = ("phi3", "glm4", "qwen35", "qwen35moe", "stablelm", "nemotron")
+    if architecture in ("llama", "smollm3", "granite", *partly):
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     if architecture in ("llama", "smollm3", "granite", "lfm2"):
         writer.add_vocab_size(config.vocab_size)

@@ -49,8 +49,20 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# Keys of the GGUF header that are ignored, unless an architecture gives them a config value.
-MEANS_NOTHING = ("attention.value_length", "expert_count")
+# Keys that every GGUF header of a model has.
+NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
+
+# Keys that change no number here, whatever their value is: of norms or uses that a model lacks.
+IGNORED = ("attention.layer_norm_epsilon", "pooling_type")
+
+# Other keys, which change nothing only if they have one of these values. An architecture may give
+# any of them a meaning.
+MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    **dict.fromkeys(("expert_count", "expert_used_count", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count"), (0, 1)),
+    "tensor_data_layout": ("Meta AI original pth",),  # in old files of Llama
+}
 
 # Parts outside the layers in most models: for each name in the file, the name in transformers.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -122,11 +134,13 @@ class Architecture:
     # before the feed-forward part.
     of_two_norms: Mapping[str, str] = field(default_factory=dict)
     # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
-    # Those in `sizes` must be there; transformers reads a file without them.
+    # Those in `sizes` must be there.
     sizes: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
-    # Header keys whose value is a text: config value (empty if none) and the supported texts.
-    texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    # Those of them that may be 0.
+    may_be_0: tuple[str, ...] = ()
+    # Header keys whose value is one of a few: config value (empty if none) and the supported ones.
+    choices: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
     # Config values that are one header value divided by another.
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Tensors that have numbers for the config instead of weights.
@@ -141,7 +155,7 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # Config values that say whether the file has a tensor whose name ends so.
     flags: Mapping[str, str] = field(default_factory=dict)
-    # What the converter does to the weights of some parts.
+    # What the converter does to some tensors, by their whole name or without `.weight` or `.bias`.
     changes: dict[str, Change] = field(default_factory=dict)
     # The header key with the number of last layers that only predict further tokens (multi-token
     # prediction); these are not read.
@@ -155,9 +169,8 @@ class Architecture:
     varies_by_layer: bool = False
     # Whether the config has a `head_dim`; if not, it is the hidden size by the number of heads.
     has_head_dim: bool = True
-    # The hint in the error for a file with unknown tensors or settings, which transformers would
-    # misread; empty if transformers may read such a file.
-    refusal: str = ""
+    # Where the config has how RoPE is scaled for long texts; empty if that is not supported.
+    scaled: str = "rope_parameters"
     # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
     wide_layers: int = 0
     # Whether transformers has the experts' matrices transposed, with gate and up rows alternating.
@@ -216,11 +229,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         "gemma2",
         _NORMS_BEFORE_AND_AFTER | _ATTENTION | _GATED,
-        sizes={
+        optional={
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.sliding_window": "sliding_window",
         },
+        may_be_0=("attn_logit_softcapping", "final_logit_softcapping"),
         changes=_PLUS_ONE,
         wide_layers=46,
     ),
@@ -231,10 +245,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         optional={
             "final_logit_softcapping": "final_logit_softcapping",
             "rope.freq_base_swa": "rope_local_base_freq",
-            "rope.scaling.factor": "rope_parameters.full_attention.factor",
         },
-        texts={"rope.scaling.type": ("rope_parameters.full_attention.rope_type", ("linear",))},
+        may_be_0=("final_logit_softcapping",),
         needed=("rope.freq_base",),
+        scaled="rope_parameters.full_attention",
         changes=_PLUS_ONE,
         wide_layers=62,
     ),
@@ -280,6 +294,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             "expert_feed_forward_length": "moe_intermediate_size",
             "final_logit_softcapping": "final_logit_softcapping",
         },
+        may_be_0=(
+            *("attention.shared_kv_layers", "embedding_length_per_layer_input"),
+            *("final_logit_softcapping", *_MOE_SIZES),
+        ),
         ignored=("attention.value_length_swa",),
         needed=(
             "attention.sliding_window_pattern",
@@ -293,6 +311,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         flags={"enable_moe_block": ".ffn_gate_inp.weight"},
         changes={"ffn_gate_up_exps": "gate and up", "ffn_down_exps": "down"},
         varies_by_layer=True,
+        scaled="",
     ),
     "phi3": Architecture(
         "phi3",
@@ -302,8 +321,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         optional={
             "attention.sliding_window": "sliding_window",
             "rope.scaling.original_context_length": "original_max_position_embeddings",
-            "rope.scaling.attn_factor": "rope_parameters.attention_factor",
         },
+        may_be_0=("attention.sliding_window",),
         lists={"rope_factors_long.weight": _LONG, "rope_factors_short.weight": _SHORT},
         part_rotates=True,
     ),
@@ -327,6 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
+        choices={"rope.scaling.finetuned": ("", (True,))},  # without, nothing rotates
         changes=_PAIRS,
     ),
     "qwen3moe": Architecture(
@@ -379,14 +399,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         optional={
             "expert_feed_forward_length": "intermediate_size",
-            "rope.scaling.factor": "rope_parameters.factor",
-            "rope.scaling.original_context_length": (
-                "rope_parameters.original_max_position_embeddings"
-            ),
-            "rope.scaling.yarn_beta_fast": "rope_parameters.beta_fast",
-            "rope.scaling.yarn_beta_slow": "rope_parameters.beta_slow",
         },
-        texts={"rope.scaling.type": ("rope_parameters.rope_type", ("yarn",))},
         fixed={"rope_parameters.truncate": False},
         changes=_STACKED,
         swaps_experts=True,
@@ -422,6 +435,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         sizes={"shortconv.l_cache": "conv_L_cache"},
         optional={"attention.layer_norm_rms_epsilon": "norm_eps"},
+        needed=("attention.head_count_kv",),
         fixed={"block_auto_adjust_ff_dim": False},
         flags={"conv_bias": ".shortconv.in_proj.bias"},
         state_kind="conv",
@@ -447,11 +461,34 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         optional={"feed_forward_length": "ffn_hidden_size"},
-        texts={"tensor_data_layout": ("", ("jploski",))},
+        choices={"tensor_data_layout": ("", ("jploski",))},
         needed=("tensor_data_layout",),
         fixed={"alibi": False, "bias": False, "multi_query": True, "parallel_attn": True},
         changes={"attn_qkv": "qkv heads"},
         has_head_dim=False,
-        refusal="Falcon is read with rotary positions and without biases, not with ALiBi",
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        _DENSE,
+        sizes={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        choices={"use_parallel_residual": ("use_parallel_residual", (True, False))},
+        needed=("rope.dimension_count", "use_parallel_residual"),
+        flags={"use_qkv_bias": ".attn_q.bias"},
+        part_rotates=True,
+        has_head_dim=False,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        _NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        sizes={"attention.layer_norm_epsilon": "norm_epsilon"},
+        has_head_dim=False,
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        _NORMS | _ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        sizes={"attention.layer_norm_epsilon": "norm_eps"},
+        needed=("rope.dimension_count",),
+        changes=dict.fromkeys((f"{norm}.weight" for norm in ("output_norm", *_NORMS)), "plus one"),
+        part_rotates=True,
     ),
 }

@@ -12,16 +12,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, format_value
+from sirchat.models.names import all_parts
+from sirchat.models.whole_files import StoredPlace, refuse_other_kind, refuse_zeros_at_end
 
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct's codes
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+_UNKNOWN = -1  # where a tensor of an unknown type ends
+_MOST = 1 << 40  # settings of this size or more count as invalid
+# Parts of the names of settings that may be fractions.
+_FRACTIONS = ("epsilon", "freq_base", "softcapping", "scale", "factor", "beta", "multiplier")
 
 # For each known tensor type: its number in a file, the weights per block, the bytes per block.
 BLOCKS = {
@@ -37,9 +43,18 @@ BLOCKS = {
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ2_XXS": (16, 256, 66),
+    "IQ2_XS": (17, 256, 74),
+    "IQ3_XXS": (18, 256, 98),
+    "IQ1_S": (19, 256, 50),
     "IQ4_NL": (20, 32, 18),
+    "IQ3_S": (21, 256, 110),
+    "IQ2_S": (22, 256, 82),
     "IQ4_XS": (23, 256, 136),
+    "IQ1_M": (29, 256, 56),
     "BF16": (30, 1, 2),
+    "TQ1_0": (34, 256, 54),
+    "TQ2_0": (35, 256, 66),
     "MXFP4": (39, 32, 17),
 }
 
@@ -72,14 +87,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """The metadata and the tensors, in the file's order, of a GGUF file.
+    """The metadata and the tensors, in the file's order, of a GGUF file, or of all its parts.
 
-    `mapped` is the file as mapped into memory, if the tensors are views of it.
+    `mapped` are the files as mapped into memory, if the tensors are views of them.
     """
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    mapped: mmap.mmap | None = None
+    mapped: tuple[mmap.mmap, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -96,18 +111,72 @@ class GgufFile:
             if key.startswith(prefix)
         }
 
+    @cached_property
+    def largest(self) -> int:
+        """The largest size that a tensor has in any dimension."""
+        return max((max(tensor.shape, default=0) for tensor in self.tensors.values()), default=0)
+
+    def number(self, key: str, *, may_be_0: bool = False) -> int | float:
+        """A setting that is a positive number, whole if it is a size; raises ModelError if not."""
+        value: Any = self.settings.get(key)
+        is_whole = not any(part in key for part in _FRACTIONS)
+        is_number = type(value) is int or (type(value) is float and not is_whole)
+        is_usable = is_number and (0 < value < _MOST or (may_be_0 and value == 0))
+        self.require(is_usable, key, f"a {'whole ' if is_whole else ''}number above 0")
+        return int(value) if is_whole else float(value)
+
+    def require(self, is_usable: bool, key: str, allowed: str = "") -> None:
+        """Raise ModelError, which names the setting, if it is missing or its value is unusable."""
+        if is_usable:
+            return
+        name = f"{self.architecture}.{key}"
+        if key not in self.settings:
+            raise ModelError(f"the GGUF file has no {name}")
+        value = format_value(self.settings[key])
+        raise ModelError(
+            f"the GGUF file's {name} is {value}, which can't be used here",
+            hint=f"it must be {allowed}" if allowed else "",
+        )
+
     def leave_pages(self) -> None:
         """Give back the memory of the file's pages that were read; they can be read again."""
-        if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for part in self.mapped:
+                part.madvise(mmap.MADV_DONTNEED)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a setting is a whole number, 0 or more, of a sensible size."""
+    return type(value) is int and 0 <= value < _MOST
 
 
 def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
-    """Map a GGUF file into memory and read its header; raises ModelError if it is not valid.
+    """Map a GGUF file into memory, with all other parts if it is one of several; read its header.
 
-    Lists of text (the vocabulary) take most of the time; without `with_lists_of_text` they are
-    left empty.
+    Raises ModelError if it is not valid, or a part is missing. Lists of text (the vocabulary) take
+    most of the time; without `with_lists_of_text` they are left empty.
     """
+    file = _parse_part(path, with_lists_of_text)
+    count = file.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return file
+    paths = [path.with_name(name) for name in all_parts(path.name)]
+    if missing := [one.name for one in paths if not one.is_file()]:
+        raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
+    parts = [file if one == path else _parse_part(one, with_lists_of_text) for one in paths]
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    numbers = [(part.metadata.get("split.no"), part.metadata.get("split.count")) for part in parts]
+    total = file.metadata.get("split.tensors.count", len(tensors))
+    if numbers != [(at, len(paths)) for at in range(len(paths))] or len(tensors) != total:
+        raise ModelError(
+            f"{path} is one of {count} parts, but not of those files: {len(tensors)} of {total} "
+            "tensors are there",
+            hint="the parts must be named NAME-00001-of-00003.gguf, and so on",
+        )
+    return GgufFile(parts[0].metadata, tensors, tuple(one for part in parts for one in part.mapped))
+
+
+def _parse_part(path: Path, with_lists_of_text: bool) -> GgufFile:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -141,24 +210,46 @@ class _Reader:
 
     def file(self) -> GgufFile:
         if self._mapped[:4] != b"GGUF":
+            refuse_other_kind(self._path, self._mapped[:64])
             raise self.broken("it does not begin with GGUF")
         self._at = 4
         version = self._scalar("I")
         if version not in (2, 3):
-            raise self.broken(f"its version is {version}, but must be 2 or 3")
+            is_swapped = version in (2 << 24, 3 << 24)
+            raise self.broken(
+                "it was written for big-endian machines"
+                if is_swapped
+                else f"its version is {version}, but must be 2 or 3"
+            )
         tensor_count, pairs = self._count(24), self._count(13)
         metadata = {}
         for _ in range(pairs):
             key = self._string()
+            if key in metadata:
+                raise self.broken(f"it has {key} twice")
             metadata[key] = self._value(self._scalar("I"))
         entries = [self._entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
+        if not is_count(alignment) or alignment.bit_count() != 1 or alignment > 1 << 16:
             raise self.broken(f"alignment {alignment}")
         start = -(-self._at // alignment) * alignment
-        data = np.frombuffer(self._mapped, np.uint8)
-        tensors = {entry.name: self._tensor(data, start, entry) for entry in entries}
-        return GgufFile(metadata, tensors, self._mapped)
+        return GgufFile(metadata, self._tensors(entries, start, alignment), (self._mapped,))
+
+    def _tensors(self, entries: list[_Entry], start: int, alignment: int) -> dict[str, GgufTensor]:
+        data, end = np.frombuffer(self._mapped, np.uint8), 0
+        tensors, places = dict[str, GgufTensor](), list[StoredPlace]()
+        for entry in entries:
+            tensor = tensors[entry.name] = self._tensor(data, start, entry)
+            size = tensor.data.nbytes
+            places.append(StoredPlace(entry.shape, tensor.type, start + entry.offset, size))
+            if end not in (entry.offset, _UNKNOWN):
+                raise self.broken(f"its tensor {entry.name} does not follow the one before it")
+            is_known = tensor.type in BLOCKS and end != _UNKNOWN
+            end = end + -(-size // alignment) * alignment if is_known else _UNKNOWN
+        if len(tensors) < len(entries):
+            raise self.broken("it has two tensors of the same name")
+        refuse_zeros_at_end(self._path, self._mapped, places)
+        return tensors
 
     def _scalar(self, kind: str) -> Any:
         (value,) = struct.unpack_from("<" + kind, self._mapped, self._at)

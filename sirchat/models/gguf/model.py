@@ -1,7 +1,4 @@
-"""Makes a model from a GGUF file: an empty model first, then one tensor at a time.
-
-transformers reads more architectures, but in several passes, with all weights in memory twice.
-"""
+"""Makes a model from a GGUF file: an empty model first, then one tensor at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
 from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
-from sirchat.models.gguf.translate import Target, config_values, target_of
+from sirchat.models.gguf.translate import config_values, target_of
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
@@ -56,7 +53,10 @@ def load_module(
     loader = _Loader(file, dtype, keep_packed, for_hub, device)
     read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
-        loader.add(name, tensor)
+        try:
+            loader.add(name, tensor)
+        except RuntimeError as error:  # of a change that needs another shape
+            raise ModelError(f"the GGUF file's {name} does not fit its header: {error}") from error
         file.leave_pages()
         read += tensor.data.nbytes
         if read >= _MUCH or done == len(file.tensors):
@@ -77,7 +77,7 @@ class _Loader:
         device: torch.device,
     ) -> None:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
-        self._values = config_values(file) or {}
+        self._values = config_values(file)
         _check_sizes(file, self._values)
         is_own = DecoderConfig.can_read(self._values) and not for_hub
         self._module: Any = (
@@ -88,7 +88,7 @@ class _Loader:
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        target, change = target_of(name, self._file) or Target("")
+        target, change = target_of(name, self._file)
         if not target:
             return
         if change in (*_EXPERT_PARTS, "gate and up"):
@@ -198,25 +198,15 @@ def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
-    layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
-    last = f"blk.{(layers or 0) - 1}."
-    embedding = file.tensors.get("token_embd.weight")
-    output = next(
-        (tensor for n, tensor in file.tensors.items() if n.endswith(".attn_output.weight")), None
-    )
-    if (
-        embedding is None
-        or output is None
-        or not any(name.startswith(last) for name in file.tensors)
-    ):
-        raise ModelError(
-            f"the GGUF file lacks weights of some of its {layers} layers",
-            hint="the file may be incomplete",
-        )
-    heads = values.get("num_attention_heads") or 0
-    size = values.get("head_dim", hidden // heads if hidden and heads else 0)
-    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, heads * size):
-        raise ModelError("the sizes of the GGUF file's weights do not match its header")
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    size = values.get("head_dim", hidden // heads)
+    end = ".attn_output.weight"
+    output = next((name for name in file.tensors if name.endswith(end)), f"blk.0{end}")
+    shapes = {"token_embd.weight": (values["vocab_size"], hidden), output: (hidden, heads * size)}
+    for name, shape in shapes.items():
+        found = file.tensors[name].shape if name in file.tensors else "missing"
+        if found != shape:
+            raise ModelError(f"the GGUF file's {name} is {found}; by its header it is {shape}")
 
 
 def _undo_change(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:

@@ -1,4 +1,7 @@
-"""Translates a GGUF file to transformers: its config's values, and the names of its tensors."""
+"""Translates a GGUF file to transformers: its config's values, and the names of its tensors.
+
+What changes a number and is not known here is refused by its name; nothing is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,20 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, format_value
 from sirchat.models.gguf.architectures import (
     ARCHITECTURES,
+    IGNORED,
     MEANS_NOTHING,
+    NEEDED,
     SIZES,
     Architecture,
     Change,
 )
-from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
+from sirchat.models.gguf.rotation import SCALING, add_proportion, add_rotation
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-
-_MOST = 1 << 40  # values of this size or more count as invalid
 
 # Header keys with one value for each layer, or one value for all sliding-window layers.
 _BY_LAYER = (
@@ -30,14 +31,7 @@ _BY_LAYER = (
     "feed_forward_length",
     "rope.dimension_count_swa",
 )
-_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-
-# RoPE settings of all models since Llama 3.1. A GGUF file has only a tensor computed from them.
-_LLAMA_3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_OF_EXPERTS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
 
 class Target(NamedTuple):
@@ -47,25 +41,16 @@ class Target(NamedTuple):
     change: Change | None = None
 
 
-def is_supported(file: GgufFile) -> bool:
-    """Whether sirchat itself can read a GGUF file: its architecture, settings and all tensors."""
-    return config_values(file) is not None and all(
-        target_of(name, file) is not None and tensor.type in BLOCKS
-        for name, tensor in file.tensors.items()
-    )
-
-
-def refuse_misread(file: GgufFile) -> None:
-    """Raise ModelError for an unsupported GGUF file that transformers would read wrongly."""
-    known = ARCHITECTURES.get(file.architecture)
-    if known is None or not known.refusal:
-        return
-    unknown = next((name for name in file.tensors if target_of(name, file) is None), "")
-    if unknown or config_values(file) is None:
-        raise ModelError(
-            f"this GGUF file of {file.architecture} has {unknown or 'settings'} not known here",
-            hint=known.refusal,
-        )
+def refuse_unsupported(file: GgufFile) -> None:
+    """Raise ModelError if a setting or a tensor of a GGUF file can't be used; it is named."""
+    config_values(file)
+    for name, tensor in file.tensors.items():
+        target_of(name, file)
+        if tensor.type not in BLOCKS:
+            raise ModelError(
+                f"the GGUF file's {name} is of {tensor.type}, which is unknown here",
+                hint="choose a file of another type, such as Q4_K_M or Q8_0",
+            )
 
 
 def has_blocks(file: GgufFile) -> bool:
@@ -73,165 +58,182 @@ def has_blocks(file: GgufFile) -> bool:
     return any(BLOCKS[tensor.type][1] > 1 for tensor in file.tensors.values())
 
 
-def config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of transformers' config for a GGUF file; None if a setting is not supported."""
-    known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
-    if known is None:
-        return None
-    said = file.settings
+def config_values(file: GgufFile) -> dict[str, Any]:
+    """The values of transformers' config for a GGUF file.
+
+    Raises ModelError for a setting that is missing or can't be used; the message names it.
+    """
+    known, said = _architecture(file), file.settings
+    norm = "" if "attention.layer_norm_epsilon" in known.sizes else "rms_"
+    needed = [*NEEDED, f"attention.layer_norm_{norm}epsilon", *known.sizes, *known.needed]
+    if known.varies_by_layer or "expert_feed_forward_length" not in {**known.sizes, **said}:
+        needed.append("feed_forward_length")
+    for key in needed:
+        file.require(key in said, key)
     values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
-    if any(key not in said for key in (*known.sizes, *known.needed)) or not _add_said(
-        values, said, known
-    ):
-        return None
+    _add_said(values, file, known)
     if known.varies_by_layer:
-        is_understood = _add_sizes_by_layer(values, said, file)
+        _add_sizes_by_layer(values, file)
     else:
-        is_understood = _add_head_size(values, said, known)
-    if not is_understood or not _add_rotation(values, file, known):
-        return None
+        _add_head_size(values, file, known)
+    add_rotation(values, file, known)
+    for at in range(values["num_hidden_layers"], said["block_count"]):
+        predicts_more = any(name.startswith(f"blk.{at}.nextn.") for name in file.tensors)
+        file.require(predicts_more, known.extra_layers)
     if known.of_two_norms:
-        if values.get("num_attention_heads", 0) % values["num_kv_heads"]:
-            return None
         values["num_ln_in_parallel_attn"] = 2 if _has_two_norms(file) else 1
-        values["new_decoder_architecture"] = expands_keys(file)
-    values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
+        values["new_decoder_architecture"] = _has_two_norms(file) or values["num_kv_heads"] != 1
+    values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     for config_name, end in known.flags.items():
         values[config_name] = any(name.endswith(end) for name in file.tensors)
     for long, short in _SPECIAL.items():
-        values[f"{short}_token_id"] = metadata.get(f"tokenizer.ggml.{long}_token_id")
+        values[f"{short}_token_id"] = file.metadata.get(f"tokenizer.ggml.{long}_token_id")
     return _nested(values)
 
 
-def expands_keys(file: GgufFile) -> bool:
-    """Whether the model caches keys for every query head: the larger forms of Falcon do."""
-    known = ARCHITECTURES.get(file.architecture)
-    if known is None or not known.of_two_norms:
-        return False
-    return _has_two_norms(file) or file.settings.get("attention.head_count_kv") != 1
-
-
-def target_of(name: str, file: GgufFile) -> Target | None:
-    """Find where a tensor of a GGUF file goes in the transformers model; None if it is unknown."""
+def target_of(name: str, file: GgufFile) -> Target:
+    """Find where a tensor goes in the transformers model; raises ModelError if it is unknown."""
     known = ARCHITECTURES[file.architecture]
     if name in known.lists or name == known.slowed:
         return Target("")
     layer = re.match(r"blk\.(\d{1,9})\.", name)
     extra = file.settings.get(known.extra_layers)
-    if layer and extra and int(layer[1]) >= _count_layers(file.settings, known):
+    if layer and extra and int(layer[1]) >= _count_layers(file, known):
         return Target("")
     if layer and known.varies_by_layer and name[layer.end() :].startswith(("attn_k", "attn_v")):
         shared = file.settings.get("attention.shared_kv_layers", 0)
-        if int(layer[1]) >= _count_layers(file.settings, known) - shared:
+        if int(layer[1]) >= _count_layers(file, known) - shared:
             return Target("")  # it uses the keys and values of another layer
     rest = name[layer.end() :] if layer else name
     names = known.layer if layer else known.outer
     if layer and known.of_two_norms and _has_two_norms(file):
         names = {**names, **known.of_two_norms}
-    part, dot, kind = rest.rpartition(".")
+    part, _, kind = rest.rpartition(".")
     inner = names.get(rest)
     if inner == "":
         return Target("")
     if inner is None and kind in ("weight", "bias") and part in names:
         inner = f"{names[part]}.{kind}"
     if inner is None:
-        return None
-    change = known.changes.get(part if dot else rest)
+        raise ModelError(f"the GGUF file has {name}, which models of {file.architecture} lack here")
+    change = known.changes.get(rest, known.changes.get(part))
     return Target(f"{known.layers}.{layer[1]}.{inner}" if layer else inner, change)
 
 
-def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add the header's settings to the config's `values`; False if one is not supported."""
-    sizes = {**SIZES, **known.sizes, **known.optional}
-    elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
-    for key, value in said.items():
-        if key in known.texts:
-            name, understood = known.texts[key]
-            if value not in understood:
-                return False
+def _architecture(file: GgufFile) -> Architecture:
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        what = "a LoRA adapter" if kind == "adapter" else f"of the type {format_value(kind)}"
+        raise ModelError(f"this GGUF file is {what}, not a model")
+    if file.architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"GGUF files of the architecture {format_value(file.architecture)} can't be read",
+            hint=f"readable: {', '.join(ARCHITECTURES)}; others only from safetensors",
+        )
+    return ARCHITECTURES[file.architecture]
+
+
+def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+    """Add the header's settings to the config's `values`."""
+    sizes, layers = {**SIZES, **known.sizes, **known.optional}, _count_layers(file, known)
+    read_elsewhere = ("attention.value_length", "rope.dimension_count", known.extra_layers)
+    no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED}
+    for key, value in file.settings.items():
+        if key in known.choices:
+            name, allowed = known.choices[key]
+            is_one = value in allowed and type(value) is type(allowed[0])
+            file.require(is_one, key, " or ".join(map(str, allowed)))
             if name:
                 values[name] = value
-        elif key == "attention.head_count_kv" and known.state_kind and isinstance(value, list):
-            if not value or not all(
-                isinstance(count, int) and 0 <= count < _MOST for count in value
-            ):
-                return False
+        elif key == "attention.head_count_kv" and known.state_kind:
+            is_list = isinstance(value, list) and len(value) == layers and any(value)
+            file.require(is_list and all(map(is_count, value)), key, "a number for each layer")
             values["layer_types"] = ["full_attention" if n else known.state_kind for n in value]
             values[sizes[key]] = max(value)
-        elif key == "attention.sliding_window" and value == 0:  # there is none
-            values["sliding_window"] = None
-        elif known.varies_by_layer and (key in _BY_LAYER or (value == 0 and key in sizes)):
-            values[sizes.get(key, key)] = value  # `_add_sizes_by_layer` converts it
+        elif key == "attention.recurrent_layers" and known.extra_layers:
+            interval, every = file.number("full_attention_interval"), file.settings["block_count"]
+            wanted = [at < layers and at % interval < interval - 1 for at in range(every)]
+            file.require(value == wanted, key, "true but for each interval's last layer")
+        elif known.varies_by_layer and key in _BY_LAYER:
+            continue  # `_add_sizes_by_layer` adds it
         elif key in sizes:
-            if not isinstance(value, int | float) or not 0 < value < _MOST:
-                return False  # such as another number of heads in each layer
-            values[sizes[key]] = value
-        elif key not in elsewhere:
-            return False  # such as a scaled rotation
+            values[sizes[key]] = number = file.number(key, may_be_0=key in known.may_be_0)
+            # Else a model would be made that is too large for any memory.
+            is_length = key.endswith(("context_length", "sliding_window"))
+            is_size = type(number) is int and not is_length
+            file.require(not is_size or number <= file.largest, key, "the size of a tensor")
+            if not number and key.endswith(("softcapping", "sliding_window")):
+                values[sizes[key]] = None
+        elif key not in no_effect:
+            file.require(value in MEANS_NOTHING.get(key, ()), key)
     for name, (over, under) in known.ratios.items():
-        if not all(isinstance(said[key], int) and said[key] > 0 for key in (over, under)):
-            return False
-        values[name] = said[over] // said[under]
-    values["num_hidden_layers"] = _count_layers(said, known)
-    return True
+        values[name], rest = divmod(file.number(over), file.number(under))
+        file.require(rest == 0, over, f"a multiple of {under}")
+    used, experts = (values.get(sizes.get(key, ""), 0) for key in _OF_EXPERTS[:2])
+    file.require(used <= experts, "expert_used_count", "at most expert_count")
+    values["num_hidden_layers"] = layers
 
 
 def _has_two_norms(file: GgufFile) -> bool:
     return "blk.0.attn_norm_2.weight" in file.tensors
 
 
-def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
-    """The number of layers, without those that only predict further tokens; 0 if unknown."""
-    layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
-    return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
+def _count_layers(file: GgufFile, known: Architecture) -> int:
+    """The number of layers, without those that only predict further tokens."""
+    layers, extra = file.settings["block_count"], file.settings.get(known.extra_layers, 0)
+    file.require(
+        is_count(layers) and 0 < layers <= len(file.tensors), "block_count", "how many there are"
+    )
+    file.require(is_count(extra) and extra < layers, known.extra_layers, "less than block_count")
+    return int(layers - extra)
 
 
-def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add what depends on the size of a head; False if it, or its rotated part, is unsupported."""
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int):
-        return True  # refused later
-    rotated = said.get("rope.dimension_count")
-    average = hidden // heads
-    usual = rotated if rotated and known.model_type == "llama" else average
-    size = values.setdefault("head_dim", usual)
-    if not size:
-        return True  # refused later, too
-    is_part = known.part_rotates and isinstance(rotated, int) and 0 < rotated < size
-    if rotated not in (None, size) and not is_part:
-        return False
+def _add_head_size(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+    """Add what depends on the size of a head and its rotated part."""
+    said, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
+    if "attention.head_count_kv" not in said:
+        values["num_key_value_heads"] = heads
+    of_keys = values.get("num_kv_heads") or values["num_key_value_heads"]
+    file.require(
+        heads % of_keys == 0, "attention.head_count_kv", f"a divisor of {heads}, the heads"
+    )
+    rotated, average = said.get("rope.dimension_count"), hidden // heads
+    is_llama = known.model_type == "llama" and is_count(rotated)
+    size = values.setdefault("head_dim", rotated if rotated and is_llama else average)
+    is_part = known.part_rotates and is_count(rotated) and rotated in range(2, size, 2)
+    file.require(is_part or rotated in (None, size), "rope.dimension_count", f"{size}")
+    length = said.get("attention.value_length", size)
+    file.require(length == size, "attention.value_length", f"{size}")
     if known.part_rotates:
         values["partial_rotary_factor"] = (rotated or size) / size
     if not known.has_head_dim:
         del values["head_dim"]
-        return bool(size == average)
+        file.require(size == average, "attention.key_length", f"{average}, as of all heads")
     if known.wide_layers:
-        is_wide = values.get("num_hidden_layers") == known.wide_layers
+        is_wide = values["num_hidden_layers"] == known.wide_layers
         values["query_pre_attn_scalar"] = average if is_wide else size
-    return True
 
 
-def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
-    """Add Gemma 4's config values for the sizes of each layer; False if it can't express them."""
-    for key in _BY_LAYER[1:]:
-        values.pop(key, None)
-    layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
-    if not isinstance(slides, list) or len(slides) != layers or not isinstance(slides[-1], bool):
-        return False
+def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
+    """Add Gemma 4's config values for the sizes of each layer."""
+    said, layers = file.settings, values["num_hidden_layers"]
+    slides, shared = said["attention.sliding_window_pattern"], said["attention.shared_kv_layers"]
+    is_pattern = isinstance(slides, list) and len(slides) == layers and slides[-1] is False
+    file.require(is_pattern, "attention.sliding_window_pattern", "false for the last layer")
     values["layer_types"] = ["sliding_attention" if n else "full_attention" for n in slides]
-    shared = said["attention.shared_kv_layers"]
-    if slides[-1] or not isinstance(shared, int) or not 0 <= shared < layers:
-        return False
-    inner = said.get("feed_forward_length")
-    widths: list[Any] = inner if isinstance(inner, list) else [inner] * layers
-    heads = values.get("num_key_value_heads")
-    counts: list[Any] = heads if isinstance(heads, list) else [heads] * layers
-    both: list[Any] = [*widths, *counts]
-    if not widths or not counts or not all(isinstance(n, int) and 0 < n < _MOST for n in both):
-        return False
+    shares = is_count(shared) and set(slides[: max(0, layers - shared)]) == set(slides)
+    file.require(shares, "attention.shared_kv_layers", "less, so that each kind has keys")
+    by_layer = []
+    for key in ("feed_forward_length", "attention.head_count_kv"):
+        given = said.get(key, values["num_attention_heads"])
+        numbers = given if isinstance(given, list) else [given] * layers
+        are_sizes = all(is_count(n) and 0 < n <= file.largest for n in numbers)
+        file.require(are_sizes and len(numbers) == layers, key, "a number, or one for each layer")
+        by_layer.append(numbers)
+    widths, counts = by_layer
     wide = [widths[0]] * (layers - shared) + [2 * widths[0]] * shared
-    near = next((n for n, does in zip(counts, slides, strict=False) if does), counts[-1])
+    near = next((n for n, does in zip(counts, slides, strict=True) if does), counts[-1])
     values |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths == wide}
     values |= {"num_key_value_heads": near, "num_global_key_value_heads": counts[-1]}
     values["attention_k_eq_v"] = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
@@ -239,56 +241,16 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
     rows = file.tensors.get("per_layer_token_embd.weight")
     if rows is not None:
         values["vocab_size_per_layer_input"] = rows.shape[0]
-    size, near_size = values["global_head_dim"], values["head_dim"]
-    rotated = (said["rope.dimension_count"], said["rope.dimension_count_swa"])
-    return (
-        (widths == wide or widths == [widths[0]] * layers)
-        and counts == [near if does else counts[-1] for does in slides]
-        and (near == counts[-1] or values["attention_k_eq_v"])
-        and ("blk.0.ffn_gate_inp.weight" not in file.tensors or all(map(said.get, _OF_EXPERTS)))
-        and rotated == (size, near_size)
-        and _add_proportion(values, file, size)
-    )
-
-
-def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
-    """Add which part of a head of `size` numbers RoPE rotates; False without a valid tensor."""
-    # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
-    slowed = file.tensors.get("rope_freqs.weight")
-    if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
-        return False
-    numbers = _numbers(slowed)
-    count = int((numbers == 1).sum())
-    values["rope_parameters.full_attention.partial_rotary_factor"] = 2 * count / size
-    return bool((numbers[:count] == 1).all() and (numbers[count:] > 1e20).all())
-
-
-def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add the RoPE settings that the file has as tensors; False if they are not supported."""
-    tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
-    if any(tensors.values()):
-        for name, tensor in tensors.items():
-            if tensor is None or tensor.type != "F32":
-                return False
-            values[name] = _numbers(tensor).tolist()
-        values["rope_parameters.rope_type"] = "longrope"
-    slowed = file.tensors.get(known.slowed)
-    if slowed is None:
-        return True
-    size = values.get("head_dim", 0)
-    if slowed.type != "F32" or slowed.shape != (size // 2,) or not size:
-        return False
-    factor = float(_numbers(slowed).max())
-    values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
-    # What Llama 3.1 divides the RoPE frequencies by: 1 for fast ones, `factor` for slow ones.
-    wave = 2 * np.pi * values["rope_theta"] ** (np.arange(0, size, 2) / size)  # tokens of a turn
-    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
-    expected = 1 / ((1 - fast) / max(factor, 1) + fast)
-    return np.allclose(_numbers(slowed), expected, rtol=1e-4)
-
-
-def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
-    return np.array(tensor.data).view(np.float32)
+    file.require(widths in (wide, [widths[0]] * layers), "feed_forward_length")
+    is_even = counts == [near if does else counts[-1] for does in slides]
+    is_even = is_even and (near == counts[-1] or values["attention_k_eq_v"])
+    file.require(is_even, "attention.head_count_kv")
+    for key in _OF_EXPERTS if "blk.0.ffn_gate_inp.weight" in file.tensors else ():
+        file.require(bool(said.get(key)), key)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        for end, size in (("", values["global_head_dim"]), ("_swa", values["head_dim"])):
+            file.require(said.get(key + end, size) == size, key + end, f"{size}")
+    add_proportion(values, file, values["global_head_dim"])
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Says what is wrong with a file of weights that is not whole, or not what its name says.
+
+Only headers and a few other bytes are read. Files are not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from sirchat.errors import ModelError
+
+_BYTES_OF_LENGTH = 8  # with which a safetensors file begins
+_MOST_HEADER = 10**8  # bytes, as in the library safetensors
+_CHUNK = 1 << 16
+_INCOMPLETE = "the download is incomplete; fetch the file again"
+# What a file begins with that is of another kind.
+_OTHER_KINDS = {
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself; fetch it: git lfs pull",
+    b"<": "a web page; download the file itself",
+    b"PK\3\4": "a pickle or a zip archive; weights must be safetensors or GGUF",
+    b"\x80": "a pickle; weights must be safetensors or GGUF",
+    b"GGUF": "a GGUF file; its name must end with .gguf",
+    b"tjgg": "a file of the time before GGUF; convert the model again",
+    bytes(64): f"nothing but zeros at its beginning; {_INCOMPLETE}",
+}
+
+
+class StoredPlace(NamedTuple):
+    """Where a file has a tensor, and of which kind it is."""
+
+    shape: tuple[int, ...]
+    type: str  # such as `BF16`
+    start: int  # bytes from the beginning of the file
+    size: int  # bytes
+
+
+def refuse_other_kind(path: Path, beginning: bytes) -> None:
+    """Raise ModelError if the first bytes of a file are those of another kind of file."""
+    if beginning[_BYTES_OF_LENGTH:].startswith(b"{"):
+        raise ModelError(f"{path} is a safetensors file", hint="give the folder that contains it")
+    for start, kind in _OTHER_KINDS.items():
+        if beginning.startswith(start):
+            what, _, hint = kind.partition("; ")
+            raise ModelError(f"{path} is {what}", hint=hint)
+
+
+def refuse_zeros_at_end(path: Path, data: mmap.mmap, tensors: Iterable[StoredPlace]) -> None:
+    """Raise ModelError if the end of the last matrix, and all after it, is zeros."""
+    last = max(
+        (one for one in tensors if len(one.shape) > 1), key=lambda one: one.start, default=None
+    )
+    if last is None or not last.size:
+        return
+    # Padding, such as rows of tokens that do not exist, may be zeros.
+    for at in range(last.start + last.size * 15 // 16, len(data), _CHUNK):
+        if data[at : at + _CHUNK].strip(b"\0"):
+            return
+    raise ModelError(f"{path} has only zeros at its end", hint=_INCOMPLETE)
+
+
+def safetensors_in(path: Path) -> dict[str, StoredPlace]:
+    """The tensors of a safetensors file, by name, from its header.
+
+    Raises ModelError that says what is wrong with the file.
+    """
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: empty
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if data[_BYTES_OF_LENGTH : _BYTES_OF_LENGTH + 1] != b"{":
+        refuse_other_kind(path, data[:64])
+    start = _BYTES_OF_LENGTH + int.from_bytes(data[:_BYTES_OF_LENGTH], "little")
+    try:
+        header = json.loads(data[_BYTES_OF_LENGTH : min(start, _MOST_HEADER)])
+        header.pop("__metadata__", None)
+        found = dict[str, StoredPlace]()
+        for name, about in header.items():
+            begin, end = map(int, about["data_offsets"])
+            shape = tuple(map(int, about["shape"]))
+            found[name] = StoredPlace(shape, str(about["dtype"]), start + begin, end - begin)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        why = f"{path} can't be read: it is no safetensors file, or incomplete"
+        raise ModelError(why) from error
+    needed = max((one.start + one.size for one in found.values()), default=start)
+    if needed > len(data):
+        raise ModelError(
+            f"{path} can't be read: it has {len(data):,} bytes, by its header {needed:,}",
+            hint=_INCOMPLETE,
+        )
+    refuse_zeros_at_end(path, data, found.values())
+    return found

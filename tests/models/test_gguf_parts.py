@@ -1,0 +1,119 @@
+"""A GGUF file in several parts is one model, by the name of any part.
+
+The parts are written by ggml's own package, which splits as llama.cpp does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+
+gguf = pytest.importorskip("gguf")
+
+from gguf_models import random_model, write_model  # noqa: E402
+from sirchat.config.profile import Profile  # noqa: E402
+from sirchat.errors import ModelError  # noqa: E402
+from sirchat.models import hub  # noqa: E402
+from sirchat.models.fit import fit_of  # noqa: E402
+from sirchat.models.gguf.header import parse_gguf  # noqa: E402
+from sirchat.models.listing import find_model, find_models  # noqa: E402
+from sirchat.models.load import load_model  # noqa: E402
+from sirchat.models.names import locate  # noqa: E402
+
+PARTS = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def floats_only(name: str, shape: tuple[int, ...]) -> str:
+    return "F32"
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """The folder with a model in three parts, and with the same one as a whole."""
+    module = random_model("qwen3")
+    write_model(tmp_path / "model.gguf", module, "qwen3", floats_only, tensors_of_part=10)
+    write_model(tmp_path / "whole.gguf", module, "qwen3", floats_only)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*PARTS, "whole.gguf"]
+    return tmp_path
+
+
+def test_the_parts_have_the_logits_of_the_whole(parts: Path) -> None:
+    whole = load_model(str(parts / "whole.gguf"), device="cpu")
+    wanted = whole.forward([3, 5, 7], whole.new_cache(3))
+    for name in PARTS:
+        assert locate(str(parts / name)) == (str(parts), {"gguf_file": PARTS[0]})
+        model = load_model(str(parts / name), device="cpu")
+        assert torch.equal(model.forward([3, 5, 7], model.new_cache(3)), wanted)
+        assert parse_gguf(parts / name).metadata == parse_gguf(parts / PARTS[0]).metadata
+
+
+def test_they_are_one_model_in_lists_and_take_what_the_whole_takes(parts: Path) -> None:
+    first, whole = (str(parts / name) for name in (PARTS[0], "whole.gguf"))
+    found = {one.name: one for one in find_models([parts]) if one.source == "folder"}
+    assert list(found) == [first, whole]
+    assert not found[first].problem
+    assert found[first].size == sum((parts / name).stat().st_size for name in PARTS)
+    assert find_model(str(parts / PARTS[2])).size == found[first].size
+    fits = [fit_of(found[name], Profile(device="cpu"), 10**9) for name in (first, whole)]
+    assert fits[0].weights == fits[1].weights
+    assert fits[0].choices == fits[1].choices
+
+
+def test_parts_that_are_missing_are_named(parts: Path) -> None:
+    (parts / PARTS[1]).unlink()
+    with pytest.raises(ModelError, match=f"one of 3 parts; missing: {PARTS[1]}$"):
+        load_model(str(parts / PARTS[2]), device="cpu")
+    (parts / PARTS[0]).unlink()
+    for name in (PARTS[0], PARTS[2]):
+        with pytest.raises(ModelError, match=PARTS[0]):
+            load_model(str(parts / name), device="cpu")
+    (listed,) = (one for one in find_models([parts]) if "-of-0" in one.name)
+    assert listed.problem.endswith(f"is one of 3 parts; missing: {PARTS[0]}, {PARTS[1]}")
+
+
+def test_parts_of_other_models_or_under_other_names_are_refused(parts: Path) -> None:
+    other = parts / "other"
+    other.mkdir()
+    module = random_model("qwen3", num_hidden_layers=3)
+    write_model(other / "model.gguf", module, "qwen3", floats_only, tensors_of_part=13)
+    (other / PARTS[2]).replace(parts / PARTS[2])
+    with pytest.raises(ModelError, match="one of 3 parts, but not of those files"):
+        load_model(str(parts / PARTS[0]), device="cpu")
+    (parts / PARTS[0]).rename(parts / "renamed.gguf")
+    with pytest.raises(ModelError, match=r"one of 3 parts, .*must be named NAME-00001-of-00003"):
+        load_model(str(parts / "renamed.gguf"), device="cpu")
+
+
+def test_a_whole_file_may_have_the_name_of_a_part(parts: Path) -> None:
+    os.replace(parts / "whole.gguf", parts / "a-00001-of-00001.gguf")
+    load_model(str(parts / "a-00001-of-00001.gguf"), device="cpu")
+
+
+def pulled(monkeypatch: pytest.MonkeyPatch, files: list[str], wanted: str | None) -> list[str]:
+    """The name of what is pulled from a repository with these files, and the files."""
+    fetched = []
+    siblings = [SimpleNamespace(rfilename=name, size=1) for name in files]
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr(hub, "_fetch", lambda _, path, *__: fetched.append(path))
+    return [hub.pull("me/it", wanted, lambda *_: None).name, *fetched]
+
+
+def test_all_parts_are_pulled_by_the_name_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [*(f"a/{name}" for name in PARTS), "b.gguf", *PARTS[:2]]
+    wanted = [f"a/{name}" for name in PARTS]
+    assert pulled(monkeypatch, files, f"a/{PARTS[1]}") == [f"me/it/a/{PARTS[0]}", *wanted]
+    assert pulled(monkeypatch, files, "b.gguf") == ["me/it/b.gguf", "b.gguf"]
+    with pytest.raises(ModelError, match=f"lacks parts of '{PARTS[0]}': {PARTS[2]}"):
+        pulled(monkeypatch, files, PARTS[0])
+    with pytest.raises(ModelError, match=rf"--file: a/{PARTS[0]}, b\.gguf, {PARTS[0]}\)$"):
+        pulled(monkeypatch, files, None)
+
+
+def test_an_adapter_is_not_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="'me/it' is a LoRA adapter"):
+        pulled(monkeypatch, ["adapter_config.json", "adapter_model.safetensors"], None)
