@@ -381,8 +381,8 @@ class Session:
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
-        template = self.template
-        ids = [template.assistant(reply).ids or template.closing for reply in replies]
+        template, header = self.template, self.state.header
+        ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self._engine.reader, ids)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.studies.perplexity import round_ids
+from sirchat.lab.studies.reading import followed_by_reply
 from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import NumberedStudy, RunUnit, fields_of
 from sirchat.lab.synthetic.dialogue import Dialogue, dialogue, draw_fact
@@ -104,7 +105,7 @@ class AttentionStudy(NumberedStudy):
             template, ids = Template(model.tokenizer, model.anchors), []
             for user, reply in self._talk(number):
                 turn = template.user(user) if ids else template.opening(user)[1]
-                ids += [*turn.ids, *template.assistant(reply).ids, *template.closing]
+                ids += followed_by_reply(template, turn, reply).ids
             ids = ids[: self.tokens]
         if len(ids) < self.tokens:
             raise SettingError(f"text {number + 1} has {len(ids)} tokens, must have {self.tokens}")

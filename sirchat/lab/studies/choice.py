@@ -76,7 +76,7 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
     """Read a question in the session; returns a score for each of its replies."""
-    for _ in session.read_user(question.text):
+    for _ in session.read_user(question.text, before="assistant"):
         pass
     if len(question.replies) == 1:
         return [ContinuationScore((0,), (0.0,), True)]

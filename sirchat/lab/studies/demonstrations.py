@@ -145,7 +145,7 @@ class Demonstrations(Grid):
 
 
 def _chosen(session: Session, one: Question) -> int:
-    for _ in session.read_user(one.text):
+    for _ in session.read_user(one.text, before="assistant"):
         pass
     return most_likely(session.score_continuations(one.replies), "paper")
 

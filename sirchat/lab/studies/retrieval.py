@@ -425,7 +425,7 @@ class Privacy(NumberedStudy):
         if n:
             settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
         switch(session, **settings)
-        for _ in session.read_user(one.question):
+        for _ in session.read_user(one.question, before="assistant"):
             pass
         (scored,) = session.score_continuations([one.answer])
         session.undo()

@@ -179,7 +179,7 @@ class Writer:
         """
         ids: list[int] = []
         weight: list[float] = []
-        system, template = None, self._template
+        system, template, header = None, self._template, None
 
         def add(more: Sequence[int], loss_weight: float = 1.0) -> None:
             ids.extend(more)
@@ -188,13 +188,18 @@ class Writer:
         for one in messages:
             if one.role == "system" and not ids:
                 system = one.text
-            elif one.role == "user" and not ids:
-                block, turn = template.opening(one.text, system)
-                add([*(block.ids if block else []), *turn.ids])
             elif one.role == "user":
-                add(template.user(one.text).ids)
+                if ids:
+                    turn = template.user(one.text)
+                else:
+                    block, turn = template.opening(one.text, system)
+                    add(block.ids if block else [])
+                turn = template.before(turn, "assistant")
+                add(turn.ids)
+                header = turn.header
             elif one.role == "assistant" and ids:
-                add([*template.assistant(one.text).ids, *template.closing], ANSWER_WEIGHT)
+                reply = template.assistant(one.text, header)
+                add([*reply.ids, *template.closing], ANSWER_WEIGHT)
         return self._document(ids, weight)
 
     def text_document(self, text: str) -> Document:

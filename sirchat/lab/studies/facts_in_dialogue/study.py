@@ -165,7 +165,7 @@ class FactsInDialogue(Grid):
         if key not in self._closed:
             full = profile.model_copy(update={"policy": "full", "policy_options": {}})
             alone = Session(session.model, full)
-            for _ in alone.read_user(fact.question):
+            for _ in alone.read_user(fact.question, before="assistant"):
                 pass
             (scored,) = alone.score_continuations([right])
             self._closed[key] = -math.fsum(scored.log_probabilities)

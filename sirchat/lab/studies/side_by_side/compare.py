@@ -398,7 +398,8 @@ class ComparedSession:
             agreement = Agreement(reference.predictions)
             self._on_logits = agreement.add
         try:
-            self._note(chain(self._session.read_user(user), self._session.read_reply(reply)))
+            asked = self._session.read_user(user, before="assistant")
+            self._note(chain(asked, self._session.read_reply(reply)))
         finally:
             self._on_logits = None
         read = range(start, self._session.seen)
