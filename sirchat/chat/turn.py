@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import starmap
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class OpenTurn:
                         ids.append(record.id)
                         at.append(record.position)
                         said += (new := stream.push_id(record.id))
-                        yield from map(_delta, new)
+                        yield from starmap(Delta, new)
                     elif isinstance(record, EvictedRows):
                         yield self._evicted(record)
                     else:
@@ -135,7 +136,7 @@ class OpenTurn:
                     start = time.perf_counter()
                 stats.seconds_decode += time.perf_counter() - start
                 said += (new := stream.flush())
-                yield from map(_delta, new or [Piece("answer", "", 0)])
+                yield from starmap(Delta, new or [("",)])
             except ContextFullError as error:
                 stats.finish, failure = "context", error
             closed = self.close(_unread(closing, ids, end_ids), stream, at)
@@ -153,19 +154,18 @@ class OpenTurn:
 
     def _say_why_empty(self, thinking: str, stop_id: int | None) -> Iterator[Notice]:
         """Say why a reply has no answer; `stop_id` has ended it."""
-        finish, token = self.stats.finish, "USER:"
-        if stop_id is not None:
-            (token,) = self._events.texts([stop_id], [0])
-        if thinking and finish in ("stop", "control"):
-            yield Notice(f"the reply has no answer: {token} ended it after its reasoning")
-        elif thinking and finish == "length":
-            many = f"the {self.stats.tokens_out:,} tokens that --max-new-tokens allows"
-            yield Notice(f"the reply has no answer: all of {many} were reasoning")
+        finish, many = self.stats.finish, f"the {self.stats.tokens_out:,} tokens"
+        (end,) = ["USER:"] if stop_id is None else self._events.texts([stop_id], [0])
+        if finish in ("stop", "control") and thinking:
+            yield Notice(f"the reply has no answer: {end} ended it after its reasoning")
+        elif finish == "length" and thinking:
+            why = f"all of {many} that --max-new-tokens allows were reasoning"
+            yield Notice(f"the reply has no answer: {why}")
         elif finish == "stop":
-            yield Notice(f"the reply is empty: the model ended it at once, with {token}")
+            yield Notice(f"the reply is empty: the model ended it at once, with {end}")
         elif finish == "control":
-            why = "which belongs in no reply of this model"
-            yield Notice(f"the reply is empty: it began with the control token {token}, {why}")
+            why = f"it began with the control token {end}, which belongs in no reply of this model"
+            yield Notice(f"the reply is empty: {why}")
 
     def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events.
@@ -225,10 +225,6 @@ def _unread(closing: Sequence[int], ids: Sequence[int], ends: Collection[int]) -
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
     said = (size for size in range(end, 0, -1) if list(ids[-size:]) == list(closing[:size]))
     return closing[next(said, 0) :]
-
-
-def _delta(piece: Piece) -> Delta:
-    return Delta(piece.text, piece.part, piece.end)
 
 
 def _texts(said: Sequence[Piece]) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +26,8 @@ class Piece(NamedTuple):
     `end`: how many characters the reply has up to the end of this text, its marks included.
     """
 
-    part: Part
     text: str
+    part: Part
     end: int
 
 
@@ -41,16 +41,17 @@ class PartSplitter:
     def __init__(self, marks: Marks, hidden: Collection[str] = ()) -> None:
         self._marks, self._hidden, self._head = marks, hidden, marks.head
         between = marks.closing.removeprefix(marks.end) if marks.end else ""
-        first: list[tuple[str, _Next]] = [(marks.opening, "thinking"), (marks.answer, "answer")]
-        again: list[tuple[str, _Next]] = [(marks.opening, "thinking"), (marks.call, "call")]
-        later: list[tuple[str, _Next]] = [(marks.closing, None), (marks.end, "end")]
-        self._first = _marks_of([*first, (marks.call, "call"), (between, None)])
-        self._later = {  # by part
-            "thinking": _marks_of([(marks.closing, None), (marks.end, None)]),
-            "call": _marks_of(later if marks.end else []),
+        begins: dict[str, _Next] = {marks.opening: "thinking", marks.call: "call"}
+        ends: dict[str, _Next] = {marks.closing: None, marks.end: "end"} if marks.end else {}
+        again = {mark: part for mark, part in begins.items() if CONTROL.match(mark)}
+        self._first: dict[str, _Next] = {**begins, marks.answer: "answer", between: None}
+        self._later: dict[Part, dict[str, _Next]] = {  # by the part in which they stand
+            "thinking": {marks.closing: None, marks.end: None},
+            "answer": {**ends, **again, marks.stop: "end"},
+            "call": ends,
         }
-        again = [(mark, begun) for mark, begun in again if CONTROL.match(mark)]
-        self._later["answer"] = self._later["call"] | _marks_of([*again, (marks.stop, "end")])
+        for table in (self._first, *self._later.values()):
+            table.pop("", None)
         self._part: Part | None = None
         self._is_after_mark = marks.is_open
         self._said = set[Part]()
@@ -116,7 +117,7 @@ class PartSplitter:
         text = CONTROL.sub(self._written, self._take(size))
         if part and (text := text.lstrip() if self._is_after_mark else text):
             gap = "\n\n" if self._is_after_mark and part in self._said else ""
-            pieces.append(Piece(part, gap + text, self._count))
+            pieces.append(Piece(gap + text, part, self._count))
             self._said.add(part)
             self._is_after_mark = False
         if mark:
@@ -155,28 +156,21 @@ class PartSplitter:
         return "" if self._part != "call" and control[1] in self._hidden else control[1]
 
 
-def _marks_of(pairs: Iterable[tuple[str, _Next]]) -> dict[str, _Next]:
-    return {mark: begun for mark, begun in pairs if mark}
-
-
 class ReplyStream(PartSplitter):
     """Turns the ids of a reply, one at a time, into the text of its parts.
 
-    `controls` are the texts of the control tokens by id; the `hidden` ones are not shown. A history
-    has no reasoning, nor the last `unkept_header` ids before the reply.
+    `controls` are the ids of control tokens, of which special ones are not shown. A history has no
+    reasoning, nor the last `unkept_header` ids before the reply.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        marks: Marks,
-        controls: Mapping[int, str],
-        hidden: Collection[str],
-        unkept_header: int = 0,
+        self, tokenizer: Any, marks: Marks, controls: Iterable[int], unkept_header: int = 0
     ) -> None:
-        super().__init__(marks, hidden)
+        known = tokenizer.added_tokens_decoder
+        self._controls = {i: known[i].content for i in controls}
+        super().__init__(marks, {text for i, text in self._controls.items() if known[i].special})
         self.unkept_header = unkept_header
-        self._text, self._controls = TextStream(tokenizer), controls
+        self._text = TextStream(tokenizer)
         self._reply = ""
         self._ends: list[int] = []  # of each token in it
 
@@ -221,7 +215,7 @@ class ReplyStream(PartSplitter):
         lead += self._marks.answer * self._reply.startswith(self._marks.answer, len(lead))
         kept = self._marks.kept
         size = shared(lead[::-1], kept[::-1])
-        first = shared(lead[: len(lead) - size], kept[: len(kept) - size])
+        first = shared(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
         starts, ends = (edges[thought] for edges in self._edges())
         return thought[(starts >= first) & ((ends <= len(lead) - size) | (starts >= len(lead)))]
 

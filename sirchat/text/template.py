@@ -174,16 +174,11 @@ class Template:
 
     def reply_stream(self, *, is_given: bool = False) -> ReplyStream:
         """What divides the ids of a reply into its parts; a given one has a history's header."""
-        known, (prompt, kept), marks = (
-            self._tokenizer.added_tokens_decoder,
-            self._prompt,
-            self.marks,
-        )
-        controls = {i: known[i].content for i in self._control}
-        hidden = {text for i, text in controls.items() if known[i].special}
         if is_given:
-            marks, kept = replace(marks, is_open=False), len(prompt)
-        return ReplyStream(self._tokenizer, marks, controls, hidden, len(prompt) - kept)
+            marks = replace(self.marks, is_open=False)
+            return ReplyStream(self._tokenizer, marks, self._control)
+        prompt, kept = self._prompt
+        return ReplyStream(self._tokenizer, self.marks, self._control, len(prompt) - kept)
 
     @property
     def closing(self) -> list[int]:

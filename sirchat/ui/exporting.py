@@ -174,11 +174,7 @@ def _markdown(session: Session) -> str:
 
 
 def _json(session: Session) -> str:
-    messages = [
-        message_record(turn.role, turn.text, turn.thinking)
-        for turn in session.turns
-        if turn.text.strip() or turn.thinking
-    ]
+    messages = [message_record(turn.role, turn.text, turn.thinking) for turn in _said(session)]
     record = {"model": session.model.name, "messages": messages}
     return terminal_safe_json(record, indent=1)
 

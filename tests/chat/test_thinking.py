@@ -16,6 +16,7 @@ from by_heart import THOUGHT as THOUGHT_OF_FRANCE
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
+from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Sampler
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import wrap_model
@@ -116,6 +117,20 @@ def test_what_stays_of_a_reply_is_what_the_template_writes_in_a_history(name: st
     whole = rendered(shape, [user(QUESTION), assistant(ANSWER), user(NAME)])
     held = [row.id for row in chat.snapshot().rows]
     assert held == tokenizer(shape).encode(whole, add_special_tokens=False)
+
+
+def test_of_a_reply_in_several_messages_only_the_reasoning_goes() -> None:
+    shape = SHAPES["gpt-oss"]
+    model = wrap_model("heart", teach(shape), tokenizer(shape))
+    chat = session(model, budget=256, evict_thinking=True)
+    begin = "<|start|>assistant"
+    kept = f"<|channel|>commentary<|message|>Wait.<|end|>{begin}"
+    after = "<|channel|>final<|message|>Yes."
+    thought = f"<|channel|>analysis<|message|>Why?<|end|>{begin}"
+    ids = tokenizer(shape).encode(thought + kept + thought + after, add_special_tokens=False)
+    list(chat.ask("Hi.", reply=Reply(tuple(ids), "stop")))
+    assert (chat.turns[1].text, chat.turns[1].thinking) == ("Wait.\n\nYes.", "Why?\n\nWhy?")
+    assert _held(chat) == kept + after
 
 
 def test_a_thought_without_an_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:

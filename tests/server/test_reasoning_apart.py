@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import pytest
 from by_heart import ANSWER, GREETING, NAME, QUESTION, SHAPES, THOUGHT, teach, tokenizer, user
 from serving import Served, cached, served
 from sirchat.models.model import wrap_model
+from sirchat.server.replies import ReplyEnd, ReplyText
+from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.tools import CallParser
 
+_USAGE = ["prompt_tokens", "prompt_tokens_details", "completion_tokens", "total_tokens"]
+_USAGE += ["completion_tokens_details"]
 _MADE = ["gpt-oss", "deepseek", "qwen3"]
 
 
@@ -99,6 +104,30 @@ def test_a_response_with_reasoning_comes_in_events_that_build_it_up(server: Serv
     assert events[-1]["response"]["output"] == [
         event["item"] for event in events if event["type"].endswith("item.done")
     ]
+
+
+def test_a_response_has_an_item_for_each_reasoning() -> None:
+    async def parts() -> AsyncIterator[ReplyText | ReplyEnd]:
+        for thinking, text in (("a", ""), ("", "b"), ("c", ""), ("d", ""), ("", "e")):
+            yield ReplyText(text, thinking=thinking)
+        yield ReplyEnd("stop", dict.fromkeys(_USAGE, 0), {})
+
+    async def told(*, streamed: bool) -> Any:
+        asked = ResponsesRequest.model_validate({"input": "x", "store": False})
+        shape = ResponsesShape(asked, [], "m", KeptResponses())
+        if not streamed:
+            return (await shape.whole_response(parts()))["output"]
+        lines = [event.split("data: ")[1] async for event in shape.events(parts())]
+        return json.loads(lines[-1])["response"]["output"]
+
+    for streamed in (False, True):
+        output = asyncio.run(told(streamed=streamed))
+        texts = [(item["type"], item["content"][0]["text"]) for item in output]
+        if streamed:
+            assert texts == [("reasoning", "a"), ("message", "be"), ("reasoning", "cd")]
+        else:
+            assert texts == [("reasoning", "acd"), ("message", "be")]
+        assert len({item["id"] for item in output}) == len(output)
 
 
 def test_ollama_has_thinking_apart(server: Served) -> None:

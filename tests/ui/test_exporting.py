@@ -74,6 +74,18 @@ def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
     assert json.loads(data)["model"] == "tiny"
 
 
+def test_reasoning_is_exported_apart_in_json_and_not_at_all_otherwise() -> None:
+    chat = session()
+    list(chat.read_user("Is it?"))
+    list(chat.read_reply("<think>Why?</think>Yes."))
+    for form in FORMATS:
+        exported(chat, f"{form} chat.{form}")
+    message = json.loads(Path("chat.json").read_bytes())["messages"][-1]
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
+    assert Path("chat.md").read_text(encoding="utf-8").endswith("## Model\n\nYes.\n")
+    assert "Why?" not in Path("chat.html").read_text(encoding="utf-8")
+
+
 class Tags(HTMLParser):
     """The names of all elements, and what they refer to."""
 
