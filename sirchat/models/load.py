@@ -23,7 +23,7 @@ from sirchat.models.gguf.translate import has_blocks, refuse_unsupported
 from sirchat.models.hub import must_use_cache
 from sirchat.models.measuring import CacheTypeName, UnpackName, choose_matmul_method
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.model_config import ConfigValues, DecoderConfig
+from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
 from sirchat.models.packed import four_bit_block
 from sirchat.models.packing import pack_module
@@ -118,6 +118,9 @@ def load_model(
             raise ModelError(why, hint="--quantize int8 works with any model")
         elif Path(source).is_dir():
             weights = weights_in_folder(Path(source))
+            # transformers leaves out a generation_config.json that it can't read.
+            for file in Path(source).glob("generation_config.json"):
+                load_config(file)
             if not for_hub:
                 parts = load_folder_parts(Path(source), weights, torch_dtype, progress)
         if parts is None:
@@ -204,7 +207,10 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
     from transformers.utils import cached_file
 
     switch_off_bars()
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"the tokenizer of {source!r} is no valid JSON: {error}") from error
     # This class makes them anew, and then loses a blank before a text: Llama 2, Vicuna, Zephyr.
     if type(tokenizer).__name__ == "LlamaTokenizer":
         options = {"_raise_exceptions_for_missing_entries": False, **options}

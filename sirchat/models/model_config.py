@@ -5,8 +5,12 @@ Loads no library, so that models are listed quickly.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
+
+from sirchat.errors import ModelError
 
 # Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
 LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -24,6 +28,7 @@ _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+_MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _MOST = 1 << 32  # larger numbers count as invalid
 
 _SHARED: dict[str, Any] = {
@@ -60,6 +65,22 @@ _ROPE_SETTINGS = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     _ORIGINAL_LENGTH,
 }
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Read a JSON file with an object; returns the object as a dictionary.
+
+    Raises ModelError if the file is missing, too large or not a JSON object.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise ModelError(f"{path} can't be read: it is missing or too large")
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read: {type(error).__name__}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} can't be read: it is not a JSON object")
+    return config
 
 
 def context_length(config: Any) -> int | None:

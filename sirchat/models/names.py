@@ -143,8 +143,11 @@ def loading_error(name: str, error: Exception) -> ModelError:
     """The ModelError that says in one line why the model `name` can't be loaded."""
     lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    why = " ".join(lines[:2]) if lines[0].rstrip().endswith(":") else lines[0]
+    if isinstance(error, KeyError) and " " not in why:
+        why += " is missing or unknown"
+    return ModelError(f"model {name!r} cannot be loaded: {why}", hint=hint)
 
 
 def _located(name: str) -> tuple[str, dict[str, str]]:

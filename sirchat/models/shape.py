@@ -6,7 +6,6 @@ ModelError.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -23,13 +22,18 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
-from sirchat.models.model_config import REFUSED_LAYERS, ConfigValues, context_length, positive
+from sirchat.models.model_config import (
+    REFUSED_LAYERS,
+    ConfigValues,
+    context_length,
+    load_config,
+    positive,
+)
 
 # The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
 MOST_UNPACKED = 2**29
 
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _WITH_ROWS = (
     *("full_attention", "sliding_attention", "chunked_attention", "attention"),
     *("hybrid", "hybrid_sliding"),
@@ -106,22 +110,6 @@ def shape_of_gguf(path: Path) -> ModelShape:
     cached, archived = _elements(values)
     context = context_length(ConfigValues(values))
     return ModelShape(kind, context, cached, has_blocks(file), archived)
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """Read a JSON file with an object; returns the object as a dictionary.
-
-    Raises ModelError if the file is missing, too large or not a JSON object.
-    """
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{path} can't be read: it is missing or too large")
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} can't be read: {type(error).__name__}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} can't be read: it is not a JSON object")
-    return config
 
 
 def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:

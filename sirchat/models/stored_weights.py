@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.model_config import load_config
 from sirchat.models.names import all_parts
-from sirchat.models.shape import load_config
 from sirchat.models.whole_files import StoredPlace, safetensors_in
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")

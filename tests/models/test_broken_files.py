@@ -133,6 +133,9 @@ def change_json(path: Path, **values: object) -> None:
         ("model.safetensors", b"GGUF" + bytes(200), r"is a GGUF file"),
         ("model.safetensors", b"\x80\x01", r"incomplete|is a pickle"),
         ("model.safetensors", b"\xff" * 7 + b"\0{", r"no safetensors file, or incomplete"),
+        ("config.json", b"{", r"config\.json. is not a valid JSON file"),
+        ("generation_config.json", b'{"temperature": 0', r"generation_config\.json can't be read"),
+        ("tokenizer.json", b"{", r"the tokenizer of .* is no valid JSON"),
         ("adapter_config.json", b"{}", r"has a LoRA adapter \(adapter_config\.json\)"),
         (
             "chat_template.jinja",
@@ -142,8 +145,24 @@ def change_json(path: Path, **values: object) -> None:
         ("chat_template.jinja", b"{% if x %}", "template .* is broken: line 1: .*endif"),
     ],
 )
-def test_a_file_of_another_kind_is_named(folder: Path, name: str, content: bytes, why: str) -> None:
+def test_a_file_of_another_kind_or_with_an_error_is_named(
+    folder: Path, name: str, content: bytes, why: str
+) -> None:
     (folder / name).write_bytes(content)
+    refused(folder, why)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("rms_norm_eps", "x", r"field 'rms_norm_eps': .*expected float, got str"),
+        ("rope_parameters", {"rope_type": "new", "rope_theta": 1.0}, "'new' is missing or unknown"),
+    ],
+)
+def test_a_setting_that_transformers_refuses_is_named_with_the_reason(
+    folder: Path, key: str, value: object, why: str
+) -> None:
+    change_json(folder / "config.json", **{key: value})
     refused(folder, why)
 
 
