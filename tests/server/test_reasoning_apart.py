@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from sirchat.server.tools import CallParser
 
 _USAGE = ["prompt_tokens", "prompt_tokens_details", "completion_tokens", "total_tokens"]
 _USAGE += ["completion_tokens_details"]
-_MADE = ["gpt-oss", "deepseek", "qwen3"]
+_MADE = ["gpt-oss", "deepseek", "qwen3"][: 3 if os.environ.get("SIRCHAT_ATTACK") else 2]
 
 
 @pytest.fixture(scope="module", params=_MADE)

@@ -21,7 +21,7 @@ from sirchat.text.template_sandbox import render
 from sirchat.text.transcript import split_tagged
 from template_shapes import template
 
-COUNT = int(os.environ.get("SIRCHAT_ATTACK", "300"))
+COUNT = int(os.environ.get("SIRCHAT_ATTACK", "100"))
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}REPLY"
