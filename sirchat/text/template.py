@@ -35,7 +35,6 @@ _PLAIN = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
-# The thinking with which a reply begins; `<think>` may be the template's.
 # The reasoning with which a reply begins, and the keys by which templates get it.
 _THOUGHT = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
