@@ -9,15 +9,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from by_heart import SHAPES
 from by_heart import tokenizer as tokenizer_of
-from chatting import ids_of, session
+from chatting import ids_of, session, smallest
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
-from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.model import LoadedModel
 from sirchat.text.transcript import split_tagged, tagged
 from template_shapes import HEADERS, with_template
 
@@ -33,20 +31,9 @@ Message = dict[str, Any]
 
 @cache
 def model(name: str) -> LoadedModel:
-    """A model with the template, as small as can be: only ids are looked at."""
+    """A model with the template."""
     tokenizer = with_template(HEADERS[name]) if name in HEADERS else tokenizer_of(SHAPES[name])
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return wrap_model(name, LlamaForCausalLM(config).eval(), tokenizer)
+    return smallest(name, tokenizer)
 
 
 def drawn(draw: random.Random) -> list[Message]:

@@ -15,13 +15,12 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from by_heart import assistant, user
-from chatting import ids_of, session
-from sirchat.models.model import LoadedModel, wrap_model
+from chatting import ids_of, session, smallest
+from sirchat.models.model import LoadedModel
 from template_shapes import template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
@@ -69,20 +68,8 @@ def _tokenizer(folder: Path, name: str) -> Any:
 
 @pytest.fixture(scope="module", params=_CHATS)
 def model(request: pytest.FixtureRequest, data: Path) -> LoadedModel:
-    """A real tokenizer, and a model that is as small as can be: only ids are looked at."""
-    tokenizer = _tokenizer(data, request.param)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return wrap_model(request.param, LlamaForCausalLM(config).eval(), tokenizer)
+    """A model with a real tokenizer."""
+    return smallest(request.param, _tokenizer(data, request.param))
 
 
 def whole(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:

@@ -27,7 +27,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gguf_file import tensors_of
+from gguf_file import add_sizes, tensors_of
 from template_shapes import WEATHER, template
 
 Message = dict[str, Any]
@@ -467,18 +467,10 @@ def save_gguf(path: Path, shape: Shape, model: Any) -> Path:
 
     made, config = json.loads(tokenizer(shape).backend_tokenizer.to_str()), model.config
     writer = gguf.GGUFWriter(path, shape.architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_sizes(writer, config)
     if shape.architecture == "qwen3":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
     _add_vocabulary(writer, shape, made)
     writer.add_chat_template(shape.source)
     for name, weight in tensors_of(model).items():

@@ -98,6 +98,22 @@ def random_model(vocab_size: int) -> Any:
     return module
 
 
+def smallest(name: str, tokenizer: Any) -> LoadedModel:
+    """A model with this tokenizer, as small as can be, for tests that look at ids alone."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return wrap_model(name, LlamaForCausalLM(config).eval(), tokenizer)
+
+
 def with_anchors() -> LoadedModel:
     """The bundled model with an anchor token that it was not trained on."""
     from sirchat.lab.training.anchor import add_anchor

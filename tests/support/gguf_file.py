@@ -37,15 +37,7 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
 
     config = model.module.config
     writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    add_sizes(writer, config)
     if config.model_type == "qwen3":
         writer.add_key_length(config.head_dim)
     _add_tokenizer(writer, model.tokenizer)
@@ -61,6 +53,19 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_sizes(writer: Any, config: Any) -> None:
+    """Write the sizes of a model into the header of a GGUF file."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
 
 
 def write_first_layers(path: Path, whole: Path, count: int) -> Path:
