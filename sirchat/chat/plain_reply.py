@@ -5,8 +5,7 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.shape import free_memory
-
-_OPEN, _CLOSE = "<think>\n", "\n</think>"
+from sirchat.text.transcript import CLOSE, OPEN
 
 
 class TaggedText:
@@ -20,11 +19,11 @@ class TaggedText:
         if not new.text or self._thinks == (new.part == "thinking"):
             return new.text
         self._thinks = not self._thinks
-        return (_OPEN if self._thinks else f"{_CLOSE}\n\n") + new.text
+        return (OPEN if self._thinks else CLOSE) + new.text
 
     def end(self) -> str:
         """What is to be added at the end of the reply."""
-        return _CLOSE if self._thinks else ""
+        return CLOSE.rstrip() if self._thinks else ""
 
 
 class PlainReply:

@@ -109,7 +109,7 @@ class OpenTurn:
         and the `closing` ids are read before the next turn.
         """
         stats, said, failure = self.stats, list[Piece](), None
-        ids, at, stop_id = list[int](), list[int](), None
+        at, stop_id = list[int](), None
         self._now.reply, self._now.pending_ids = stats, list(closing)
         stats.finish = "interrupt"  # not changed if the caller stops taking events
         try:
@@ -122,7 +122,6 @@ class OpenTurn:
                     stats.seconds_decode += time.perf_counter() - start
                     if isinstance(record, GeneratedToken):
                         stats.tokens_out += 1
-                        ids.append(record.id)
                         at.append(record.position)
                         said += (new := stream.push_id(record.id))
                         yield from starmap(Delta, new)
@@ -139,6 +138,7 @@ class OpenTurn:
                 yield from starmap(Delta, new or [("",)])
             except ContextFullError as error:
                 stats.finish, failure = "context", error
+            ids = self._engine.ledger.column("token_id")[np.asarray(at, np.int64)].tolist()
             closed = self.close(_unread(closing, ids, end_ids), stream, at)
         except BaseException:  # the caller stopped taking events, or the model failed
             self._now.finish(stats, *_texts(said))
@@ -220,10 +220,10 @@ def flag_saved(ledger: Ledger, turn: int, stream: ReplyStream) -> None:
         ledger.flag(Flag.THINKING, said[stream.tokens("thinking")], True)
 
 
-def _unread(closing: Sequence[int], ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
     """The ids `closing` but the first ones, before an end id, with which the reply has ended."""
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
-    said = (size for size in range(end, 0, -1) if list(ids[-size:]) == list(closing[:size]))
+    said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
     return closing[next(said, 0) :]
 
 

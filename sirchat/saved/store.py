@@ -41,13 +41,13 @@ from sirchat.saved.database import (
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.text.transcript import RoleName, split_tagged
+from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
 _NONE = 2**62  # larger than every index, so that no turn or row is changed
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
-_TAGGED = re.compile(r"<think>\n(.*?)\n</think>\n\n(.*)", re.DOTALL)
+_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
 _TAG, _ESCAPED_TAG = re.compile(r"think(\\*)>"), re.compile(r"think\\(\\*)>")
 
 
@@ -368,7 +368,7 @@ def _written(turn: SavedTurn) -> str:
     if turn.role != "assistant" or (not turn.thinking and split_tagged(turn.text)[1] == turn.text):
         return turn.text
     thinking = _TAG.sub(r"think\\\1>", turn.thinking)
-    return f"<think>\n{thinking}\n</think>\n\n{turn.text}"
+    return f"{OPEN}{thinking}{CLOSE}{turn.text}"
 
 
 def _check_count(rows: NDArray[Any], expected: int) -> None:

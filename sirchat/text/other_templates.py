@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import Marks
+from sirchat.text.reply_marks import Marks, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -23,7 +23,6 @@ from sirchat.text.template import (
     Message,
     Template,
     TurnIds,
-    common_start,
 )
 
 _STUB: Message = {
@@ -145,8 +144,8 @@ class ToolTemplate(Template):
         The closing is as in `TurnIds`. By default, the results are stubs.
         """
         results = results or [_result(call) for call in reply["tool_calls"]]
-        asked = self._render([STUB_QUESTION], prompt=True)
         chat = self._render([STUB_QUESTION, reply, *results], prompt=True)
+        asked = self._render([STUB_QUESTION], prompt=True)
         start = len(asked) - len(self._prompt[0])
         asked, chat, closing = asked[:start], chat[start:], self._closing
         with suppress(ModelError):  # some templates refuse a question after a call
@@ -154,7 +153,7 @@ class ToolTemplate(Template):
             if ids and chat[: len(ids) + len(closing)] == [*ids, *closing]:
                 return ids, None, chat[len(ids) + len(closing) :]
         alone = self._render([STUB_QUESTION, reply], prompt=False)
-        end = len(common_start(alone, [*asked, *chat])) - start
+        end = shared(alone, [*asked, *chat]) - start
         if end <= 0:
             raise ModelError("the model's chat template has no place for a call of a tool")
         if closing and chat[end - len(closing) : end] == closing:

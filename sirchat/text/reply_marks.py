@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
-_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 CONTROL = re.compile(f"{START}([^{END}]*){END}")
@@ -101,7 +101,7 @@ def find_marks(
 
     header = _units(rendered(prompt=True))
     kept, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(_ANSWER)
-    thoughts = [{**reply, key: _THOUGHT} for key in _KEYS if key in source]
+    thoughts = [{**reply, key: _THOUGHT} for key in KEYS if key in source]
     thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
     for message in thoughts:
         before, _, after = rendered(message).partition(_THOUGHT)
@@ -159,8 +159,8 @@ def _after(header: list[str], text: str) -> str:
     return "".join(units[shared(header, units) :])
 
 
-def shared(left: Sequence[str], right: Sequence[str]) -> int:
-    """How many units, or characters, `left` and `right` both begin with."""
+def shared(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many items, such as ids or characters, `left` and `right` both begin with."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 

@@ -20,7 +20,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.control_tokens import ControlTokens
-from sirchat.text.reply_marks import IN_REPLIES, Marks, find_marks
+from sirchat.text.reply_marks import IN_REPLIES, KEYS, Marks, find_marks, shared
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
 
@@ -35,9 +35,8 @@ _PLAIN = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
-# The reasoning with which a reply begins, and the keys by which templates get it.
+# The reasoning with which a reply begins; the template may have written its `<think>`.
 _THOUGHT = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
-_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
 QUESTION = "qzv"
@@ -48,7 +47,7 @@ Message = dict[str, Any]
 
 STUB_QUESTION: Message = {"role": "user", "content": QUESTION}
 STUB_HISTORY: list[Message] = [STUB_QUESTION, {"role": "assistant", "content": ANSWER}]
-_STUB_THOUGHT: Message = STUB_HISTORY[1] | dict.fromkeys(_THOUGHT_KEYS, "a")
+_STUB_THOUGHT: Message = STUB_HISTORY[1] | dict.fromkeys(KEYS, "a")
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ class Template:
 
         The end of the generation prompt, such as a mark of thinking, may precede no given reply.
         """
-        prompt, shared = self._prompt
+        prompt, common = self._prompt
         start, is_user = len(turn.ids) - len(prompt), role in ("user", "tool")
-        kept = prompt[: 0 if is_user else shared if role in ("assistant", "calls") else None]
+        kept = prompt[: 0 if is_user else common if role in ("assistant", "calls") else None]
         if (kept == prompt and not is_user) or turn.ids[start:] != prompt:
             return turn
         end = start + len(kept)
@@ -218,7 +217,7 @@ class Template:
         """`_reply` of a text; None also if the text would become control tokens."""
         for message in self._told(content):
             usual = self._replies
-            if _THOUGHT_KEYS[0] in message:
+            if KEYS[0] in message:
                 usual = [self._reply(_STUB_THOUGHT) or []]
             ids = self._reply(message)
             if ids is not None and not self._has_made_controls(ids, usual):
@@ -232,19 +231,24 @@ class Template:
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
         rest = content[thought.end() :]
-        if any(key in source for key in _THOUGHT_KEYS):
-            parts = dict.fromkeys(_THOUGHT_KEYS, thought[2].strip())
+        if any(key in source for key in KEYS):
+            parts = dict.fromkeys(KEYS, thought[2].strip())
             return [_message("assistant", rest) | parts, plain]
         return [_message("assistant", _Marked(thought[0] + marked(rest))), plain]
 
     def _reply(self, message: Message) -> list[int] | None:
         """The header and text of a given reply; None if they can't be separated from the rest."""
-        asked = self._render([STUB_QUESTION], prompt=True)
+        # Not kept: it may have today's date, and a chat may go on past midnight.
+        asked, tail = self._render([STUB_QUESTION], prompt=True), self._followed
         chat = self._render([STUB_QUESTION, message, STUB_QUESTION], prompt=True)
-        tail = self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
         start, end = len(asked) - len(self._prompt[0]), len(chat) - len(tail)
         fits = chat[:start] == asked[:start] and chat[end:] == tail and end >= start
         return chat[start:end] if fits else None
+
+    @cached_property
+    def _followed(self) -> list[int]:
+        """What comes after a reply's text, if another question follows."""
+        return self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
 
     @cached_property
     def _replies(self) -> list[list[int]]:
@@ -259,9 +263,9 @@ class Template:
         read alone.
         """
         read = self._prompt[0] if header is None else header
-        usual = common_start(*self._replies)
+        usual = self._replies[0][: shared(*self._replies)]
         if ids is not None and ids[: len(read)] == read:
-            rest = common_start(usual, ids)[len(read) :]
+            rest = usual[len(read) : shared(usual, ids)]
             text = ids[len(read) + len(rest) :]
         else:
             fits = usual[: len(read)] == read
@@ -288,17 +292,16 @@ class Template:
         if asked == other:  # some templates always write it
             with suppress(ModelError):
                 other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
-        start = len(common_start(asked, other))
+        start = shared(asked, other)
         replies = STUB_HISTORY[1], _STUB_THOUGHT
         told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
-        shared = min(len(common_start(asked, ids)) for ids in told)
-        return asked[start:], max(0, shared - start)
+        common = min(shared(asked, ids) for ids in told)
+        return asked[start:], max(0, common - start)
 
     @cached_property
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
-        followed = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
-        return common_start(alone, self._after_answer(followed))
+        return alone[: shared(alone, self._followed)]
 
     @property
     def _openers(self) -> set[int]:
@@ -426,8 +429,8 @@ class Template:
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
         other = self._render([STUB_QUESTION, _message("assistant", ANSWER + " a")], prompt=False)
-        start = len(common_start(self._render([STUB_QUESTION], prompt=False), ids))
-        answer = ids[start : len(common_start(ids, other))]
+        start = shared(self._render([STUB_QUESTION], prompt=False), ids)
+        answer = ids[start : shared(ids, other)]
         if ANSWER not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
         while answer[1:] and ANSWER in self._tokenizer.decode(answer[1:]):
@@ -445,8 +448,8 @@ class Template:
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
-        start = min(len(common_start(ids, other)) for other in others)
-        tail = min(len(common_start(ids[::-1], other[::-1])) for other in others)
+        start = min(shared(ids, other) for other in others)
+        tail = min(shared(ids[::-1], other[::-1]) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
@@ -536,16 +539,6 @@ def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role)
         [*turn.roles[:start], *[role] * len(ids), *turn.roles[end:]],
         (start, start + len(ids)),
     )
-
-
-def common_start(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The ids with which both `left` and `right` begin."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return list(left[:count])
 
 
 def _brief(error: Exception) -> str:

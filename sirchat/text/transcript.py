@@ -37,8 +37,9 @@ _REFUSED = {  # the kinds of JSON that are refused, and why
 }
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+OPEN, CLOSE = "<think>\n", "\n</think>\n\n"  # around the reasoning of a reply written as one text
 # The reasoning with its tags; if the template wrote `<think>`, the reply has the end tag alone.
-TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
+_TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
 
 def tagged(thinking: str, answer: str) -> str:
     """A reply as one text, with its reasoning, if it has some, in tags."""
-    return f"<think>\n{thinking}\n</think>\n\n{answer}" if thinking else answer
+    return f"{OPEN}{thinking}{CLOSE}{answer}" if thinking else answer
 
 
 def split_tagged(text: str) -> tuple[str, str]:
     """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
-    if (found := TAGS.match(text)) is None:
+    if (found := _TAGS.match(text)) is None:
         return "", text
     thinking = found[0].strip().removeprefix("<think>").removesuffix("</think>")
     return thinking.strip(), text[found.end() :].lstrip()
