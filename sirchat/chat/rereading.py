@@ -76,6 +76,8 @@ def read_again(
     for number in prompts:  # for an erased prompt, a blank was read
         if number < len(session.turns) and not turns[number].text:
             session.turns[number] = Turn("system")
+    for new, old in zip(session.turns, turns, strict=False):
+        new.time = old.time
     session.state.repinned = len(_own_pins(session)), lost
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ class Turn:
     finish: Finish = "read"
     is_summary: bool = False  # a user turn that `/summarize` added
     thinking: str = ""  # the reasoning of a reply
+    time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,13 @@ class ConversationState:
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""
         stats = TurnStats(len(self.turns), role)
-        self.turns.append(Turn(role))
+        self.turns.append(Turn(role, time=int(time.time())))
         return stats
 
     def finish(self, stats: TurnStats, text: str, thinking: str = "") -> None:
         """End the turn that has the counts `stats`: store its text, and add to the totals."""
-        self.turns[stats.index] = Turn(stats.role, text, stats.finish, thinking=thinking)
+        turn = self.turns[stats.index]
+        turn.text, turn.finish, turn.thinking = text, stats.finish, thinking
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode

@@ -230,7 +230,7 @@ def rewrite(
 
 def _turns_of(session: Session) -> list[SavedTurn]:
     return [
-        SavedTurn(index, turn.role, turn.text, turn.finish, turn.thinking)
+        SavedTurn(index, turn.role, turn.text, turn.finish, turn.thinking, turn.time)
         for index, turn in enumerate(session.turns)
     ]
 

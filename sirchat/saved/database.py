@@ -27,12 +27,14 @@ SUFFIX = ".sqlite"  # of a session's file
 # only, and stays after a crash; SQLite's lock decides whether the session is open.
 HOLDER = ".open"
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 2  # of the tables, as SQLite's user version; files of format 1 have no check sums
+FORMAT = 3  # of the tables, as SQLite's user version; files of format 1 have no check sums
+_TIME = ", time INTEGER"  # a column that tables of formats 1 and 2 lack
 # All tables of a session's file; a file with other tables, or views, is damaged.
 TABLES = (
     "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    """CREATE TABLE turns
-    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, finish TEXT NOT NULL)""",
+    # The line break and the blanks are in older files, too.
+    "CREATE TABLE turns\n    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, "
+    f"finish TEXT NOT NULL{_TIME})",
     "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
@@ -43,7 +45,7 @@ UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError
 _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
 _SUMS = {  # by table, what its check sum covers
     "about": "SELECT name, value FROM about WHERE name NOT IN ('sums', 'erasing') ORDER BY name",
-    "turns": "SELECT turn, role, text, finish FROM turns WHERE turn >= ? ORDER BY turn",
+    "turns": "SELECT turn, role, text, finish, time FROM turns WHERE turn >= ? ORDER BY turn",
     "rows": "SELECT start, data FROM rows WHERE start >= ? ORDER BY start",
     "head": "SELECT id, seen, held, logits, fields FROM head",
 }
@@ -108,14 +110,15 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
     """Raise SessionError if the file is no session, or has a newer format, or wrong tables."""
     if not is_session(connection):
         raise not_a_session(path)
-    version = _pragma(connection, "user_version")
+    version = format_of(connection)
     if version > FORMAT:
         raise SessionError(
             f"{path} has format {version}, but this sirchat reads formats up to {FORMAT}",
             hint="install a newer version of sirchat",
         )
     tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    if sorted(str(sql) for (sql,) in tables) != sorted(TABLES):
+    expected = [sql if version >= 3 else sql.replace(_TIME, "") for sql in TABLES]
+    if sorted(str(sql) for (sql,) in tables) != sorted(expected):
         raise DamagedSessionError(path)
 
 
@@ -124,10 +127,24 @@ def check_contents(connection: sqlite3.Connection, path: Path) -> None:
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
     written = _saved_sums(connection)
-    if written is None and _pragma(connection, "user_version") < 2:
+    if written is None and format_of(connection) < 2:
         return  # the first format has no sums
     if written != {table: _sum(connection, table) for table in _SUMS}:
         raise DamagedSessionError(path)
+
+
+def format_of(connection: sqlite3.Connection) -> int:
+    """The format of a session's tables."""
+    return int(_pragma(connection, "user_version"))
+
+
+def upgrade(connection: sqlite3.Connection) -> bool:
+    """Within a transaction, give a file the newest format; returns whether it had an older one."""
+    version = format_of(connection)
+    if version < 3:
+        connection.execute(f"ALTER TABLE turns ADD COLUMN {_TIME.lstrip(', ')}")
+    connection.execute(f"PRAGMA user_version={FORMAT}")
+    return version < FORMAT
 
 
 def refuse_missing(path: Path) -> None:
@@ -265,6 +282,8 @@ def _saved_sums(connection: sqlite3.Connection) -> dict[str, int] | None:
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
     """The CRC-32 of a table, if `before` is that of its records up to `since`."""
     query = _SUMS[table]
+    if format_of(connection) < 3:
+        query = query.replace(", time", "")
     total = before if since else 0
     for values in connection.execute(query, (since,) if "?" in query else ()):
         for value in values:

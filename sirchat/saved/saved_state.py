@@ -138,6 +138,7 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
             turn.finish,  # type: ignore[arg-type]
             turn.index in listed if isinstance(listed, list) else turn.text.startswith(PREFIX),
             turn.thinking,
+            turn.time,
         )
         for turn in store.turns()
     ]

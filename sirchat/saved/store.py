@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -30,6 +30,7 @@ from sirchat.saved.database import (
     as_session_errors,
     check_contents,
     check_format,
+    format_of,
     locked,
     make_durable,
     new_file,
@@ -38,12 +39,14 @@ from sirchat.saved.database import (
     remove_holder_file,
     require,
     sync,
+    upgrade,
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
+_END_OF_TIME = 253_370_764_800  # UNIX seconds of the year 9999, which dates can still show
 _NONE = 2**62  # larger than every index, so that no turn or row is changed
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
@@ -60,6 +63,7 @@ class SavedTurn:
     text: str  # without reasoning
     finish: str  # the reason why it ended
     thinking: str = ""  # the reasoning of a reply
+    time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,10 +204,13 @@ class SessionStore:
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
-            records = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
-            for number, (index, role, text, finish) in enumerate(records):
+            column = "time" if format_of(self._connection) >= 3 else "NULL"
+            query = f"SELECT turn, role, text, finish, {column} FROM turns ORDER BY turn"
+            records = self._all(query)
+            for number, (index, role, text, finish, begun) in enumerate(records):
                 require(index == number and role in _ROLES)
                 require(isinstance(text, str) and isinstance(finish, str))
+                require(begun is None or (isinstance(begun, int) and 0 <= begun < _END_OF_TIME))
             return [_turn(*record) for record in records]
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -274,9 +281,10 @@ class SessionStore:
         self.check_place()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
+            if upgrade(self._connection):
+                turns = rows = 0
             yield self._connection
             put_sums(self._connection, turns, rows)
-            self._connection.execute(f"PRAGMA user_version={FORMAT}")
 
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
@@ -287,8 +295,8 @@ class SessionStore:
         return int(records[0][0]) if records else 0
 
     def _put_turns(self, turns: Sequence[SavedTurn]) -> None:
-        values = [(turn.index, turn.role, _written(turn), turn.finish) for turn in turns]
-        self._connection.executemany("INSERT INTO turns VALUES (?, ?, ?, ?)", values)
+        values = [(turn.index, turn.role, _written(turn), turn.finish, turn.time) for turn in turns]
+        self._connection.executemany("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", values)
 
     def _put_rows(self, start: int, rows: NDArray[Any]) -> None:
         if not len(rows):
@@ -354,13 +362,13 @@ class SessionStore:
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
 
 
-def _turn(index: int, role: str, written: str, finish: str) -> SavedTurn:
+def _turn(index: int, role: str, written: str, finish: str, begun: int | None) -> SavedTurn:
     """The turn with the saved text `written`; that of older versions has tags as models wrote."""
     if role != "assistant":
-        return SavedTurn(index, role, written, finish)
+        return SavedTurn(index, role, written, finish, time=begun)
     match = _TAGGED.fullmatch(written)
     thinking, text = match.groups() if match else split_tagged(written)
-    return SavedTurn(index, role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking))
+    return SavedTurn(index, role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking), begun)
 
 
 def _written(turn: SavedTurn) -> str:

@@ -8,6 +8,7 @@ and values.
 from __future__ import annotations
 
 import json
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from chatting import answer, babbler, tiny
+from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import search_sessions
@@ -52,6 +55,23 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
     assert [row.position for row in rows if "pinned" in row.flags] == expected["pinned"]
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
     assert [row.position for row in session.snapshot().rows] == expected["held_after"]
+
+
+def test_an_older_chat_has_no_times_and_new_messages_get_theirs(folder: Path) -> None:
+    chat, before = CHATS["tiny"], time.time()
+    with SessionStore.open(folder / f"{chat['id']}.sqlite") as store:
+        session = Session(tiny(), saved_profile(store))
+        resume_session(session, store)
+        assert {turn.time for turn in session.turns} == {None}
+        autosave, old = Autosave(session, store), len(session.turns)
+        list(session.read_user("Where does Anna live now?"))
+        autosave.update()
+    with SessionStore.open(folder / f"{chat['id']}.sqlite") as store:
+        times = [turn.time for turn in store.turns()]
+    assert times[:old] == [None] * old
+    assert len(times) == old + 1
+    assert before - 1 <= (times[old] or 0) <= time.time()
+    assert [turn.time for turn in read_whole(session).turns] == times
 
 
 def test_older_chats_are_listed_and_found_by_their_names_and_words(folder: Path) -> None:

@@ -76,6 +76,7 @@ def without_sums(path: Path) -> None:
     """Make it a file of the first format, which had no check sums, so that it can be changed."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DELETE FROM about WHERE name = 'sums'")
+        connection.execute("ALTER TABLE turns DROP COLUMN time")
         connection.execute("PRAGMA user_version = 1")
         connection.commit()
 
