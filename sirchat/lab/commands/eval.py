@@ -85,7 +85,7 @@ def policies(
     eval_app,
     "facts-in-dialogue",
     Defaults("full,entropy,sink", budgets="256", of="Number of questions for each length."),
-    "facts_in_dialogue.study:FactsInDialogue",
+    "facts_in_dialogue.question_study:facts_study",
     former="chatter",
 )
 def facts_in_dialogue(
@@ -114,11 +114,28 @@ def facts_in_dialogue(
             metavar="WAY,...",
         ),
     ] = "",
+    questions: Annotated[
+        str,
+        typer.Option(
+            help="Types of questions, instead of the study's first ones: shared, paraphrase, "
+            "corrected, listed, two-step.",
+            metavar="A,B,...",
+        ),
+    ] = "",
+    half: Annotated[
+        str,
+        typer.Option(
+            help="The half of the kinds of facts that is asked for: choose numbers with one, "
+            "judge them with the other.",
+            metavar="a|b|all",
+        ),
+    ] = "all",
 ) -> None:
     """Measure recall in real conversations: insert facts, ask for each at the end, score answers.
 
     The report has the share of right choices among four replies, the share of generated replies
-    that say the fact, and the surprisal of the right replies.
+    that say the fact, and the surprisal of the right replies. With --questions there is a table for
+    each type of question, and one of the conversations' own replies.
     """
 
 

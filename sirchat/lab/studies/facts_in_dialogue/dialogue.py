@@ -73,7 +73,36 @@ def draw_dialogue(
     Raises SettingError when the facts leave no room for dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
-    sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
+    woven = weave(rng, dialogues, [told for told, _ in drawn], length, size)
+    found = [replace(fact, round=at[-1]) for (_, fact), at in zip(drawn, woven.places, strict=True)]
+    return FactDialogue(woven.rounds, tuple(found))
+
+
+@dataclass(frozen=True)
+class Woven:
+    """Real dialogue in which some user turns tell facts.
+
+    `places` has the round of each sentence of each fact, `own` the rounds of a reply that is not
+    the dialogue's.
+    """
+
+    rounds: Dialogue
+    places: list[list[int]]
+    own: set[int]
+
+
+def weave(
+    rng: Random,
+    dialogues: Sequence[Dialogue],
+    told: Sequence[Sequence[str]],
+    length: int,
+    size: Callable[[str, str], int],
+) -> Woven:
+    """Let real dialogue of at most `length` tokens tell the sentences `told` of each fact.
+
+    Those of one fact are told in order. Raises SettingError when they leave no room for dialogue.
+    """
+    sentences = [(sentence, fact) for fact, each in enumerate(told) for sentence in each]
     replies = [rng.choice(_REPLIES) if rng.random() < _ALONE else "" for _ in sentences]
     room = length - sum(
         size(sentence, reply) for (sentence, _), reply in zip(sentences, replies, strict=True)
@@ -82,23 +111,23 @@ def draw_dialogue(
     last = int(len(dialogue) * _LAST_PLACE)
     if last < len(sentences):
         raise SettingError(
-            f"length is {length}, too short for {facts} facts with talk between them",
+            f"length is {length}, too short for {len(told)} facts with talk between them",
             hint="choose a smaller --facts, or a greater length",
         )
-    places = _places(rng, last, [len(told) for told, _ in drawn])
+    places = _places(rng, last, [len(each) for each in told])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
-    rounds: Dialogue = []
-    at: dict[str, int] = {}  # round that tells each fact, by kind, or else corrects it
+    woven = Woven([], [[] for _ in told], set())
     for number, (user, reply) in enumerate(dialogue):
         if number in telling:
             (sentence, fact), own_reply = telling[number]
-            at[fact.kind] = len(rounds)
+            woven.places[fact].append(len(woven.rounds))
             if own_reply:
-                rounds.append((sentence, own_reply))
+                woven.own.add(len(woven.rounds))
+                woven.rounds.append((sentence, own_reply))
             else:
                 user = f"{sentence} {user}" if rng.random() < 0.5 else f"{user} {sentence}"
-        rounds.append((user, reply))
-    return FactDialogue(rounds, tuple(replace(fact, round=at[fact.kind]) for _, fact in drawn))
+        woven.rounds.append((user, reply))
+    return woven
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:

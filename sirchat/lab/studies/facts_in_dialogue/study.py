@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +99,7 @@ class FactsInDialogue(Grid):
         ]
         texts, answers = TokenTexts(session.model.tokenizer), []
         for fact, at in zip(talk.facts, said, strict=True):
-            statement, value = spans(texts, rows["token_id"][at].tolist(), fact)
+            statement, value = spans(texts, rows["token_id"][at].tolist(), fact.told, fact.value)
             answers.append(
                 ask_and_score(
                     session, fact, at[statement], at[value], generate=self.reply_tokens > 0
@@ -121,13 +121,17 @@ class FactsInDialogue(Grid):
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
         """Conversation `number`, of at most `length` tokens; the same seed gives the same text."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
+        return draw_dialogue(rng, self._dialogues, self.facts, length, self.sizes(template))
+
+    def sizes(self, template: Template) -> Callable[[str, str], int]:
+        """A function that counts the tokens of a round, given user turn and reply."""
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
         def size(user: str, reply: str) -> int:
             ids = template.as_text(user), template.as_text(reply)
             return overhead + sum(map(len, ids))
 
-        return draw_dialogue(rng, self._dialogues, self.facts, length, size)
+        return size
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Tables of right answers, surprisal of right replies and held tokens.
@@ -172,18 +176,18 @@ class FactsInDialogue(Grid):
         return self._closed[key]
 
 
-def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
+def spans(texts: TokenTexts, ids: Sequence[int], sentence: str, value: str) -> tuple[slice, slice]:
     """Two slices of `ids`, the token ids of a user turn that tells a fact.
 
     The first slice is the sentence that tells the fact, the second is the fact's value in it.
     """
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
-    told = "".join(pieces).index(fact.told)
-    value = told + fact.told.index(fact.value)
+    told = "".join(pieces).index(sentence)
+    at = told + sentence.lower().index(value.lower())
     return (
-        tokens_spelling(ends, told, told + len(fact.told)),
-        tokens_spelling(ends, value, value + len(fact.value)),
+        tokens_spelling(ends, told, told + len(sentence)),
+        tokens_spelling(ends, at, at + len(value)),
     )
 
 

@@ -1,0 +1,286 @@
+"""Memory judged by types of questions: with or without a common word, after a correction, and more.
+
+A session reads each conversation turn by turn, as a chat does, and answers each question under the
+settings of a user; each question is undone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sirchat.chat.events import Recalled, TurnDone
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import Woven, weave
+from sirchat.lab.studies.facts_in_dialogue.questions import (
+    HALVES,
+    TYPES,
+    AskedFact,
+    draw_fact,
+    entries,
+)
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, says, spans
+from sirchat.lab.studies.intervals import clustered_mean, paired_interval
+from sirchat.lab.studies.reading import switch
+from sirchat.lab.studies.report import Record, Report, Table, Value
+from sirchat.lab.studies.study import Cell, Findings, refuse_unknown
+from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies import policy_class
+from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.template import Template
+
+# Of a fact's statements, those whose tokens are held to this share count as found
+_FOUND = 0.5
+
+
+@dataclass(frozen=True)
+class QuestionStudy(FactsInDialogue):
+    """Compares settings by their answers to types of questions; `limit` is the number of each."""
+
+    questions: tuple[str, ...] = ()  # types of questions
+    half: str = "all"  # the half of the kinds of facts that is asked for
+
+    extends: ClassVar[tuple[str, ...]] = FactsInDialogue.extends
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_unknown("questions", self.questions, tuple(TYPES))
+        refuse_unknown("half", (self.half,), HALVES)
+        if self.summary:
+            raise SettingError("summary has no effect with --questions", hint="leave it out")
+
+    def units(self) -> list[str]:
+        """The conversations to read: what is told, length and number, such as `lists 3500 0`."""
+        told = dict.fromkeys(TYPES[one] for one in self.questions)
+        return [f"{each} {unit}" for each in told for unit in super(QuestionStudy, self).units()]
+
+    def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
+        """Read the conversation named `unit`, and ask each question of the study about it."""
+        told, *numbers = unit.split()
+        switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
+        facts, talk = self.woven(session.template, told, *map(int, numbers))
+        recalled = _read(session, talk)
+        nats = _nats_of_replies(session, talk)
+        texts, answers = TokenTexts(session.model.tokenizer), []
+        for fact, rounds in zip(facts, talk.places, strict=True):
+            at = _positions(session, texts, fact, rounds)
+            for kind in self.questions:
+                if kind in fact.asked:
+                    answers.append(
+                        ask_fact(session, fact, kind, at, generate=self.reply_tokens > 0)
+                    )
+        return {
+            "told": told,
+            "length": int(numbers[0]),
+            "answers": answers,
+            "tokens": session.seen,
+            "nats": nats,
+            "recalled": recalled,
+        }
+
+    def woven(
+        self, template: Template, told: str, length: int, number: int
+    ) -> tuple[list[AskedFact], Woven]:
+        """The facts of conversation `number` and its rounds; the same seed gives the same."""
+        rng = Random(f"questions/{self.seed}/{self.half}/{told}/{length}/{number}")
+        facts = [
+            draw_fact(rng, told, one) for one in rng.sample(entries(told, self.half), self.facts)
+        ]
+        sentences = [[one.text for one in fact.told] for fact in facts]
+        return facts, weave(rng, self._dialogues, sentences, length, self.sizes(template))
+
+    def report(self, found: Mapping[str, Record]) -> Report:
+        """A table for each type of question and length, and one of ordinary replies."""
+        tokens = [one["tokens"] for one in found.values()]
+        header = (
+            f"seed {self.seed}",
+            f"half {self.half} of the kinds of facts",
+            f"{self.facts} facts in each conversation",
+            f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
+            "intervals: conversations resampled (bootstrap)",
+        )
+        findings = self.findings(found)
+        tables = [
+            _table(findings, kind, length) for length in self.lengths for kind in self.questions
+        ]
+        tables.append(_replies_table(findings, self.settings))
+        return Report(header, tuple(tables), details=self.parameters())
+
+
+def facts_study(
+    settings: tuple[Profile, ...], questions: tuple[str, ...], half: str, **options: Any
+) -> FactsInDialogue:
+    """The study that the flags describe: with types of questions, or as it was before them."""
+    if questions:
+        return QuestionStudy(settings, questions=questions, half=half, **options)
+    if half != "all":
+        raise SettingError(f"half {half} has no effect without --questions", hint="leave half out")
+    return FactsInDialogue(settings, **options)
+
+
+def _read(session: Session, talk: Woven) -> float:
+    """Read all rounds; returns the mean number of tokens that recall brought back for each."""
+    recalled = list[int]()
+    for user, reply in talk.rounds:
+        for event in session.read_user(user, before="assistant"):
+            if isinstance(event, TurnDone):
+                recalled.append(event.recalled)
+        for _ in session.read_reply(reply):
+            pass
+    return fmean(recalled)
+
+
+def _nats_of_replies(session: Session, talk: Woven) -> float:
+    """The mean surprisal, in nats a token, of the replies of the real dialogue."""
+    rows, first = session.save().rows, session.state.roles.index("user")
+    turns = [first + 2 * at + 1 for at in range(len(talk.rounds)) if at not in talk.own]
+    of_reply = np.isin(rows["turn"], turns) & (rows["role"] == Role.ASSISTANT)
+    return float(np.nanmean(rows["surprisal"][of_reply]))
+
+
+@dataclass(frozen=True)
+class _ToldAt:
+    """The stream positions of a statement's tokens, and of those of its value."""
+
+    statement: Positions
+    value: Positions
+
+
+def _positions(
+    session: Session, texts: TokenTexts, fact: AskedFact, rounds: Sequence[int]
+) -> list[_ToldAt]:
+    """Where each statement of a fact stands, given the round that tells it."""
+    rows, first = session.save().rows, session.state.roles.index("user")
+    found = list[_ToldAt]()
+    for one, round in zip(fact.told, rounds, strict=True):
+        at = np.flatnonzero((rows["turn"] == first + 2 * round) & (rows["role"] == Role.USER))
+        statement, value = spans(texts, rows["token_id"][at].tolist(), one.text, one.value)
+        found.append(_ToldAt(at[statement], at[value]))
+    return found
+
+
+def ask_fact(
+    session: Session, fact: AskedFact, kind: str, told: Sequence[_ToldAt], *, generate: bool
+) -> Record:
+    """Ask a question, score the answer and say what was held for it; then undo the turn."""
+    found: Record = {"kind": fact.kind, "type": kind, "said": None, "seconds": None}
+    needed = [told[at] for at in fact.needed]
+    others = [one for at, one in enumerate(told) if at not in fact.needed]
+    for event in session.ask(fact.asked[kind]):
+        if isinstance(event, Recalled):
+            found["seconds"] = event.seconds
+        elif isinstance(event, TurnDone) and event.role == "user":
+            scores = session.score_continuations(fact.replies)
+            nats = [-math.fsum(one.log_probabilities) for one in scores]
+            held = session.save().held
+            shares = [float(np.isin(one.statement, held).mean()) for one in needed]
+            found |= {
+                "right": float(nats.index(min(nats)) == fact.right),
+                "nats": nats[fact.right],
+                "held": _share(held, [one.value for one in needed[-len(fact.values) :]]),
+                "told": _share(held, [one.statement for one in needed]),
+                "found": fmean(share >= _FOUND for share in shares),
+                "last": float(shares[-1] >= _FOUND) if len(shares) > 1 else None,
+                "other": _share(held, [one.statement for one in others]) if others else None,
+                "rows": len(held),
+                "recalled": event.recalled,
+            }
+            if not generate:
+                break
+        elif isinstance(event, TurnDone):
+            found["said"] = fmean(says(event.text, value) for value in fact.values)
+            found["reply"] = event.text
+    session.undo()
+    return found
+
+
+def _share(held: Positions, parts: Sequence[Positions]) -> float:
+    return float(np.isin(np.concatenate(parts), held).mean())
+
+
+# The heading of each column, by the key of an answer's record; a column without a value is left out
+_COLUMNS = {
+    "right": "right of four",
+    "said": "said",
+    "held": "value held",
+    "told": "statements held",
+    "found": "statements found",
+    "last": "last found",
+    "other": "other statement held",
+    "rows": "rows held",
+    "recalled": "recalled",
+    "ms": "search ms",
+}
+_COMPARED = ("right", "said", "found")
+
+
+def _table(findings: Sequence[Findings], kind: str, length: int) -> Table:
+    """The answers to one type of question, and how they differ from those of the first row."""
+    once = Findings("", findings[0].by_seed[:1])
+    keys = [
+        key
+        for key in _COLUMNS
+        if not np.isnan(
+            np.concatenate([np.concatenate(_values(one, kind, length, key)) for one in findings])
+        ).all()
+    ]
+    compared = [key for key in _COMPARED if key in keys and len(findings) > 1]
+    first = {key: _values(once, kind, length, key) for key in compared}
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        values = {key: _values(one, kind, length, key) for key in keys}
+        differences = [
+            None
+            if one is findings[0]
+            else paired_interval(values[key], first[key] * len(one.by_seed))
+            for key in compared
+        ]
+        n = sum(map(len, values["right"]))
+        rows.append((one.name, n, *map(clustered_mean, values.values()), *differences))
+    names = [_COLUMNS[key] for key in keys]
+    less = [f"{_COLUMNS[key]}, less row 1" for key in compared]
+    return Table(
+        f"{kind}, {length:,} tokens", ("setting", "n", *names, *less), tuple(rows), digits=2
+    )
+
+
+def _values(one: Findings, kind: str, length: int, key: str) -> list[list[float]]:
+    """The values of `key` in all answers to a type of question, by conversation; NaN for none."""
+
+    def value(answer: Record) -> float:
+        if key == "ms":
+            return math.nan if answer["seconds"] is None else 1000 * answer["seconds"]
+        return math.nan if answer[key] is None else float(answer[key])
+
+    return [
+        [value(answer) for answer in record["answers"] if answer["type"] == kind]
+        for record in one.records
+        if (record["told"], record["length"]) == (TYPES[kind], length)
+    ]
+
+
+def _replies_table(findings: Sequence[Findings], settings: Sequence[Profile]) -> Table:
+    """The surprisal of the talk's own replies, less that of the setting that holds most."""
+
+    def holds(setting: Profile) -> float:
+        return setting.budget if policy_class(setting.policy).bounded else math.inf
+
+    most = findings[max(range(len(settings)), key=lambda at: holds(settings[at]))]
+    reference = [[record["nats"]] for record in most.by_seed[0]]
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        nats = [[record["nats"]] for record in one.records]
+        less = None if one is most else paired_interval(nats, reference * len(one.by_seed))
+        recalled = clustered_mean([[record["recalled"]] for record in one.records])
+        rows.append((one.name, len(nats), clustered_mean(nats), less, recalled))
+    columns = ("setting", "conversations", "nats a token", f"less {most.name}", "recalled a turn")
+    return Table("Ordinary replies", columns, tuple(rows))
