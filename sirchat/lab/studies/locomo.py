@@ -390,7 +390,11 @@ def tables_of(
             for name in ("nats a token", "token F1", "evidence held")
             if name in columns
         ),
-        *((_restored_evidence_table(findings, retrievers, counts),) if retrievers else ()),
+        *(
+            table(findings, retrievers, counts)
+            for table in (_restored_evidence_table, _restored_by_category)
+            if retrievers
+        ),
     )
 
 
@@ -506,3 +510,31 @@ def _restored_evidence_table(
         for retriever in retrievers
     ]
     return Table("Evidence restored", ("setting, retriever", *columns), tuple(rows), digits=2)
+
+
+def _restored_by_category(
+    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
+) -> Table:
+    """A table of the share of the missing evidence's tokens that is restored, by category."""
+
+    def of(retriever: str, n: int, category: int) -> Measured:
+        return lambda question: (
+            question["back"][retriever][str(n)]["share"]
+            if question["category"] == category and retriever in question["back"]
+            else None
+        )
+
+    kinds = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}
+    first = (retrievers[0], counts[0])
+    asked = [len(per_question(findings[0], of(*first, kind))) for kind in kinds]
+    columns = [f"{text} ({n})" for text, n in zip(kinds.values(), asked, strict=True)]
+    rows: list[tuple[Value, ...]] = [
+        (
+            f"{one.name}, {retriever}, n = {n}",
+            *(_mean(per_question(one, of(retriever, n, kind))) for kind in kinds),
+        )
+        for one in findings
+        for retriever in retrievers
+        for n in counts
+    ]
+    return Table("Evidence restored by category", ("setting", *columns), tuple(rows), digits=2)

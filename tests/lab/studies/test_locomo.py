@@ -221,6 +221,26 @@ def test_differences_are_those_of_the_same_questions_averaged_over_seeds(tmp_pat
     assert _values(drawn[1:]) == [2.5, 1.5]
 
 
+def test_restored_evidence_is_counted_by_category(tmp_path: Path) -> None:
+    def back(category: int, share: float) -> Record:
+        restored = {"share": share, "any": 1.0, "all": 0.0}
+        return question(category, category, back={"random": {"20": restored}})
+
+    one = study(tmp_path, retrievers=("random",), counts=(20,), conversations=(0,))
+    (key,) = one.keys()
+    records = conversation(back(1, 0.25), back(3, 1.0), question(9, 4))
+    *_, whole, table = one.report({key: records}).tables
+    assert table.columns[1:] == (
+        "multi-hop (1)",
+        "temporal (0)",
+        "open-domain (1)",
+        "single-hop (0)",
+    )
+    (row,) = table.rows
+    assert _values([row[1], row[3]]) == [0.25, 1.0]
+    assert _values(whole.rows[0][1:2]) == [0.625]
+
+
 def _values(cells: Sequence[object]) -> list[float]:
     assert all(isinstance(one, Estimate) for one in cells)
     return [one.value for one in cells if isinstance(one, Estimate)]
