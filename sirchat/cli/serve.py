@@ -93,6 +93,11 @@ def serve(
         )
     seconds = _seconds(idle)
     profile = profile_from_flags(flags)
+    if profile.recall_from == "all":
+        raise UsageError(
+            "recall_from can't be 'all' in a server: its conversations are of several users",
+            hint="start sirchat with --recall-from all, without serve",
+        )
     with _bind_tcp_socket(host, port) as listener, private_socket(profile.model) as private:
         limits = conversations, saved, queue
         server = load_server(profile, trust_remote_code, limits, host, api_key)

@@ -138,6 +138,9 @@ class Profile(BaseModel):
         f"on means {BEST_RETRIEVER}, off restores none. If not set, a chat with a real model uses "
         f"{BEST_RETRIEVER}.",
     )
+    recall_from: Literal["chat", "all"] = "chat"
+    """all quotes passages of your other saved chats that fit a message before it, in a chat at the
+    prompt."""
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
     """How many tokens of the budget are reserved for restored tokens; auto chooses by the budget,
     and words and bm25 then leave out turns that fit much less well than the best one."""

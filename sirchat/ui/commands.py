@@ -28,6 +28,7 @@ from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
+from sirchat.ui.quoting import Quoting
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
@@ -161,6 +162,7 @@ class Commands:
         self._screen = screen
         self._switching = Switching(session, screen, trusted)
         self._erasing = Erasing(session, screen, history, saved_chat)
+        self.quoting = Quoting(session, screen, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -250,11 +252,14 @@ class Commands:
         self._switching.change_setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each of your messages; alone, show
-        what was restored; WORDS of the chat are restored now, with the words around them, and
-        pinned."""
-        recalled = self._session.recall.scores
-        if rest and self._are_words(rest):
+        """[on|off|RETRIEVER|WORDS|all WORDS]: restore archived tokens for each of your messages;
+        alone, show what was restored; WORDS of the chat are restored now, with the words around
+        them, and pinned; after all, they are looked for in your other saved chats, and your next
+        message quotes what fits."""
+        recalled, (where, words) = self._session.recall.scores, [*rest.split(None, 1), "", ""][:2]
+        if where == "all" and words:
+            self.quoting.search(without_quotes(words))
+        elif rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
         elif rest or not recalled:
             self._switching.change_setting("/recall", "recall", rest)

@@ -13,6 +13,7 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
+from sirchat.saved.across import Passage, find_passages
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
@@ -114,6 +115,14 @@ class SavedChat:
         if not self._failure or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
+
+    def passages_elsewhere(self, text: str, floor: float = 0.0) -> list[Passage]:
+        """The passages of other saved chats that fit `text`; branches of this chat are left out."""
+        known, family = [turn.text for turn in self._session.turns], self._saving.family
+        folder, notice = sessions_dir(), self._screen.note
+        return find_passages(
+            folder, text, without=[family], known=known, floor=floor, notice=notice
+        )
 
     def close(self) -> None:
         """Write what is not saved yet, with the KV cache, and release the chat's file."""
