@@ -21,6 +21,7 @@ from sirchat.memory.ledger import Flag, Ledger
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.captured_step import CapturedStep, Chosen, Likeliest, TokenChoice, TokenRun
 from sirchat.models.model import LoadedModel
+from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
@@ -43,7 +44,7 @@ class _Ahead:
 
     ids: Sequence[int]
     logits: Tensor  # [m, V], after each id
-    scores: list[float]  # [m], by the model's scorer
+    readings: Readings  # of the m ids
     start: int  # slot of the first id
     likeliest: Likeliest | None = None  # after the id, if there is one id
     used: int = 0  # ids that have turned out right and been read
@@ -91,7 +92,7 @@ class Reader:
         self.drop_ahead()
         step, self._said_ids = self.model.decode_step, said_ids
         if choice is not None and isinstance(step, CapturedStep):
-            self._run = TokenRun(step, self.cache, choice, self.ledger.set_learned_score)
+            self._run = TokenRun(step, self.cache, choice, self._note)
 
     def end_reply(self) -> None:
         """End what `begin_reply` began; nothing that is not committed stays."""
@@ -148,19 +149,19 @@ class Reader:
             while start < count:
                 size = self.pass_size(count - start, is_observed=tracker is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
-                scores = list[float]()
+                readings = Readings(self.ledger.token_vectors.wanted)
                 try:
                     observer = None if tracker is None else tracker.observer()
                     mask = None
                     if anchor_sinks is not None and part.flags[-1] & _ANCHOR:
                         mask = self._anchor_mask(size, anchor_sinks)
-                    result = self._forward(part.ids, mask, observer, scores)
+                    result = self._forward(part.ids, mask, observer, readings)
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
                     self.rows_per_pass = size // 2
                     continue
-                surprisals += self._record(part, result, scores)
+                surprisals += self._record(part, result, readings)
                 if tracker is not None and observer is not None:
                     tracker.add(observer)
                 start += size
@@ -203,11 +204,11 @@ class Reader:
         """
         if self.cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
-        scores: list[float] = []
+        readings = Readings(self.ledger.token_vectors.wanted)
         logits = self.model.forward(
-            ids, self.cache, positions=self.next_positions(len(ids)), scores=scores
+            ids, self.cache, positions=self.next_positions(len(ids)), readings=readings
         )
-        self._ahead = _Ahead(ids, logits, scores, self.cache.length)
+        self._ahead = _Ahead(ids, logits, readings, self.cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
         """Whether the logits after `token_id`, read next, were computed in advance."""
@@ -230,12 +231,13 @@ class Reader:
     def chosen_token(self, token_id: int) -> ChosenToken:
         """The record of the id that is read next, whose logits the caller may compute."""
 
-        def accept(logits: Tensor, score: float, likeliest: Likeliest | None = None) -> None:
-            self._ahead = _Ahead([token_id], logits, [score], self.cache.length, likeliest)
+        def accept(logits: Tensor, readings: Readings, likeliest: Likeliest | None = None) -> None:
+            self._ahead = _Ahead([token_id], logits, readings, self.cache.length, likeliest)
 
         is_absolute = self.cache.absolute_positions
         position = self.ledger.seen if is_absolute else self.cache.length
-        return ChosenToken(token_id, position, self.cache, accept)
+        encodes = self.ledger.token_vectors.wanted
+        return ChosenToken(token_id, position, self.cache, encodes, accept)
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
@@ -259,14 +261,15 @@ class Reader:
         ids: Sequence[int],
         mask: Tensor | None,
         observer: AttentionObserver | None,
-        scores: list[float],
+        readings: Readings,
     ) -> PassResult:
         """Run ids [m] through the model, or take what was computed in advance."""
         ahead = self._ahead
         if ahead is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_ahead(ids[0]):
                 logits = ahead.logits[ahead.used]
-                scores.append(ahead.scores[ahead.used])
+                one = ahead.readings.part(ahead.used)
+                readings.scores, readings.numbers = one.scores, one.numbers
                 ahead.used += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._ahead = None
@@ -277,8 +280,18 @@ class Reader:
             visible=mask,
             positions=self.next_positions(len(ids)) if is_absolute else None,
             observer=observer,
-            scores=scores,
+            readings=readings,
         )
+
+    def _note(self, readings: Readings) -> None:
+        """Record what is read from the newest token, which is known after the next was chosen."""
+        self.ledger.set_learned_score(readings.scores[0])
+        self._keep_numbers(self.ledger.seen - 1, readings)
+
+    def _keep_numbers(self, start: int, readings: Readings) -> None:
+        vectors = self.ledger.token_vectors
+        if vectors.wanted and readings.numbers is not None:
+            vectors.append(start, readings.numbers)
 
     def _read_chosen(self, chunk: PrefillChunk, run: TokenRun, chosen: Chosen) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
@@ -312,7 +325,7 @@ class Reader:
     def _tracker(self, stats: AttentionStatsConfig) -> AttentionTracker:
         return AttentionTracker(stats, self.model, self.cache, self.ledger)
 
-    def _record(self, chunk: PrefillChunk, result: PassResult, scores: list[float]) -> list[float]:
+    def _record(self, chunk: PrefillChunk, result: PassResult, readings: Readings) -> list[float]:
         """Add the ids of `chunk`, which the model has read, to cache and ledger.
 
         Returns their surprisals; that of the first id comes from the logits before it.
@@ -338,6 +351,7 @@ class Reader:
             round=ref.round,
             roles=roles,
             flags=flags,
-            learned_scores=scores,
+            learned_scores=readings.scores,
         )
+        self._keep_numbers(ledger.seen - len(ids), readings)
         return nats

@@ -18,6 +18,7 @@ from sirchat.memory.key_values import CacheState, Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.models.captured_step import Likeliest
+from sirchat.models.readout import Readings
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,15 @@ class ChosenToken:
     """Record of the next token of a reply, which has been chosen but not read yet.
 
     The caller may read it in one forward pass with tokens of other conversations, and then call
-    `accept` with the logits [1, V] after it, its score by the model's scorer, and what is the most
-    likely next token, if that is known.
+    `accept` with the logits [1, V] after it, what was read from its states (with the encoder's
+    numbers if it `encodes`), and what is the most likely next token, if that is known.
     """
 
     id: int
     position: int  # rotary position
     cache: BoundedCache  # has room for the token
-    accept: Callable[[Tensor, float, Likeliest | None], None]
+    encodes: bool
+    accept: Callable[[Tensor, Readings, Likeliest | None], None]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from sirchat.memory.attention import AttentionStats
 from sirchat.memory.held_rows import HeldRows, KeyValueStat, Role
 from sirchat.memory.random_numbers import Purpose, uniform
+from sirchat.memory.token_vectors import TokenVectors
 
 __all__ = ("ROW", "Flag", "HeldRows", "KeyValueStat", "Ledger", "Role", "State")
 
@@ -76,6 +77,7 @@ class Ledger:
         log_decay: logarithm of the product of all decays.
         unknown_surprisal: nats, of the first token, which nothing predicts.
         attention: statistics of the attention that each token received.
+        token_vectors: the encoder's numbers of the newest tokens, if they are wanted.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
@@ -86,6 +88,7 @@ class Ledger:
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
+        self.token_vectors = TokenVectors()
         self._rows = np.zeros(1024, ROW)
         self._add_arrival_keys(0)
         self._held = np.zeros(1024, np.int64)
@@ -221,6 +224,7 @@ class Ledger:
     ) -> None:
         """Replace the table by saved `rows`; those at `held` are in the cache, all others gone."""
         self.seen, self.log_decay = len(rows), log_decay
+        self.token_vectors.truncate(0)
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
         self._rows["state"][: len(rows)] = State.GONE
@@ -242,6 +246,7 @@ class Ledger:
         rows["learned_score"][positions] = math.nan
         rows["flags"][positions], self._pinned = Flag.ERASED, None
         self.attention.erase(positions)
+        self.token_vectors.erase(positions)
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
@@ -249,6 +254,7 @@ class Ledger:
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay
+        self.token_vectors.truncate(seen)
         if self._pinned is not None:
             self._pinned = self._pinned[self._pinned < seen]
 

@@ -21,6 +21,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import to_device
 from sirchat.models.attention_hook import AttentionObserver, MeanObserver
 from sirchat.models.llama_step import Kernels
+from sirchat.models.readout import Readings, Readout
 
 # Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
 _BATCHES = (1, 2, 4, 8, 16)
@@ -151,7 +152,7 @@ class TokenChoice(NamedTuple):
 class CapturedStep:
     """Reads single tokens by a captured step; with `captures` false, the step runs anew each time.
 
-    `fits` must be true for each cache. `score` computes scores [1] from a token's scored states.
+    `fits` must be true for each cache. `readout` says what is read from a token's states.
     `capture_seconds` were spent on capturing.
     """
 
@@ -161,9 +162,9 @@ class CapturedStep:
         device: torch.device,
         *,
         captures: bool,
-        score: Callable[[Tensor], Tensor] | None = None,
+        readout: Readout,
     ) -> None:
-        self.body, self.captures, self.score = body, captures, score
+        self.body, self.captures, self.readout = body, captures, readout
         self.capture_seconds = 0.0
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
@@ -283,7 +284,7 @@ class CapturedStep:
     @cached_property
     def state(self) -> RunState:
         """The numbers of the present run on the device."""
-        return RunState.on(self.device, self.body.vocab_size)
+        return RunState.on(self.device, self.body.vocab_size, self.readout.encoder.size)
 
     def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
         """What a step for so many conversations reads."""
@@ -310,13 +311,13 @@ def capture_first(
     bodies: Iterable[Callable[[], StepBody]],
     device: torch.device,
     error_of: Callable[[CapturedStep], float],
-    score: Callable[[Tensor], Tensor] | None = None,
+    readout: Readout,
 ) -> Captured:
     """Capture the first of the `bodies` that works; `error_of` is its error, relative."""
     problems = list[str]()
     for make in bodies:
         try:
-            step = CapturedStep(make(), device, captures=True, score=score)
+            step = CapturedStep(make(), device, captures=True, readout=readout)
             error = error_of(step)
         except Exception as problem:  # torch and Triton raise all kinds of errors
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
@@ -348,13 +349,19 @@ class RunState(NamedTuple):
     draws: Tensor  # float64 [n], random numbers
     drawn: Tensor  # int64 [1], how many of them are used
     results: Tensor  # float64 [slots, 4]: the fields of `Chosen`
-    host: Tensor  # the same in main memory
+    encoded: Tensor  # float32 [slots, D], of the tokens read before, by the model's encoder
+    host: Tensor  # `results` in main memory
+    host_encoded: Tensor  # `encoded` in main memory
 
     @classmethod
-    def on(cls, device: torch.device, vocab_size: int) -> RunState:
+    def on(cls, device: torch.device, vocab_size: int, size: int) -> RunState:
         zeros = partial(torch.zeros, device=device)
         results = zeros(_SLOTS, len(Chosen._fields), dtype=torch.float64)
-        host = torch.zeros(results.shape, dtype=torch.float64, pin_memory=results.is_cuda)
+        encoded = zeros(_SLOTS, size)
+        hosts = [
+            torch.zeros(one.shape, dtype=one.dtype, pin_memory=one.is_cuda)
+            for one in (results, encoded)
+        ]
         return cls(
             zeros(_SLOTS, vocab_size),
             zeros(1, dtype=torch.int64),
@@ -362,7 +369,8 @@ class RunState(NamedTuple):
             zeros(_DRAWS, dtype=torch.float64),
             zeros(1, dtype=torch.int64),
             results,
-            host,
+            encoded,
+            *hosts,
         )
 
 
@@ -370,8 +378,8 @@ class TokenRun:
     """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
 
     `begin` chooses the first token, `launch` starts to read the one that was chosen last and to
-    choose the next, `result` waits for the first one that was chosen and not returned. `note_score`
-    gets the score of the newest token in the cache, as soon as it is known.
+    choose the next, `result` waits for the first one that was chosen and not returned. `note` gets
+    what is read from the newest token in the cache, as soon as it is known.
     """
 
     def __init__(
@@ -379,13 +387,14 @@ class TokenRun:
         step: CapturedStep,
         cache: BoundedCache,
         choice: TokenChoice,
-        note_score: Callable[[float], None],
+        note: Callable[[Readings], None],
     ) -> None:
         self._step, self._cache, self._choice = step, cache, choice
-        self._note_score = note_score
+        self._note_readings = note
         self._state = step.state
         self._slot = 0  # of the newest logits
-        self._pending: list[tuple[int, Any]] = []  # slots and ends of results not returned
+        # Of results not returned: slot, end, and whether a token was read before.
+        self._pending: list[tuple[int, Any, bool]] = []
         self._paused: Tensor | None = None  # the logits, while another run uses the device
         self._length = -1  # of the cache, after what has been launched
         self._place: Hashable = None
@@ -424,8 +433,9 @@ class TokenRun:
         inputs = self._step.inputs_of(1, [self._cache])
         logits = state.logits[self._slot]
         key = "choice", self._choice.key, self._slot
-        work = partial(self._choose, inputs, logits, None, reads=False)
-        self._replay(self._graph(key, work))
+        score = logits.new_full((1,), torch.nan)
+        work = partial(self._choose, inputs, logits, score, reads=False)
+        self._replay(self._graph(key, work), reads=False)
 
     @torch.inference_mode()
     def resume(self, token_id: int, rotary: int, said: Sequence[int]) -> None:
@@ -449,8 +459,10 @@ class TokenRun:
             logits, states, *_ = step.body(*inputs.parts(), caches)
             state.slot.bitwise_xor_(1)  # the other of the two
             state.logits.index_copy_(0, state.slot, logits)
-            score = None if step.score is None else step.score(states)
-            return self._choose(inputs, logits[0], score, reads=True)
+            read = step.readout.on_device(states)  # [1, 1 + D]
+            state.encoded.index_copy_(0, state.slot, read[:, 1:])
+            state.host_encoded.copy_(state.encoded, non_blocking=True)
+            return self._choose(inputs, logits[0], read[0, :1], reads=True)
 
         graph = self._graph(("run", self._choice.key, step.body.key(caches)), work)
         self._slot = (self._slot + 1) % _SLOTS
@@ -458,16 +470,17 @@ class TokenRun:
         self._position += 1
         self._upload_draws()
         self.is_ahead = True
-        self._replay(graph)
+        self._replay(graph, reads=True)
 
     def result(self) -> Chosen:
         """Wait for the first token that was chosen and not returned."""
-        slot, end = self._pending.pop(0)
+        slot, end, has_read = self._pending.pop(0)
         if end is not None:
             end.synchronize()
         token_id, surprisal, score, is_right = self._state.host[slot].tolist()
-        if not math.isnan(score):
-            self._note_score(score)
+        if has_read:
+            encoded = self._state.host_encoded[slot][None].clone()
+            self._note_readings(Readings(True, [score], encoded))
         return Chosen(int(token_id), surprisal, score, bool(is_right))
 
     def logits(self) -> Tensor:
@@ -495,10 +508,9 @@ class TokenRun:
             self._step.run = None
 
     def _choose(
-        self, inputs: StepInputs, logits: Tensor, score: Tensor | None, *, reads: bool
+        self, inputs: StepInputs, logits: Tensor, score: Tensor, *, reads: bool
     ) -> tuple[Tensor, ...]:
         """Choose from logits [V], and note the result; `reads`: after a token was read."""
-        score = logits.new_full((1,), torch.nan) if score is None else score
         state, (_, choose, window, _) = self._state, self._choice
         has_triton = self._step.body.kernels == "triton"
         chosen: tuple[Tensor, ...] = ()
@@ -539,16 +551,16 @@ class TokenRun:
 
     def _graph(self, key: Hashable, work: Work) -> Graph:
         numbers = self._step.inputs_of(1, [self._cache]).numbers
-        return self._step.graph(key, work, (numbers, *self._state[:-1]))
+        return self._step.graph(key, work, (numbers, *self._state[:-2]))
 
-    def _replay(self, graph: Graph) -> None:
+    def _replay(self, graph: Graph, *, reads: bool) -> None:
         graph.replay()
         self._draws_left -= 1
         end: Any = None
         if self._state.host.is_pinned():
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
-        self._pending.append((self._slot, end))
+        self._pending.append((self._slot, end, reads))
 
     def _upload_draws(self) -> None:
         if not self._draws_left:

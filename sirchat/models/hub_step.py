@@ -19,7 +19,7 @@ from sirchat.models.devices import is_spread
 from sirchat.models.llama_step import Kernels, UnusedSlots
 from sirchat.models.packing import PackedExperts
 from sirchat.models.probe import cache_argument
-from sirchat.models.scorer import recorded_states, side_by_side
+from sirchat.models.state_map import recorded_states, side_by_side
 
 
 class HubStep:

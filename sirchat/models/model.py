@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, cast
@@ -29,6 +28,7 @@ from sirchat.models.captured_step import Captured, CapturedStep, StepBody, captu
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import input_device, is_spread, pick_dtype, stored_weights_of
+from sirchat.models.encoder import Encoder
 from sirchat.models.hub_step import HubStep
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.measuring import CacheTypeName, fastest_type, head_shape
@@ -41,7 +41,9 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
-from sirchat.models.scorer import Scorer, recorded_states, scorer_of, side_by_side
+from sirchat.models.readout import Readings, Readout
+from sirchat.models.scorer import Scorer
+from sirchat.models.state_map import recorded_states, side_by_side
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -59,6 +61,7 @@ class LoadedModel:
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache slots; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
+        encoder: makes vectors of sentences, by which recall finds them.
         kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
             only.
         reads_singly: whether a recurrent state can be continued only with one token at a time.
@@ -75,6 +78,7 @@ class LoadedModel:
     kinds: list[LayerKind] | None
     reads_singly: bool
     cache_type: CacheTypeName = "auto"
+    encoder: Encoder = field(default_factory=Encoder)
 
     def forward(
         self,
@@ -84,7 +88,7 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
-        scores: list[float] | None = None,
+        readings: Readings | None = None,
     ) -> Tensor:
         """Read ids [m] after the n slots of the cache; returns float32 logits [m, V].
 
@@ -94,7 +98,7 @@ class LoadedModel:
             visible: bool [m, n + m], the slots that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: receives each layer's attention, if the model exposes it.
-            scores: a list to which the scorer's score of each id is added; NaN without a scorer.
+            readings: is filled with what the model's maps read from the states of the ids.
         """
         step = None
         if len(ids) == 1 and visible is None and not OBSERVERS.get():
@@ -107,10 +111,10 @@ class LoadedModel:
                 observer.add(weights)
             else:
                 logits, states = step.read(ids[0], position, cache)
-            if scores is not None:
-                scores += self.scorer.scores(states) if self.scorer.layers else [math.nan]
+            if readings is not None:
+                self.readout.fill(readings, states, 1)
             return logits
-        with self._observed_by(observer), self._collect_scores(len(ids), scores):
+        with self._observed_by(observer), self._collect(len(ids), readings):
             return self._module_logits(ids, cache, visible, positions)
 
     def read(
@@ -121,23 +125,45 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
-        scores: list[float] | None = None,
+        readings: Readings | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
         if len(ids) == 1 or not self.has_plain_head:
             logits = self.forward(
-                ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
+                ids,
+                cache,
+                visible=visible,
+                positions=positions,
+                observer=observer,
+                readings=readings,
             )
             if len(ids) == 1:
                 return PassResult(logits[:0, 0], logits[0])
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
-            with self._collect_scores(len(ids), scores):
+            with self._collect(len(ids), readings):
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
             surprisals = surprisal_at(head, hidden[:-1], following)
             return PassResult(surprisals, head(hidden[-1:]).float()[0])
+
+    @torch.inference_mode()
+    def encode(self, ids: Sequence[int], start: int = 0) -> Tensor:
+        """The sentence vector [D] of ids[start:], all ids read alone; float32, on the CPU.
+
+        The layers after the deepest one that the encoder needs do not run.
+        """
+        cache, layers = self.new_cache(len(ids)), self.encoder.layers
+        size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
+        for at in range(0, len(ids), size):
+            is_last = at + size >= len(ids)
+            with recorded_states(self.module, layers, ends_pass=is_last) as states:
+                self.module(**self._inputs(ids[at : at + size], cache, None, None))
+            parts.append(self.encoder.numbers(side_by_side(states)))
+            if not is_last:
+                cache.commit(size)
+        return self.encoder.pooled(torch.cat(parts)[start:].mean(0)).float().cpu()
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """Context manager, entered for each of about `count` passes over one text.
@@ -290,7 +316,7 @@ class LoadedModel:
         On a GPU, the first access captures the step, and compares its logits with the module's.
         """
         if DecodeStep.supports(self.module):
-            return DecodeStep(self.module, self.cache_dtype, self.scorer.layers)
+            return DecodeStep(self.module, self.cache_dtype, self.readout.layers)
         return self.captured.step
 
     @cached_property
@@ -298,8 +324,12 @@ class LoadedModel:
         """The decode step for a GPU, or why there is none."""
         if self.device.type != "cuda":
             return Captured(None, "there is no GPU")
-        score = self.scorer.scores_on_device if self.scorer.layers else None
-        return capture_first(self._step_bodies(), self.device, self.error_of_step, score=score)
+        return capture_first(self._step_bodies(), self.device, self.error_of_step, self.readout)
+
+    @cached_property
+    def readout(self) -> Readout:
+        """Computes what the model's maps, scorer and encoder, read from hidden states."""
+        return Readout(self.scorer, self.encoder)
 
     @cached_property
     def exposes_attention(self) -> bool:
@@ -337,8 +367,8 @@ class LoadedModel:
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
         """Ways to compute a decode step on a GPU, the fastest first; each may raise an error."""
         for kernels in ("triton", "torch"):
-            yield partial(LlamaStep, self.module, kernels, self.scorer.layers)
-        yield partial(HubStep, self, self.scorer.layers)
+            yield partial(LlamaStep, self.module, kernels, self.readout.layers)
+        yield partial(HubStep, self, self.readout.layers)
 
     @torch.inference_mode()
     def _module_logits(
@@ -406,16 +436,13 @@ class LoadedModel:
         return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
-    def _collect_scores(self, count: int, scores: list[float] | None) -> Iterator[None]:
-        """Add the score of each of the `count` ids that are read within the block to `scores`."""
-        if scores is None or not self.scorer.layers:
+    def _collect(self, count: int, readings: Readings | None) -> Iterator[None]:
+        """Fill `readings` with those of the `count` ids that are read within the block."""
+        layers = () if readings is None else self.readout.layers
+        with recorded_states(self.module, layers) as states:
             yield
-            if scores is not None:
-                scores += [math.nan] * count
-            return
-        with recorded_states(self.module, self.scorer.layers) as states:
-            yield
-        scores += self.scorer.scores(side_by_side(states))
+        if readings is not None:
+            self.readout.fill(readings, side_by_side(states) if layers else None, count)
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
@@ -441,7 +468,8 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         reads_singly=reads_singly,
         context_length=context_length(config) or _USUAL_CONTEXT,
         window=sliding_window(config),
-        scorer=scorer_of(name, module).to(input_device(module)),
+        scorer=Scorer.of_model(name, module).to(input_device(module)),
+        encoder=Encoder.of_model(name, module).to(input_device(module)),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.models.captured_step import Likeliest
+from sirchat.models.readout import Readings
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.pool import BusyError, ConversationPool
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, generate_reply
@@ -205,9 +206,11 @@ class ReplyThread:
         assert model.decode_step is not None
         tokens = [(token.id, token.position, token.cache) for token in chosen]
         logits, states = model.decode_step.read_together(tokens)
-        scores, likeliest = model.scorer.scores(states), Likeliest.of_rows(logits)
-        for token, row, score, most in zip(chosen, logits, scores, likeliest, strict=True):
-            token.accept(row[None], score, most)
+        readings = Readings(any(token.encodes for token in chosen))
+        model.readout.fill(readings, states, len(chosen))
+        likeliest = Likeliest.of_rows(logits)
+        for at, (token, row, most) in enumerate(zip(chosen, logits, likeliest, strict=True)):
+            token.accept(row[None], readings.part(at), most)
 
     def _advance(self, reply: WaitingReply) -> None:
         """Do one step of a reply, and send the part of the reply that the step yields, if any."""

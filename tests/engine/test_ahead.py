@@ -15,7 +15,7 @@ from attacking import MANY
 from captured import captured
 from engine_steps import prefill, some_ids
 from families import build
-from scorers import random_scorer
+from scorers import random_encoder, random_scorer
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import (
@@ -32,6 +32,7 @@ from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.captured_step import CapturedStep, Likeliest
 from sirchat.models.model import wrap_model
+from sirchat.models.readout import Readings
 
 VOCAB = 24
 MODEL = wrap_model(
@@ -39,7 +40,7 @@ MODEL = wrap_model(
     build("llama", {"num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": True}),
     None,
 )
-MODEL = replace(MODEL, scorer=random_scorer(MODEL, (1,)))
+MODEL = replace(MODEL, scorer=random_scorer(MODEL, (1,)), encoder=random_encoder(MODEL, (1, 2)))
 POLICIES = [Entropy(), Sink(), Reservoir(), Full()]
 SAMPLINGS = [
     Sampling(),
@@ -66,7 +67,9 @@ turns = st.fixed_dictionaries(
 
 def new_engine(budget: int = 24, policy: Any = POLICIES[0], absolute: bool = False) -> Engine:
     cache = CacheSettings(policy, budget, archive=2**24, absolute_positions=absolute)
-    return Engine(MODEL, cache, seed=1)
+    engine = Engine(MODEL, cache, seed=1)
+    engine.ledger.token_vectors.wanted = True
+    return engine
 
 
 class Play:
@@ -108,7 +111,9 @@ class Play:
                     continue
                 logits, states = self.step.read(record.id, record.position, record.cache)
                 likeliest = Likeliest.of_rows(logits)[0]
-                record.accept(logits, MODEL.scorer.scores(states)[0], likeliest)
+                readings = Readings(record.encodes)
+                MODEL.readout.fill(readings, states, 1)
+                record.accept(logits, readings, likeliest)
                 continue
             if isinstance(record, GeneratedToken):
                 tokens += 1
@@ -149,7 +154,17 @@ class Play:
         engine = self.engine
         saved, rows = engine.save(), engine.store.copy_key_values()
         self.engine = Engine(MODEL, engine.settings, seed=1)
+        self.engine.ledger.token_vectors.wanted = True
         self.engine.load(saved, rows)
+
+
+def assert_same_vectors(one: Engine, two: Engine) -> None:
+    here, there = one.ledger.token_vectors, two.ledger.token_vectors
+    for at in range(one.ledger.seen):
+        mine, yours = here.mean(at, at + 1), there.mean(at, at + 1)
+        assert (mine is None) == (yours is None), at
+        if mine is not None and yours is not None:
+            torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
 
 
 def assert_equal(one: Engine, two: Engine) -> None:
@@ -158,6 +173,7 @@ def assert_equal(one: Engine, two: Engine) -> None:
         assert np.array_equal(here, there, equal_nan=here.dtype.kind == "f"), name
     assert np.array_equal(one.ledger.held_positions, two.ledger.held_positions)
     assert one.cache.length == two.cache.length
+    assert_same_vectors(one, two)
     mine, yours = one.logits, two.logits
     assert (mine is None) == (yours is None)
     assert mine is None or yours is None or torch.equal(mine, yours)

@@ -177,15 +177,22 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             module, device = build("llama", {"num_hidden_layers": 2}), DEVICES[0]
             move(module, device)
             model = wrap_model("small", module, None)
-            step = CapturedStep(LlamaStep(module, "torch"), device, captures=False)
+            step = CapturedStep(
+                LlamaStep(module, "torch"), device, captures=False, readout=model.readout
+            )
             model.__dict__["decode_step"] = step
             # The results are copied to the host without a wait, which the simulation can't tell.
-            step.state = step.state._replace(host=torch.zeros_like(step.state.results))
+            state = step.state
+            hosts = {
+                "host": torch.zeros_like(state.results),
+                "host_encoded": torch.zeros_like(state.encoded),
+            }
+            step.state = state._replace(**hosts)
             engine = Engine(model, CacheSettings(Entropy(), 24))
             prefill(engine, IDS)
             choice = device_choice(Sampler(sampling), step)
             assert choice is not None
-            run = TokenRun(step, engine.cache, choice, lambda score: None)
+            run = TokenRun(step, engine.cache, choice, lambda readings: None)
             assert engine.logits is not None
             run.begin(engine.logits, len(IDS), IDS)
             run.resume(run.result().id, len(IDS), IDS)
@@ -209,7 +216,7 @@ def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
 
     def tried(*bodies: Any) -> Any:
         with captured(model):
-            return capture_first(bodies, model.device, model.error_of_step)
+            return capture_first(bodies, model.device, model.error_of_step, model.readout)
 
     def right() -> LlamaStep:
         return LlamaStep(model.module, "torch")
@@ -273,7 +280,7 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
     said = []
     for captures in (True, False):
         model.__dict__["decode_step"] = CapturedStep(
-            step.body, model.device, captures=captures, score=step.score
+            step.body, model.device, captures=captures, readout=step.readout
         )
         for ahead in (True, False):
             engine = Engine(model, CacheSettings(Entropy(), 64, archive=2**24))

@@ -38,6 +38,7 @@ from sirchat.models.compiled_step import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.readout import Readings
 from sirchat.models.scorer import Scorer
 from sirchat.paths import compiled_dir
 from warm_python import warm_python
@@ -93,14 +94,14 @@ def test_it_finds_the_same_logits_scores_and_rows_whatever_the_cache_holds(
     eager = small()
     for capacity, held in ((3, 2), (40, 5), (300, 299), (1000, 64)):
         caches = [model.new_cache(capacity) for model in (compiled, eager)]
-        logits, scores = [], [list[float](), list[float]()]
+        logits, scores = [], [Readings(), Readings()]
         for model, cache, learned in zip((compiled, eager), caches, scores, strict=True):
             model.read(some_ids(held), cache)
             cache.commit(held)
-            logits.append(model.forward([7], cache, scores=learned))
+            logits.append(model.forward([7], cache, readings=learned))
             cache.commit(1)
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
-        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+        assert scores[0].scores == pytest.approx(scores[1].scores, abs=1e-5)
         for view in ("layer_keys", "layer_values"):
             torch.testing.assert_close(*(getattr(cache, view)(0) for cache in caches))
 

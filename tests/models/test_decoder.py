@@ -32,6 +32,7 @@ from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
+from sirchat.models.readout import Readings
 from sirchat.saved.saved_state import fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3"]
@@ -132,10 +133,10 @@ def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, fold
 def test_a_scorer_gets_the_states_of_its_layers(folder: Path) -> None:
     found = []
     for model in pair(file_of("llama", folder)):
-        scores = list[float]()
+        readings = Readings()
         scored = replace(model, scorer=random_scorer(model, (1, 2)))
-        scored.read(IDS, scored.new_cache(len(IDS)), scores=scores)
-        found.append(scores)
+        scored.read(IDS, scored.new_cache(len(IDS)), readings=readings)
+        found.append(readings.scores)
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 

@@ -22,7 +22,7 @@ from sirchat.models.attention_hook import install_hook
 from sirchat.models.hub_step import HubStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packing import PackedExperts
-from sirchat.models.scorer import recorded_states, side_by_side
+from sirchat.models.state_map import recorded_states, side_by_side
 from sirchat.text.anchors import Anchors
 
 # Sliding windows, experts and sinks, compressed keys, rotated pairs, layers without rotation.

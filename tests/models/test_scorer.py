@@ -18,8 +18,9 @@ from families import HELD, loaded
 from scorers import predicted, random_scorer
 from sirchat.errors import ModelError
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.readout import Readings
 from sirchat.models.scorer import Scorer
-from sirchat.paths import scorer_files
+from sirchat.paths import state_map_files
 
 IDS = [1, *range(20, 50)]
 
@@ -34,7 +35,9 @@ def read(model: LoadedModel, sizes: list[int]) -> list[float]:
     """The scores of `IDS`, read in pieces of these sizes."""
     cache, scores, start = model.new_cache(len(IDS)), list[float](), 0
     for size in sizes:
-        model.read(IDS[start : start + size], cache, scores=scores)
+        readings = Readings()
+        model.read(IDS[start : start + size], cache, readings=readings)
+        scores += readings.scores
         cache.commit(size)
         start += size
     return scores
@@ -42,10 +45,10 @@ def read(model: LoadedModel, sizes: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("family", HELD)
 def test_scores_are_the_same_from_whole_pieces_and_single_tokens(family: str) -> None:
-    model, scores = scored(family), list[float]()
+    model, readings = scored(family), Readings()
     wanted = predicted(model, IDS)
-    model.forward(IDS, model.new_cache(len(IDS)), scores=scores)  # all logits
-    assert scores == pytest.approx(wanted, abs=1e-4)
+    model.forward(IDS, model.new_cache(len(IDS)), readings=readings)  # all logits
+    assert readings.scores == pytest.approx(wanted, abs=1e-4)
     for sizes in ([31], [20, 11], [1] * 31):
         assert read(model, sizes) == pytest.approx(wanted, abs=1e-4)
 
@@ -74,7 +77,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_saved_scorer_is_found_by_the_models_name(files: Path) -> None:
     model = loaded("llama")
     made = replace(random_scorer(model, (2, 4)), about={"r2": "0.8"})
-    made.save(scorer_files("some/model")[0])
+    made.save(state_map_files("scorer", "some/model")[0])
     found = wrap_model("some/model", model.module, None).scorer
     assert found.layers == made.layers
     assert found.bias == pytest.approx(made.bias)
@@ -84,9 +87,9 @@ def test_a_saved_scorer_is_found_by_the_models_name(files: Path) -> None:
 
 
 def test_the_users_own_scorer_comes_before_the_bundled_one(files: Path) -> None:
-    assert scorer_files("tiny")[1].is_file()
+    assert state_map_files("scorer", "tiny")[1].is_file()
     own = random_scorer(tiny(), (2,))
-    own.save(scorer_files("tiny")[0])
+    own.save(state_map_files("scorer", "tiny")[0])
     assert wrap_model("tiny", tiny().module, None).scorer.layers == (2,)
 
 
@@ -97,19 +100,20 @@ def test_two_folders_of_the_same_name_have_scorers_of_their_own(
     for name in ("one", "two"):
         (files / name / "model").mkdir(parents=True)
         monkeypatch.chdir(files / name)
-        found.add(scorer_files("./model")[0])
-        assert scorer_files("./model") == scorer_files(str(files / name / "model"))
+        found.add(state_map_files("scorer", "./model")[0])
+        folder = str(files / name / "model")
+        assert state_map_files("scorer", "./model") == state_map_files("scorer", folder)
     assert len(found) == 2
 
 
 def test_a_scorer_of_another_model_is_refused_by_its_path(files: Path) -> None:
-    path, model = scorer_files("model")[0], loaded("llama")
+    path, model = state_map_files("scorer", "model")[0], loaded("llama")
     right = random_scorer(model, (1, 2))
     wrong = [
         replace(right, weight=right.weight[1:]),
         replace(right, layers=(2, 1)),
         replace(right, layers=(1, 9)),
-        Scorer((), torch.zeros(0), 0.0),
+        Scorer((), torch.zeros(0), torch.zeros(())),
     ]
     for scorer in wrong:
         scorer.save(path)
@@ -119,7 +123,7 @@ def test_a_scorer_of_another_model_is_refused_by_its_path(files: Path) -> None:
 
 
 def test_a_damaged_scorer_is_refused_by_its_path(files: Path) -> None:
-    path, weight = scorer_files("model")[0], torch.ones(64)
+    path, weight = state_map_files("scorer", "model")[0], torch.ones(64)
     path.parent.mkdir(parents=True)
     about = {"layers": "[1]"}
     tensors = {"weight": weight, "bias": torch.ones(1)}

@@ -38,16 +38,15 @@ def why_not(model: LoadedModel) -> str:
     """Why a model's own forward can't be captured as a decode step, or ""."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
-        body = partial(HubStep, model, model.scorer.layers)
-        return capture_first([body], model.device, model.error_of_step).problems
+        body = partial(HubStep, model, model.readout.layers)
+        return capture_first([body], model.device, model.error_of_step, model.readout).problems
 
 
 @contextmanager
 def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     """Within this block, the model decodes with the captured step that this yields."""
-    score = model.scorer.scores_on_device if model.scorer.layers else None
-    body = LlamaStep(model.module, "torch", model.scorer.layers)
-    step = CapturedStep(body, model.device, captures=True, score=score, **options)
+    body = LlamaStep(model.module, "torch", model.readout.layers)
+    step = CapturedStep(body, model.device, captures=True, readout=model.readout, **options)
     vars(step)["draws"] = True
     kernels = ModuleType("sirchat.models.kernels")
     vars(kernels).update(draw=draw)

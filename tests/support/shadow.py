@@ -26,6 +26,7 @@ from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
 from sirchat.models import packed
 from sirchat.models.model import LoadedModel
+from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
 
 
@@ -180,12 +181,12 @@ def watching() -> Iterator[None]:
     """Context manager: ids, surprisals and logits are noted, too."""
     recorded = Reader._record
 
-    def record(self: Reader, chunk: PrefillChunk, found: Any, learned: list[float]) -> list[float]:
+    def record(self: Reader, chunk: PrefillChunk, found: Any, readings: Readings) -> list[float]:
         shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
         before, seen, ledger = self.logits, self.ledger.seen, self.ledger
         held, start = ledger.held_positions.copy(), self.cache.length
         start = seen if self.cache.absolute_positions else start
-        surprisals = recorded(self, chunk, found, learned)
+        surprisals = recorded(self, chunk, found, readings)
         for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
             one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
             if not at and before is not None:

@@ -417,10 +417,8 @@ _MakeStep = Callable[[LoadedModel], Any]
 def _captured_step(model: LoadedModel, kernels: str, captures: bool) -> Any:
     body = import_module("sirchat.models.llama_step").LlamaStep
     made = import_module("sirchat.models.captured_step").CapturedStep
-    layers = model.scorer.layers
-    score = getattr(model.scorer, "scores_on_device", None) if layers else None
-    step = body(model.module, kernels, layers)
-    return made(step, model.device, captures=captures, score=score)
+    step = body(model.module, kernels, model.readout.layers)
+    return made(step, model.device, captures=captures, readout=model.readout)
 
 
 # Ways to decode a token.

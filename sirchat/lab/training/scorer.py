@@ -25,8 +25,9 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.scorer import Scorer, layer_count, recorded_states, side_by_side
-from sirchat.paths import scorer_files
+from sirchat.models.scorer import Scorer
+from sirchat.models.state_map import layer_count, recorded_states, side_by_side
+from sirchat.paths import state_map_files
 from sirchat.text.template import Template, TurnIds
 
 Floats = NDArray[np.float64]
@@ -146,7 +147,7 @@ class ScorerTrainer:
         self._model = model
         self._layers = options.layers or default_layers(layer_count(model.module))
         _check_layers(self._layers, layer_count(model.module))
-        self._path = options.out or scorer_files(model.name)[0]
+        self._path = options.out or state_map_files("scorer", model.name)[0]
         size = model.module.config.get_text_config(decoder=True).hidden_size
         self._ridge = Ridge(len(self._layers) * size)
         self._tests: list[tuple[Source, Tensor, Tensor]] = []
@@ -172,7 +173,7 @@ class ScorerTrainer:
         conversations.
         """
         weight, bias = self._ridge.solve(PENALTY)
-        scorer = Scorer(self._layers, weight.float(), bias)
+        scorer = Scorer(self._layers, weight.float(), torch.tensor(bias))
         sources = sorted({source for source, _, _ in self._tests})
         tests = [self._tested(scorer, source) for source in sources]
         about = {

@@ -30,7 +30,7 @@ from sirchat.lab.training.scorer import (
     training_pairs,
 )
 from sirchat.models.load import load_model
-from sirchat.paths import scorer_files
+from sirchat.paths import state_map_files
 from sirchat.text.template import Template
 
 
@@ -116,7 +116,7 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
     ran = CliRunner().invoke(
         train_app, ["scorer", "--model", "tiny", "--tokens", "4000", "--layers", "1,3"]
     )
-    path = scorer_files("tiny")[0]
+    path = state_map_files("scorer", "tiny")[0]
     assert ran.exception is None
     assert ran.stdout == f"{path}\n"
     r2 = float(ran.stderr.rpartition("R2 ")[2].split(",")[0])

@@ -1,0 +1,64 @@
+"""The numbers that a model's encoder computed for the newest tokens, until sentences pool them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sirchat.memory.key_values import Positions
+
+
+class TokenVectors:
+    """Keeps a vector [D] for each of a run of tokens that ends with the newest one.
+
+    Nothing is kept unless it is `wanted`. Vectors of erased tokens are NaN.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._start = self._count = 0  # stream position of the first one, and how many there are
+        self._rows = torch.zeros(0, 0)
+
+    def append(self, start: int, numbers: Tensor) -> None:
+        """Add the vectors [m, D] of tokens from stream position `start` on.
+
+        Those before are forgotten if they do not end there.
+        """
+        count = self._count
+        if start != self._start + count or numbers.shape[1] != self._rows.shape[1]:
+            self._start, count = start, 0
+        needed = count + len(numbers)
+        if needed > len(self._rows) or not count:
+            grown = torch.empty(max(needed, 2 * count, 64), numbers.shape[1])
+            if count:
+                grown[:count] = self._rows[:count]
+            self._rows = grown
+        self._rows[count:needed] = numbers
+        self._count = needed
+
+    def mean(self, start: int, end: int) -> Tensor | None:
+        """The mean [D] of the vectors of the tokens from `start` to `end` - 1.
+
+        None unless all of them are there, and none was erased.
+        """
+        at = start - self._start
+        if not 0 <= at < at + end - start <= self._count:
+            return None
+        mean = self._rows[at : at + end - start].mean(0)
+        return None if mean.isnan().any() else mean
+
+    def drop_before(self, position: int) -> None:
+        """Forget the vectors of the tokens before this stream position."""
+        dropped = min(max(0, position - self._start), self._count)
+        self._rows = self._rows[dropped : self._count].clone()
+        self._start, self._count = self._start + dropped, self._count - dropped
+
+    def truncate(self, seen: int) -> None:
+        """Forget the vectors of all but the first `seen` tokens of the stream."""
+        self._count = min(self._count, max(0, seen - self._start))
+        self._rows[self._count :] = torch.nan  # what was erased stays nowhere
+
+    def erase(self, positions: Positions) -> None:
+        """Overwrite the vectors of the tokens at these stream positions by NaN."""
+        at = positions - self._start
+        self._rows[torch.from_numpy(at[(at >= 0) & (at < self._count)])] = torch.nan

@@ -1,0 +1,165 @@
+"""Sentence vectors from hidden states: the same in whatever way the tokens are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from captured import captured
+from chatting import tiny
+from engine_steps import generate, prefill, some_ids
+from families import HELD, loaded
+from scorers import encoded, predicted, random_encoder, random_scorer
+from sirchat.engine.engine import Engine
+from sirchat.engine.types import CacheSettings
+from sirchat.errors import ModelError
+from sirchat.memory.policies.sink import Sink
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.encoder import Encoder
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.readout import Readings
+from sirchat.models.state_map import decoder_layers
+from sirchat.paths import state_map_files
+
+IDS = some_ids(31, 3)
+
+
+@cache
+def encoding(family: str) -> LoadedModel:
+    model = loaded(family)
+    layers = (2,) if family == "llama" else (1, 3)
+    encoder = random_encoder(model, layers)
+    return replace(model, encoder=encoder, scorer=random_scorer(model, (1, 3)))
+
+
+def numbers(engine: Engine) -> Tensor:
+    """The kept vectors of all tokens [n, D]."""
+    found = [engine.ledger.token_vectors.mean(at, at + 1) for at in range(engine.ledger.seen)]
+    return torch.stack([one for one in found if one is not None])
+
+
+def wanting(model: LoadedModel, budget: int = 200) -> Engine:
+    engine = Engine(model, CacheSettings(policy=Sink(), budget=budget))
+    engine.ledger.token_vectors.wanted = True
+    return engine
+
+
+def hooks(model: LoadedModel) -> list[int]:
+    return [len(layer._forward_hooks) for layer in decoder_layers(model.module)]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", HELD)
+def test_numbers_are_the_same_from_whole_pieces_and_single_tokens(family: str) -> None:
+    model = encoding(family)
+    wanted = encoded(model, IDS)
+    for sizes in ([31], [20, 11], [1] * 31):
+        memory, found, scores, start = model.new_cache(len(IDS)), list[Tensor](), [], 0
+        for size in sizes:
+            readings = Readings(encodes=True)
+            model.read(IDS[start : start + size], memory, readings=readings)
+            memory.commit(size)
+            start += size
+            assert readings.numbers is not None
+            found.append(readings.numbers)
+            scores += readings.scores
+        close(torch.cat(found), wanted)
+        assert scores == pytest.approx(predicted(model, IDS), abs=1e-4)
+    vector = F.normalize(wanted[9:].mean(0) + model.encoder.bias, dim=0)
+    before = hooks(model)
+    close(model.encode(IDS, 9), vector)
+    assert hooks(model) == before
+
+
+def test_an_engine_keeps_them_however_it_reads() -> None:
+    model, ids = encoding("llama"), IDS
+    engine = wanting(model)
+    prefill(engine, ids[:20])
+    engine.reader.look_ahead(ids[20:24])
+    for token_id in ids[20:]:
+        prefill(engine, [token_id])
+    generate(engine, 12)
+    with captured(model):
+        generate(engine, 12)
+    read: list[int] = engine.ledger.column("token_id").tolist()
+    assert len(read) == 55
+    close(numbers(engine), encoded(model, read))
+
+
+def test_eviction_takes_none_and_nothing_is_computed_that_is_not_wanted() -> None:
+    engine = wanting(encoding("llama"), budget=20)
+    prefill(engine, IDS[:10])
+    generate(engine, 20)
+    assert engine.ledger.held_count <= 20
+    assert len(numbers(engine)) == 30
+    engine.ledger.token_vectors.wanted = False
+    prefill(engine, IDS[:4], 3)
+    assert engine.ledger.token_vectors.mean(30, 31) is None
+
+
+def test_several_conversations_in_one_pass_get_their_own() -> None:
+    model = encoding("llama")
+    step, tokens, wanted = model.decode_step, list[tuple[int, int, object]](), list[Tensor]()
+    assert isinstance(step, DecodeStep)
+    for length in (3, 9, 20):
+        memory = model.new_cache(length + 1)
+        model.read(IDS[:length], memory)
+        memory.commit(length)
+        tokens.append((7, length, memory))
+        wanted.append(encoded(model, [*IDS[:length], 7])[-1])
+    readings = Readings(encodes=True)
+    model.readout.fill(readings, step.read_together(tokens)[1], 3)  # type: ignore[arg-type]
+    for at, one in enumerate(wanted):
+        part = readings.part(at).numbers
+        assert part is not None
+        close(part[0], one)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(files: Path) -> None:
+    model = loaded("llama")
+    made = replace(random_encoder(model, (2, 4), 40), about={"teacher": "x"})
+    path = state_map_files("encoder", "some/model")[0]
+    made.save(path)
+    found = wrap_model("some/model", model.module, None).encoder
+    assert (found.layers, found.size, found.about) == (made.layers, 40, {"teacher": "x"})
+    rounding = made.weight.abs().amax(1, keepdim=True) / 254
+    assert ((found.weight - made.weight).abs() <= rounding * 1.001).all()
+    assert path.stat().st_size < 2 * made.weight.numel()
+    assert wrap_model("other/model", model.module, None).encoder.layers == ()
+
+
+def test_an_encoder_of_another_model_and_a_damaged_one_are_refused_by_their_path(
+    files: Path,
+) -> None:
+    path, model = state_map_files("encoder", "model")[0], loaded("llama")
+    right = random_encoder(model, (1, 2))
+    replace(right, layers=(1, 9)).save(path)
+    with pytest.raises(ModelError, match="was trained for another model"):
+        wrap_model("model", model.module, None)
+    replace(right, bias=right.bias[1:]).save(path)
+    with pytest.raises(ModelError, match="is damaged") as error:
+        wrap_model("model", model.module, None)
+    assert str(path) in str(error.value)
+
+
+def test_the_bundled_encoder_fits_smollm2() -> None:
+    path = state_map_files("encoder", "smollm2")[1]
+    assert path.stat().st_size <= 450_000
+    found = Encoder.load(path)
+    assert found.weight.shape == (len(found.layers) * 576, found.size)
+    assert tiny().encoder.layers == ()
