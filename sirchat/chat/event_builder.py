@@ -112,14 +112,14 @@ class EventBuilder:
             events.append(recalled)
         return events
 
-    def done(self, stats: TurnStats, text: str, thinking: str = "") -> TurnDone:
-        """The event for a finished turn."""
+    def done(self, stats: TurnStats, text: str, thinking: str, recalled: int) -> TurnDone:
+        """The event for a finished turn, read or answered with so many `recalled` tokens."""
         return TurnDone(
             text=text,
             thinking=thinking,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
-            recalled=self.engine.residency.recalled_count,
+            recalled=recalled,
             tokens=self._tokens(self.engine.ledger.held_positions),
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
@@ -169,10 +169,10 @@ class EventBuilder:
         settings, recall_n = self.engine.settings, profile.recall_n
         policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
-            reserve = self.engine.residency.divide_budget().reserve
-            if not isinstance(recall_n, str) and reserve < recall_n:
+            room = self.engine.residency.recall_room(0)
+            if not isinstance(recall_n, str) and room < recall_n:
                 yield (
-                    f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "
+                    f"budget {self.engine.budget} leaves room to restore only {room} tokens, "
                     f"not recall_n = {recall_n}; raise the budget or lower recall_n"
                 )
         if "policy" in changed and policy.compacts_at_anchors and model.anchors is None:

@@ -72,8 +72,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
         rest = f"the model's context, {session.model.context_length:,} tokens, is too short for all"
     else:
         rest = f"{option} {enough} would hold all"
-    kept = f" (recall keeps {division.reserve:,} of the budget free)" if division.reserve else ""
-    return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
+    return f"read {turn.tokens_in:,} tokens, {held:,} held; {rest}"
 
 
 def raise_budget_for(session: Session, text: str) -> None:

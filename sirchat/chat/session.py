@@ -41,7 +41,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
-from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
+from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows, Selection
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
@@ -100,7 +100,7 @@ class Session:
         self.undo_points: list[UndoPoint] = []
         self.recall = Recall(self._engine, self.model)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
-        self._at_reply = 0, self.ledger.held_positions  # seen and held at a reply's end
+        self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
 
     @property
     def turns(self) -> list[Turn]:
@@ -184,10 +184,12 @@ class Session:
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
-        yield from turn.answer(
-            records, stream, closing, self._end_ids, reply.finish if reply is not None else None
-        )
-        self._at_reply = self.seen, self.ledger.held_positions.copy()
+        with self._recall_ends_at_error():
+            yield from turn.answer(
+                records, stream, closing, self._end_ids, reply.finish if reply is not None else None
+            )
+        residency = self._engine.residency
+        self._at_reply = self.seen, residency.before_end or residency.selection
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -219,6 +221,7 @@ class Session:
             is_unanswered = state.in_round and state.header == []
             system, ids = None, self.template.user(text, after_user=is_unanswered)
         ids = self.template.before(ids, before)
+        self._engine.residency.end_recall()  # of a turn that was not answered
         self._check_room(ids, system)
         self._note_undo_point(text)
         yield from self._read_pending()
@@ -229,16 +232,17 @@ class Session:
         turn = self._begin_turn("user")
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         texts = [turn.text for turn in self.turns]
-        recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, text, texts)
-        if recollection is not None:
-            turn.stats.seconds_prefill += recollection.seconds
-            yield from self._events.recalled(turn.stats.index, recollection)
         after = closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *closing]
-        yield from turn.read(ids, interrupted, after=after)
-        yield turn.finish(text)
-        yield from self._events.take_problems()
+        with self._recall_ends_at_error():
+            recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, text, texts)
+            if recollection is not None:
+                turn.stats.seconds_prefill += recollection.seconds
+                yield from self._events.recalled(turn.stats.index, recollection)
+            yield from turn.read(ids, interrupted, after=after)
+            yield turn.finish(text)
+            yield from self._events.take_problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read `text`, from a transcript, as the reply, instead of generating a reply."""
@@ -247,7 +251,8 @@ class Session:
         closing = self.template.closing if ids.closing is None else ids.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
-        yield from turn.read(ids, interrupted, after=closing)
+        with self._recall_ends_at_error():
+            yield from turn.read(ids, interrupted, after=closing)
         stream = self.template.reply_stream(is_given=True)
         stream.divide(ids.ids if self.seen == at.stop else ())
         yield from turn.close(closing, stream, at)
@@ -446,6 +451,15 @@ class Session:
 
     def _open_turn(self, stats: TurnStats) -> OpenTurn:
         return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
+
+    @contextmanager
+    def _recall_ends_at_error(self) -> Iterator[None]:
+        """Context manager: what stepped aside is back if the turn fails or is given up in it."""
+        try:
+            yield
+        except BaseException:
+            self._engine.residency.end_recall()
+            raise
 
     def _read_pending(self) -> list[Event]:
         """End a round without a whole reply: read the template ids that it still needs."""

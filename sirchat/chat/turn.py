@@ -50,6 +50,7 @@ class OpenTurn:
         self._engine = engine
         self._events = events
         self._evicts_thinking = evicts_thinking
+        self._recalled: int | None = None  # number of tokens, when the round ended
         self.stats = stats
         self.ref = TurnRef(stats.index, now.round)
 
@@ -172,8 +173,7 @@ class OpenTurn:
 
         `stream` has divided the reply, whose tokens have the positions `at`.
         """
-        events = list(self.read(_template_ids(closing)))
-        self._end_round()
+        events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens, dropped = np.asarray(at, np.int64), stream.dropped()
         self._engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         excluded = tokens[stream.tokens("end")]
@@ -188,14 +188,14 @@ class OpenTurn:
     def read_pending(self) -> list[Event]:
         """Read the pending ids, which must follow a turn that was cut off; returns the events."""
         events = list(self.read(_template_ids(self._now.pending_ids)))
-        if self._now.in_round:
-            self._end_round()
-        return events
+        return [*events, *self._end_round()] if self._now.in_round else events
 
     def finish(self, text: str, thinking: str = "") -> TurnDone:
         """End the turn, whose message is `text` after `thinking`; returns the event for it."""
         self._now.finish(self.stats, text, thinking)
-        return self._events.done(self.stats, text, thinking)
+        now = self._engine.residency.recalled_count
+        recalled = now if self._recalled is None else self._recalled
+        return self._events.done(self.stats, text, thinking, recalled)
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
         """Set the pending ids: the unread ones after the text of `turn`, then those `after` it."""
@@ -205,10 +205,14 @@ class OpenTurn:
         self.stats.evicted += len(record.positions)
         return self._events.evicted(self.stats.index, record)
 
-    def _end_round(self) -> None:
-        """Let surprisal and attention decay; the next user turn begins another round."""
+    def _end_round(self) -> list[Event]:
+        """End recall; let surprisal and attention decay; the next user turn begins a round."""
+        residency = self._engine.residency
+        self._recalled = residency.recalled_count
+        events = [self._evicted(record) for record in residency.end_recall()]
         self._engine.decay_at_round_end()
         self._now.in_round = False
+        return events
 
 
 def flag_saved(ledger: Ledger, turn: int, stream: ReplyStream) -> None:

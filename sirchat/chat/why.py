@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from sirchat.chat.state import Turn
 from sirchat.chat.token_rows import policy_scores, score_factors, token_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.extra_passes import attention_from
+from sirchat.engine.types import Selection
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.recall.word_index import STOP_WORDS
@@ -46,6 +47,7 @@ class AttentionPaid:
     # By position, the attention that each earlier held token received, divided by the mean over
     # these tokens; None if the model does not expose its attention weights.
     shares: dict[int, float] | None
+    recalled: frozenset[int] = frozenset()  # positions of those that recall had restored
 
 
 def token_ranks(
@@ -90,24 +92,37 @@ def token_ranks(
 
 
 def attention_paid(
-    engine: Engine, turn: int, at_reply: tuple[int, Positions], sinks: int
+    engine: Engine, turn: int, at_reply: tuple[int, Selection], sinks: int
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    The model reads the reply once more; no state changes. `at_reply`: the number of tokens seen,
-    and the positions held, when the chat's last reply ended.
+    The model reads the reply once more, over what was held then; no state changes. `at_reply`: the
+    number of tokens seen, and what was held, when the chat's last reply ended.
     """
+    seen, selection = at_reply
+    if seen != engine.ledger.seen:
+        return _paid(engine, turn, None, sinks)
+    then = frozenset(selection.held.tolist())
+    if selection.is_plain or not engine.store.has(selection.held):
+        return _paid(engine, turn, then, sinks)
+    with engine.residency.holding(selection):
+        paid = _paid(engine, turn, then, sinks)
+    return replace(paid, recalled=frozenset(selection.recalled.tolist()))
+
+
+def _paid(engine: Engine, turn: int, then: frozenset[int] | None, sinks: int) -> AttentionPaid:
     # If anything was read or undone since, the reply attends to all that is held now. Sinks and
     # the template's tokens are left out: models attend to these whatever the text is.
-    ledger, (seen, held_then) = engine.ledger, at_reply
-    then = frozenset(held_then.tolist()) if seen == engine.ledger.seen else None
+    ledger = engine.ledger
     held, role = ledger.held_positions, ledger.column("role")
     said = np.flatnonzero((ledger.column("turn") == turn) & (role == Role.ASSISTANT))
     queries = np.flatnonzero(np.isin(held + 1, said))
     start = int(said[0]) if len(said) else ledger.seen
     if not len(queries):
         return AttentionPaid(start, then, {})
-    visible = (held >= (0 if then is None else start)) | np.isin(held, held_then)
+    visible = np.ones(len(held), bool)
+    if then is not None:
+        visible = (held >= start) | np.isin(held, [*then])
     weights = attention_from(engine.reader, torch.from_numpy(queries), visible)
     if weights is None:
         return AttentionPaid(start, then, None)

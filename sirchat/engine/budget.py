@@ -1,7 +1,8 @@
-"""Divides the cache's budget among sinks, pins, the eviction policy and recall, in tokens.
+"""Divides the cache's budget among sinks, pins and the eviction policy, in tokens.
 
-budget = sinks + pins + E + reserve. Sinks (the first tokens) and pins are never evicted, the policy
-decides which tokens take the E places, and the reserve is for tokens that recall restores.
+budget = sinks + pins + E. Sinks (the first tokens) and pins are never evicted, and the policy
+decides which tokens take the E places. What recall restores for a round takes places of the
+policy's tokens, which step aside until the round is complete.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from sirchat.engine.types import CacheSettings
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger
 
-_LEAST = 8  # tokens that sinks, pins and reserve leave to the policy
-_USUAL_RESERVE, _OWN_ROWS = 400, 64
+_LEAST = 8  # tokens that sinks, pins and recall leave to the policy
+_USUALLY_RECALLED, _OWN_ROWS = 400, 64
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,6 @@ class Division:
     sinks: int
     pins: int  # held ones, without pinned sinks
     most_pins: int | None  # that the user may pin; None: no limit
-    full_reserve: int  # for recalled tokens, once not all tokens fit
-    reserve: int  # of these, set aside now
-    policy_rows: int  # tokens held now that recall has not restored
-    policy_budget: int  # total - reserve
-    policy_bound: int  # hard_bound - reserve
     evictable: int  # E, that the policy decides about
     protected: int  # most tokens of the current round that are protected from eviction
     chunk_size: int  # ids for which room is made at once while a turn is read
@@ -43,47 +39,27 @@ def divide_budget(
     settings: CacheSettings, ledger: Ledger, context_length: int, among: Positions | None = None
 ) -> Division:
     """Divide the budget; `among` are the positions whose pins count, by default those held."""
-    policy, recall = settings.policy, settings.recall
+    policy = settings.policy
     is_bounded = policy.bounded
     total = settings.budget if is_bounded else context_length
     is_exceeded = settings.evict == "between-turns" and is_bounded
-    hard_bound = max(total, context_length) if is_exceeded else total
     sinks = settings.sinks if policy.honours_sinks else 0
     held_pins = pins = count_pins(settings, ledger, ledger.held_positions)
     if among is not None:
         pins = count_pins(settings, ledger, among)
-    policy_rows = ledger.held_count - len(ledger.recalled)
-
-    full_reserve = reserve = 0
-    if recall is not None and is_bounded:
-        if recall.n is not None:
-            room = total - sinks - held_pins
-            full_reserve = reserve = most_recalled(recall.n, room)
-        else:  # leaves room for all pins, also for those that are not held now
-            room = total - sinks - count_pins(settings, ledger, ledger.pinned_positions)
-            full_reserve = most_recalled(usual_reserve(room), room)
-            has_evicted = policy_rows < ledger.seen  # also if all evicted tokens are recalled
-            if has_evicted and policy_rows <= total - full_reserve:
-                reserve = full_reserve
-
-    evictable = max(_LEAST, total - reserve - sinks - pins)
+    evictable = max(_LEAST, total - sinks - pins)
     protected = policy.newest_room(evictable) // 2
     limits_pins = is_bounded and policy.honours_pins
     return Division(
         total=total,
-        hard_bound=hard_bound,
+        hard_bound=max(total, context_length) if is_exceeded else total,
         sinks=sinks,
         pins=held_pins,
         most_pins=min(total // 2, total - sinks - _LEAST) if limits_pins else None,
-        full_reserve=full_reserve,
-        reserve=reserve,
-        policy_rows=policy_rows,
-        policy_budget=total - reserve,
-        policy_bound=hard_bound - reserve,
         evictable=evictable,
         protected=protected,
         chunk_size=max(1, min(evictable // 4, protected)),
-        eviction_block=min(max(8, (total - reserve) // 16), protected),
+        eviction_block=min(max(8, total // 16), protected),
     )
 
 
@@ -117,15 +93,14 @@ def count_pins(settings: CacheSettings, ledger: Ledger, at: Positions) -> int:
     return int((is_pinned(settings, ledger, at) & (at >= sinks)).sum())
 
 
-def usual_reserve(room: int) -> int:
-    """Tokens reserved under `recall_n: auto`, of the `room` beside sinks and pins."""
-    # Measured with SmolLM2 and facts in 4,000 tokens of real talk, when recall filled the whole
-    # reserve: at any budget a larger reserve found more facts, up to 400 rows or three quarters of
-    # the room. But where only 25 rows were left to the policy, text was harder to predict, by 0.06
-    # nats a token.
-    return max(room // 4, min(3 * room // 4, room - _OWN_ROWS, _USUAL_RESERVE))
+def most_recalled(wanted: int | None, room: int) -> int:
+    """How many tokens recall may restore, of `wanted` ones, in `room` beside sinks and pins.
 
-
-def most_recalled(n: int, room: int) -> int:
-    """How many of `n` wanted tokens recall gets: at most three quarters of the `room`."""
-    return max(0, min(n, 3 * room // 4, room - _LEAST))
+    `wanted` is None under `recall_n: auto`.
+    """
+    # Measured with SmolLM2 and facts in 4,000 tokens of real talk, when recall filled all that it
+    # might: at any budget more room found more facts, up to 400 rows or three quarters of it. But
+    # where only 25 rows were left to the policy, text was harder to predict, by 0.06 nats a token.
+    if wanted is None:
+        wanted = max(room // 4, min(room - _OWN_ROWS, _USUALLY_RECALLED))
+    return max(0, min(wanted, 3 * room // 4, room - _LEAST))

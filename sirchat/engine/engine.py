@@ -200,10 +200,7 @@ class Engine:
             if interrupted():
                 yield Stopped("interrupt")
                 return
-            # Is the cache full? The last division tells fast. If it says so, the budget is divided
-            # again: under `between-turns`, recall may have given up its reserve, which makes room.
-            held = ledger.held_count - len(ledger.recalled)
-            is_full = is_bounded and held >= division.policy_bound
+            is_full = is_bounded and cursor.length >= division.hard_bound
             may_read = not (is_full or together())
             if may_be_full:
                 may_read &= ledger.seen + 1 + closing <= self._model.context_length
@@ -215,12 +212,10 @@ class Engine:
                 self.require_room(1 + closing)
             if is_full:
                 division = residency.divide_budget()
-                if division.policy_rows >= division.policy_bound:
-                    yield from residency.make_room(division.eviction_block, division)
-                    division = residency.divide_budget()
+                yield from residency.make_room(division.eviction_block, division)
             if may_look_ahead and not reader.is_ahead(token_id):
                 if lookup is not None:
-                    self._look_ahead(lookup, token_id, left - 1, division.policy_bound)
+                    self._look_ahead(lookup, token_id, left - 1, division.hard_bound)
                 if together() and not reader.is_ahead(token_id):
                     self._grow_for(1)
                     yield reader.chosen_token(token_id)
@@ -308,12 +303,11 @@ class Engine:
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(),
-            held=ledger.held_positions.copy(),
+            held=self.residency.held_without_recall(),
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
             round=self.residency.round,
-            recalled=ledger.recalled.copy(),
             state=self.cache.state,
         )
 
@@ -329,7 +323,7 @@ class Engine:
         and the state of recurrent and convolution layers.
         """
         ledger, reader = self.ledger, self.reader
-        ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
+        ledger.load(saved.rows, saved.held, saved.log_decay)
         ledger.unknown_surprisal, self.residency.round = saved.unknown_surprisal, saved.round
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
@@ -372,20 +366,19 @@ class Engine:
         size = division.chunk_size
         if pinned or self._compacts_at_anchors:  # pins change the size of the next chunk
             return size
-        free = min(division.policy_bound - division.policy_rows, _AT_ONCE)
+        free = min(division.hard_bound - self.cache.length, _AT_ONCE)
         return size * max(1, free // size)
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int, bound: int) -> None:
         """Compute the logits after `token_id` and up to `most` guessed tokens, in one pass.
 
-        The cache may hold `bound` tokens that recall has not restored.
+        The cache may hold `bound` tokens.
         """
         used = self.reader.drop_ahead()
         if used is not None:
             lookup.learn(used - 1)
         ledger, cursor = self.ledger, self.cache.cursor
-        held = ledger.held_count - len(ledger.recalled)
-        room = min(cursor.capacity - cursor.length, bound - held)
+        room = min(cursor.capacity, bound) - cursor.length
         if self.cache.absolute_positions:
             room = min(room, self._model.context_length - ledger.seen)
         guess = lookup.guess(ledger.column("token_id"), token_id, min(most, room - 1))

@@ -5,15 +5,17 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned
+from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned, most_recalled
 from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
@@ -45,6 +47,9 @@ class Residency:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
     `round` is the number of the current round, whose newest tokens are protected from eviction.
+    From `begin_recall` to `end_recall`, tokens that recall wants are held, and for these some of
+    the policy's tokens are aside, in the archive. `before_end` is what the cache held until the
+    last `end_recall`; None if nothing has been recalled since the last user turn.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class Residency:
         self.context_length = context_length
         self.round = 0
         self._ledger, self._cache, self._store = ledger, cache, store
-        self._layers: tuple[Positions, ...] = ()  # recalled tokens of single layers
+        self._layers: tuple[Positions, ...] = ()  # see `Selection`, as for the next two
+        self._aside, self._wanted = _NONE, _NONE
+        self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
+        self.before_end: Selection | None = None
         # Noted by `switch`, so that switching back is exact; None if tokens moved otherwise.
         self._last_pass: _LastPass | None = None
 
@@ -77,7 +85,8 @@ class Residency:
     def selection(self) -> Selection:
         """What the cache holds now."""
         ledger = self._ledger
-        return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
+        held = ledger.held_positions.copy()
+        return Selection(held, ledger.recalled, self._layers, self._aside, self._wanted)
 
     def divide_budget(self) -> Division:
         """How the budget is divided now, with the settings in force."""
@@ -114,45 +123,132 @@ class Residency:
         """Evict tokens, if necessary, so that `count` more fit; `division` is the present one.
 
         Right after an anchor (the end of a sentence or round), the policy's `reduce` evicts first.
+        During recall, tokens of earlier rounds step aside, then recalled ones leave; only where
+        that is not enough, recall ends.
         """
         policy, evicted = self.settings.policy, list[EvictedRows]()
         if policy.compacts_at_anchors and self._ends_at_anchor():
-            rows = policy.reduce(self.view(None))
-            if rows is not None:
-                evicted.append(self._keep_rows(rows))
+            own = self._own_positions()
+            stays = policy.reduce(self.view_of(own))
+            if stays is not None:
+                gone = np.setdiff1d(own, own[stays.numpy()], assume_unique=True)
+                self._apply_selection(self._selection_without(gone))
+                evicted.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
                 division = None
         division = division or self.divide_budget()
-        if self.recalled_count > division.reserve:  # new pins have taken some of the reserve
-            self.evict_recalled()
-            division = self.divide_budget()
-        if division.policy_rows + count > division.policy_bound:
-            evicted.append(self._keep(division.policy_bound - count, division))
+        excess = self._cache.length + count - division.hard_bound
+        if excess <= 0:
+            return evicted
+        if self.selection.is_plain:
+            rows = self.view_of(self._ledger.held_positions, self.round, division)
+            evicted.append(self._keep(rows, division.hard_bound - count))
+        elif (selection := self._without(excess)) is not None:
+            self._apply_selection(selection)
+        else:
+            evicted += self._end_recall(count)
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
         """Evict tokens before the user turn `at` of `count` ids, as the setting `evict` says.
 
-        If the turn and all tokens so far exceed the budget, the reserve for recall is freed first.
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
-        self.round = at.round
+        evicted = self.end_recall()
+        self.round, self.before_end, self._to_come = at.round, None, 0
         settings, division, to_come = self.settings, self.divide_budget(), count + max_new_tokens
-        evicted = list[EvictedRows]()
-        without_reserve = division.total - division.full_reserve
-        if self._ledger.seen + count > division.total and division.policy_rows > without_reserve:
-            evicted.append(self._keep(without_reserve, division))
-            division = self.divide_budget()
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
-        between_turns = settings.evict == "between-turns"
-        most = division.policy_budget - (0 if between_turns else to_come)
-        if division.policy_rows > most:
-            num_keep = max(most, int(self.view(self.round).protected.sum()))
-            if num_keep < division.policy_rows:
-                evicted.append(self._keep(num_keep, division))
+        between_turns, rows = settings.evict == "between-turns", self.view(self.round)
+        most = division.total - (0 if between_turns else to_come)
+        num_keep = max(most, int(rows.protected.sum()))
+        if num_keep < len(rows):
+            evicted.append(self._keep(rows, num_keep))
         if between_turns:
             self._cache.grow_to(min(division.hard_bound, self._cache.length + to_come))
+        else:
+            self._to_come = to_come
         return evicted
+
+    def recall_room(self, incoming: int) -> int:
+        """Most tokens that recall may hold so that a turn of `incoming` ids fits beside them.
+
+        0 if recall is off or the policy never evicts.
+        """
+        recall, division = self.settings.recall, self.divide_budget()
+        if recall is None or not self.settings.policy.bounded:
+            return 0
+        room = min(division.total, division.hard_bound - incoming)
+        return most_recalled(recall.n, room - division.sinks - division.pins)
+
+    def begin_recall(
+        self,
+        chosen: Positions,
+        layers: tuple[Positions, ...] = (),
+        *,
+        incoming: int,
+        focused: bool = False,
+        scores: NDArray[np.float64] | None = None,
+    ) -> CacheUpdate:
+        """Before a turn of `incoming` ids, hold the tokens `chosen` [n], held or archived so far.
+
+        Layer i alone also gets archived tokens at `layers[i]`. The policy's lowest tokens step
+        aside for them; with `focused`, all but sinks, pins, `chosen` and the newest round. The
+        lowest of the `scores` [n] leave first. Raises ValueError above the budget.
+        """
+        moves: CacheUpdate = [*self.end_recall()]
+        division, ledger = self.divide_budget(), self._ledger
+        held, to_come = ledger.held_positions.copy(), max(incoming, self._to_come)
+        layers = layers if layers and len(layers[0]) else ()
+        rows = self.view_of(held)
+        stays = rows.protected.numpy() | np.isin(held, chosen)
+        is_over = self.settings.evict == "between-turns"  # the turn may exceed the budget
+        restored = np.setdiff1d(chosen, held)
+        added = len(restored) + (len(layers[0]) if layers else 0)
+        most = division.total - added
+        if stays.sum() > most:
+            raise ValueError(f"{added} tokens can't be recalled within budget {division.total}")
+        if focused and len(held):
+            own = held[stays | (rows.round == ledger.column("round")[-1]).numpy()]
+        else:
+            own = self._keep_most(held, stays, most if is_over else most - to_come)
+        if len(own) > most:
+            own = self._keep_most(own, np.isin(own, held[stays]), most)
+        order = np.argsort(np.arange(len(chosen)) if scores is None else scores, kind="stable")
+        aside = np.setdiff1d(held, own, assume_unique=True)
+        self._last_pass = None
+        held = np.union1d(own, restored)
+        wanted = chosen[order]
+        return moves + self._apply_selection(Selection(held, restored, layers, aside, wanted))
+
+    def end_recall(self) -> list[EvictedRows]:
+        """End a round: recalled tokens leave, and those that stepped aside are back.
+
+        If these and the round's are more than the budget, the policy chooses among them. Returns
+        what that evicts.
+        """
+        self.before_end = None if self.selection.is_plain else self.selection
+        return self._end_recall()
+
+    def held_without_recall(self, count: int = 0) -> Positions:
+        """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
+        if self.selection.is_plain:
+            return self._ledger.held_positions.copy()
+        own, most = self._own_positions(), self.divide_budget().hard_bound - count
+        if len(own) <= most:
+            return own
+        chosen: Positions = own[self._choose_rows(self.view_of(own, self.round), most).numpy()]
+        return chosen
+
+    @contextmanager
+    def holding(self, selection: Selection) -> Iterator[None]:
+        """Context manager: in it the cache holds `selection`, and after it what it held before."""
+        before = self.selection
+        with self._store.unlimited():
+            self._apply_selection(selection)
+            try:
+                yield
+            finally:
+                self._apply_selection(before)
 
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Positions [k] of the tokens that will be evicted next; empty while there is much room.
@@ -162,11 +258,11 @@ class Residency:
         settings, division = self.settings, self.divide_budget()
         if not settings.policy.bounded:
             return _NONE
-        if division.policy_rows + 2 * division.eviction_block <= division.policy_budget:
+        if self._cache.length + 2 * division.eviction_block <= division.total:
             return _NONE
         rows, block = self.view(self.round if in_round else None), division.eviction_block
         if settings.evict == "between-turns":
-            rows, block = self.view(None), max(0, division.policy_rows - division.policy_budget)
+            rows, block = self.view(None), max(0, len(rows) - division.total)
         count = min(block, int((~rows.protected).sum()))
         if not count:
             return _NONE
@@ -193,6 +289,8 @@ class Residency:
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
         moves = self._apply_selection(selection)
+        if (settings.archive, settings.folder) != (old.archive, old.folder):
+            moves += self._end_recall()  # what is aside is in the old archive
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)
@@ -223,11 +321,7 @@ class Residency:
         self._last_pass = None
         if not excluded:
             return []
-        held, recalled = (
-            np.setdiff1d(among, positions, assume_unique=True)
-            for among in (self._ledger.held_positions, self._ledger.recalled)
-        )
-        return self._apply_selection(Selection(held, recalled, self._layers))
+        return self._apply_selection(self._selection_without(positions))
 
     def check_pins(self, more: int, among: Positions | None = None) -> None:
         """Raise SettingError if the pins, and `more` tokens, would leave too little room.
@@ -238,7 +332,7 @@ class Residency:
         if division.most_pins is None:
             return
         pins = count_pins(
-            self.settings, self._ledger, self._store.reachable() if among is None else among
+            self.settings, self._ledger, self._reachable() if among is None else among
         )
         pins += more - min(more, max(0, division.sinks - self._ledger.seen))
         if pins > division.most_pins:
@@ -259,7 +353,7 @@ class Residency:
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
         self.round, self._layers = round, ()
-        self._ledger.mark_recalled(selection.recalled)
+        self._note_recall(selection)
         with suppress(LookupError):  # the archive may have dropped the rows of single layers
             self._insert(selection.layers)
         self._last_pass = None
@@ -269,28 +363,12 @@ class Residency:
             return self._apply_selection(self._choose_selection())
         return []
 
-    def restore_recalled(
-        self, chosen: Positions, layers: tuple[Positions, ...] = ()
-    ) -> CacheUpdate:
-        """Restore archived tokens for the next turn; evict those that recall restored before.
-
-        All layers get the tokens at the ascending positions `chosen`, layer i those at `layers[i]`.
-        """
-        held = np.union1d(self._policy_positions(), chosen)
-        return self._apply_selection(
-            Selection(held, chosen, layers if layers and len(layers[0]) else ())
-        )
-
-    def evict_recalled(self) -> CacheUpdate:
-        """Evict all tokens that recall has restored."""
-        if not self.recalled_count:
-            return []
-        return self._apply_selection(Selection(self._policy_positions(), _NONE))
-
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
+        left = self._selection_without(positions)
         self._store.erase(positions)
-        self._layers = ()
+        self._layers, self.before_end = (), None
+        self._note_recall(replace(left, layers=()))
         self._ledger.erase(positions)
         self._last_pass = None
 
@@ -299,20 +377,26 @@ class Residency:
         held, recalled = self._ledger.held_positions, self._ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
 
+    def _own_positions(self) -> Positions:
+        """Stream positions of the policy's tokens, held or aside."""
+        own = self._policy_positions()
+        return np.union1d(own, self._aside) if len(self._aside) else own
+
+    def _reachable(self) -> Positions:
+        """Stream positions of all tokens that can be held, also if the archive is off."""
+        reachable = self._store.reachable()
+        return np.union1d(reachable, self._aside) if len(self._aside) else reachable
+
     def _ends_at_anchor(self) -> bool:
         flags = self._ledger.column("flags")
         return bool(len(flags) and flags[-1] & Flag.ANCHOR)
 
     def _fits(self) -> bool:
-        division = self.divide_budget()
-        return (
-            self.recalled_count <= division.reserve
-            and division.policy_rows <= division.policy_bound
-        )
+        return self._cache.length <= self.divide_budget().hard_bound
 
     def _holds_pins(self, selection: Selection) -> bool:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
-        reachable = self._store.reachable()
+        reachable = self._reachable()
         pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
         held = np.setdiff1d(selection.held, selection.recalled, assume_unique=True)
         return bool(np.isin(pinned, held).all())
@@ -327,37 +411,38 @@ class Residency:
         new, selection, last = self.settings, self.selection, self._last_pass_if_unread()
         if last is not None and last.settings == new:
             held_then = last.selection
-            if self._store.has(held_then.held) and self._holds_pins(held_then):
+            needed = np.union1d(held_then.held, held_then.aside)
+            if self._store.has(needed) and self._holds_pins(held_then):
                 return held_then
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
-        is_same &= (old.recall is None) == (new.recall is None)
         if is_same and self._fits() and self._holds_pins(selection):
             return selection
         return self._choose_selection()
 
     def _choose_selection(self) -> Selection:
         """Let the policy choose among all tokens held or archived; none counts as recalled."""
-        policy, reachable = self.settings.policy, self._store.reachable()
+        policy, reachable = self.settings.policy, self._reachable()
         if policy.compacts_at_anchors:
             rows = policy.reduce(self.view_of(reachable))
             reachable = reachable if rows is None else reachable[rows.numpy()]
-        num_keep = self.divide_budget().policy_budget
+        num_keep = self.divide_budget().total
         if len(reachable) <= num_keep:
-            return Selection(reachable, _NONE)
+            return Selection(reachable)
         if not policy.bounded:  # not all fit: continue with those that are held
             if self._cache.length > num_keep:
                 policy.keep(self.view(None), num_keep)  # raises the error, in its own words
-            return Selection(self._ledger.held_positions.copy(), _NONE)
+            return Selection(self._ledger.held_positions.copy())
         chosen = self._choose_rows(self.view_of(reachable, self.round), num_keep)
-        return Selection(reachable[chosen.numpy()], _NONE)
+        return Selection(reachable[chosen.numpy()])
 
     def _apply_selection(self, selection: Selection) -> CacheUpdate:
         """Evict and restore tokens, so that the cache holds exactly `selection`."""
         gone, came = _NONE, _NONE
+        self._store.keeps_all = not selection.is_plain
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
             self._layers = ()
-        self._ledger.mark_recalled(selection.recalled)
+        self._note_recall(selection)
         self._insert(selection.layers)
         moves: CacheUpdate = []
         if len(gone):
@@ -380,20 +465,68 @@ class Residency:
         else:
             self._cache.remove_inserted()
 
-    def _keep(self, num_keep: int, division: Division) -> EvictedRows:
-        """Let the policy choose `num_keep` tokens that stay, beside the recalled ones."""
-        held = self._policy_positions()
-        # The pins that count are those among the rows that the policy sees; recall restores none.
-        rows = self.view_of(held, self.round, None if len(self._ledger.recalled) else division)
-        return self._keep_rows(self._choose_rows(rows, num_keep))
+    def _keep(self, rows: HeldRows, num_keep: int) -> EvictedRows:
+        """Let the policy choose `num_keep` of the `rows`, all that are held; evict the others."""
+        gone = self._store.keep(self._choose_rows(rows, num_keep))
+        return EvictedRows(gone, self._cache.length, self._ledger.seen)
 
-    def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all but the rows numbered `rows` [k] in the table of `view`, and recalled ones."""
-        ledger = self._ledger
-        if len(ledger.recalled):
-            stays = np.union1d(self._policy_positions()[rows.numpy()], ledger.recalled)
-            rows = torch.from_numpy(np.searchsorted(ledger.held_positions, stays))
-        return EvictedRows(self._store.keep(rows), self._cache.length, ledger.seen)
+    def _note_recall(self, selection: Selection) -> None:
+        """Note what recall does for this round, but for single layers."""
+        self._ledger.mark_recalled(selection.recalled)
+        self._aside, self._wanted = selection.aside, selection.wanted
+        self._store.keeps_all = not selection.is_plain
+
+    def _end_recall(self, count: int = 0) -> list[EvictedRows]:
+        """End recall so that `count` more tokens fit; returns which of the policy's are evicted."""
+        if self.selection.is_plain:
+            return []
+        own, stays = self._own_positions(), self.held_without_recall(count)
+        self._last_pass = None
+        self._apply_selection(Selection(stays))
+        gone = np.setdiff1d(own, stays, assume_unique=True)
+        return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
+
+    def _without(self, excess: int) -> Selection | None:
+        """The selection without `excess` tokens of earlier rounds or recall; None if these are few.
+
+        Those of earlier rounds step aside as the policy says, then go those that recall wants.
+        """
+        own, now, rounds = self._policy_positions(), self.selection, self._ledger.column("round")
+        fixed = self.view_of(own).protected.numpy() | (rounds[own] == self.round)
+        is_wanted = np.isin(own, self._wanted)
+        stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)
+        excess -= len(own) - len(stays)
+        layers = now.layers
+        if excess > 0 and layers:
+            excess, layers = excess - len(layers[0]), ()
+        goes = now.wanted[~np.isin(now.wanted, own[fixed])][: max(0, excess)]
+        if excess > len(goes):
+            return None
+        held = np.setdiff1d(np.union1d(stays, now.recalled), goes, assume_unique=True)
+        recalled = np.setdiff1d(now.recalled, goes, assume_unique=True)
+        aside = np.union1d(now.aside, np.setdiff1d(own, held, assume_unique=True))
+        wanted = now.wanted[~np.isin(now.wanted, goes)]
+        return Selection(held, recalled, layers, aside, wanted)
+
+    def _selection_without(self, positions: Positions) -> Selection:
+        """What the cache holds and recall does now, without the tokens at these positions."""
+        now = self.selection
+        held, recalled, aside, wanted = (
+            at[~np.isin(at, positions)] for at in (now.held, now.recalled, now.aside, now.wanted)
+        )
+        return Selection(held, recalled, now.layers, aside, wanted)
+
+    def _keep_most(self, at: Positions, stays: NDArray[np.bool_], most: int) -> Positions:
+        """Those of the tokens at positions `at` [n] that the policy keeps: at most `most`.
+
+        Or more, if more must stay: those with `stays` [n].
+        """
+        num_keep = max(most, int(stays.sum()))
+        if num_keep >= len(at):
+            return at
+        rows = replace(self.view_of(at), protected=torch.from_numpy(stays))
+        kept: Positions = at[self._choose_rows(rows, num_keep).numpy()]
+        return kept
 
     def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,7 @@ class RecallSettings:
     retriever: str  # name of the retriever that scores the tokens
     # `surprisal` multiplies a score, less the lowest, by the token's surprisal in nats.
     weight: Literal["none", "surprisal"] = "none"
-    n: int | None = None  # most tokens to restore; None: it depends on the budget
+    n: int | None = None  # most tokens to restore for a turn; None: it depends on the budget
     soft: bool = False  # whether scores are evened out (see `recall.recall.softened`)
     span: int = 0  # neighbours, on each side, that are restored with a token
     # `token` restores the same tokens in all layers, `layer` each layer's own.
@@ -164,13 +164,28 @@ class ContinuationScore:
     greedy: bool
 
 
+def _none() -> Positions:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Selection:
-    """The tokens that the cache holds, or is to hold, as ascending stream positions."""
+    """The tokens that the cache holds, or is to hold, as ascending stream positions.
+
+    Between two rounds it has only `held`; the others are what recall does for the current round.
+    """
 
     held: Positions  # [n], in all layers
-    recalled: Positions  # those of `held` that recall has restored for this round
+    recalled: Positions = field(default_factory=_none)  # those of `held` that recall has restored
     layers: tuple[Positions, ...] = ()  # for each layer, recalled tokens that it alone holds
+    aside: Positions = field(default_factory=_none)  # archived until the round is complete
+    # Those of `held` that recall wants, in the order in which they leave if room is needed.
+    wanted: Positions = field(default_factory=_none)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether recall has changed nothing."""
+        return not (self.layers or any(map(len, (self.recalled, self.aside, self.wanted))))
 
 
 @dataclass(frozen=True)
@@ -193,7 +208,6 @@ class EngineState:
     unknown_surprisal: float
     logits: NDArray[np.float32] | None  # [V], raw, for the next token
     round: int
-    recalled: Positions  # those of `held` that were recalled for the last round
     # Of recurrent and convolution layers, on their device; empty without such layers or if it was
     # not saved.
     state: CacheState = ()

@@ -56,6 +56,7 @@ class KeyValueStore:
     ) -> None:
         self.cache, self.ledger = cache, ledger
         self.archive = Archive(limit or UNDO_BYTES, folder)
+        self.keeps_all = False  # while it is true, nothing is deleted from the archive
         self._archiving, self._folder = limit > 0, folder
         self._problems: list[str] = []
         self._is_full_reported = self._is_disk_reported = False
@@ -143,7 +144,7 @@ class KeyValueStore:
 
         If the archive is off, what the previous turn evicted is deleted.
         """
-        if not self._archiving:
+        if not (self._archiving or self.keeps_all):
             self.archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
@@ -284,6 +285,8 @@ class KeyValueStore:
     def _shrink(self) -> None:
         """Delete what is over the archive's limit; note a full archive or a failed disk."""
         archive = self.archive
+        if self.keeps_all:
+            return
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True
             archive.limit = self._bounded(archive.limit)

@@ -215,13 +215,7 @@ class Ledger:
         """A copy of the table's rows from stream position `start` on, structured as `ROW`."""
         return self._rows[start : self.seen].copy()
 
-    def load(
-        self,
-        rows: NDArray[np.void],
-        held: Positions,
-        log_decay: float,
-        recalled: Positions | None = None,
-    ) -> None:
+    def load(self, rows: NDArray[np.void], held: Positions, log_decay: float) -> None:
         """Replace the table by saved `rows`; those at `held` are in the cache, all others gone."""
         self.seen, self.log_decay = len(rows), log_decay
         self.token_vectors.truncate(0)
@@ -233,8 +227,6 @@ class Ledger:
         self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
         self.recalled, self._pinned = np.zeros(0, np.int64), None
-        if recalled is not None:
-            self.mark_recalled(recalled)
 
     def erase(self, positions: Positions) -> None:
         """Delete all that is known of the tokens at these positions except turn, round and role.

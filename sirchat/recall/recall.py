@@ -65,37 +65,31 @@ class Recall:
     def __init__(self, engine: Engine, model: LoadedModel) -> None:
         self._engine, self._model = engine, model
         self._scores: dict[int, float] = {}  # of the last recall, by position
+        self._restored = np.zeros(0, np.int64)  # by the last recall
         self._shared: dict[int, tuple[str, ...]] = {}  # words of the last recall, by turn
         self._index: TurnIndex = WordIndex()
 
     @property
     def scores(self) -> dict[int, float]:
-        """The restored tokens that are still held: their scores by stream position.
-
-        Scores are not saved: all are 0 after an undo, and in a chat that was loaded.
-        """
-        restored = self._engine.residency.recalled_positions
-        return {at: self._scores.get(at, 0.0) for at in restored.tolist()}
+        """The scores of the tokens restored for the last turn, by stream position."""
+        return self._scores
 
     @property
     def turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns with restored tokens that are still held, in order.
-
-        The words are not saved: there are none after an undo, and in a chat that was loaded.
-        """
-        of_tokens = self._engine.ledger.column("turn")[self._engine.residency.recalled_positions]
-        counts = Counter(of_tokens.tolist())
+        """The turns with tokens restored for the last turn, in order."""
+        counts = Counter(self._engine.ledger.column("turn")[self._restored].tolist())
         return tuple(
             RecalledTurn(turn, counts[turn], self._shared.get(turn, ())) for turn in sorted(counts)
         )
 
     def undo(self) -> None:
         """Drop what the last recall found: its turn was undone."""
-        self._scores, self._shared = {}, {}
+        self._scores, self._restored, self._shared = {}, self._restored[:0], {}
 
     def erase_words(self) -> None:
         """Drop all words of the chat; the next search by words reads its texts again."""
-        self._index, self._shared = WordIndex(), {}
+        self._index = WordIndex()
+        self.undo()
 
     def restore_for_turn(
         self,
@@ -114,11 +108,9 @@ class Recall:
         if recall is None:
             return None
         residency, start = engine.residency, time.perf_counter()
-        released, result, problem = residency.recalled_positions, None, ""
+        released, result, problem = self._restored, None, ""
         needs = retriever(recall.retriever)
         by_words = isinstance(needs, WordRetriever)
-        if not by_words:  # words may find the same tokens again, which then stay
-            residency.evict_recalled()
         is_something_evicted = engine.resident != engine.ledger.seen
         self._shared, words = {}, np.zeros(0)
         try:
@@ -130,10 +122,8 @@ class Recall:
         except LookupError as error:
             problem = str(error)
         if result is not None:
-            restore(engine, result)
-        else:
-            residency.evict_recalled()
-        restored = residency.recalled_positions
+            restore(engine, result, len(ids))
+        self._restored = restored = residency.recalled_positions
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
         if len(words):
@@ -163,16 +153,16 @@ def search(
     can be restored; raises LookupError if the model's queries don't fit its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    reserve = engine.residency.divide_budget().reserve
-    if recall is None or not reserve:
+    room = engine.residency.recall_room(len(ids))
+    if recall is None or not room:
         return None
     needs = retriever(recall.retriever)
     if needs.needs_words and not len(words):
         raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
-        return tokens_of_best_turns(engine, words, is_auto=recall.n is None)
-    longest = engine.budget - reserve  # of a longer turn only the end is read
-    fits = engine.resident - engine.residency.recalled_count + len(ids) <= longest
+        return tokens_of_best_turns(engine, words, room, is_auto=recall.n is None)
+    longest = engine.budget  # of a longer turn only the end is read
+    fits = engine.resident + len(ids) <= longest
     if fits and not engine.ledger.archived_count:
         return None
     if not needs.needs_turn or recall.query == "recent":
@@ -225,15 +215,18 @@ class SearchResult:
     layers: Tensor | None = None
 
 
-def restore(engine: Engine, result: SearchResult) -> None:
-    """Restore the best of these tokens to the slots that are reserved for recall."""
-    recall, reserve = engine.settings.recall, engine.residency.divide_budget().reserve
-    pick = partial(choose, positions=result.positions, n=reserve, span=recall.span if recall else 0)
+def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
+    """Restore the best of these tokens for a turn of `incoming` ids."""
+    recall, residency = engine.settings.recall, engine.residency
+    room, span = residency.recall_room(incoming), recall.span if recall else 0
+    pick = partial(choose, positions=result.positions, n=room, span=span)
     if result.layers is None:
-        engine.residency.restore_recalled(pick(result.scores))
+        chosen = pick(result.scores)
+        at = torch.from_numpy(np.searchsorted(result.positions, chosen))
+        residency.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
     else:
-        nothing = np.zeros(0, np.int64)  # for all layers together
-        engine.residency.restore_recalled(nothing, tuple(pick(scores) for scores in result.layers))
+        layers = tuple(pick(scores) for scores in result.layers)
+        residency.begin_recall(np.zeros(0, np.int64), layers, incoming=incoming)
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
@@ -257,21 +250,21 @@ def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Posit
 
 
 def tokens_of_best_turns(
-    engine: Engine, scores: NDArray[np.float64], *, is_auto: bool
+    engine: Engine, scores: NDArray[np.float64], room: int, *, is_auto: bool
 ) -> SearchResult | None:
     """The archived tokens of the turns with the highest `scores` [turns]; None without any.
 
-    Turns are added, the newer of equal ones first, until they fill the reserve; with `is_auto` only
-    turns that fit the new one (`_fitting_turns`). Tokens restored before count as archived.
+    Turns are added, the newer of equal ones first, until they are `room` tokens; with `is_auto`
+    only turns that fit the new one (`_fitting_turns`).
     """
-    ledger, reserve = engine.ledger, engine.residency.divide_budget().reserve
+    ledger = engine.ledger
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
     positions, of_token, count = list[Positions](), list[NDArray[np.float64]](), 0
     which = np.flatnonzero(_fitting_turns(scores)) if is_auto else np.arange(len(scores))
     best = which[::-1][np.argsort(-scores[which][::-1], kind="stable")]
     # Only the tokens of these turns are looked at, so the time does not grow with the archive.
     for at in range(0, len(best), _TURNS_AT_ONCE):
-        if count >= reserve:
+        if count >= room:
             break
         some = best[at : at + _TURNS_AT_ONCE]
         bounds = [(bisect_left(turns, turn), bisect_left(turns, turn + 1)) for turn in some]
@@ -280,7 +273,7 @@ def tokens_of_best_turns(
         flags = ledger.column("flags")[tokens]
         is_archived = ledger.column("state")[tokens] == int(State.ARCHIVED)
         can_return = (
-            (is_archived | (flags & np.uint8(Flag.RECALLED) != 0))
+            is_archived
             & (ledger.column("role")[tokens] != int(Role.TEMPLATE))  # it has no content
             & (flags & np.uint8(Flag.EXCLUDED) == 0)
             & engine.store.archive.has(tokens)

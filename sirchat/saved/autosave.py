@@ -203,8 +203,7 @@ class Autosave:
             return
         held = saved.held[saved.held < seen]
         fields = self._head(saved).fields
-        for name in ("pinned", "recalled"):
-            fields[name] = [position for position in fields[name] if position < seen]
+        fields["pinned"] = [position for position in fields["pinned"] if position < seen]
         fields["pins"] = [place for place in fields["pins"] if place[0] < count]
         fields["conversation"] |= {"in_round": False, "pending_ids": []}
         store.kv.drop()

@@ -64,7 +64,6 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "pinned": pinned.tolist(),
         "pins": [list(astuple(text)) for text in pinned_text(session)],
         "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
-        "recalled": saved.recalled.tolist(),
         "kv": stamp,
         "conversation": {
             "round": conversation.round,
@@ -106,12 +105,11 @@ def decode_state(
         rows["flags"][excluded] |= np.uint8(Flag.EXCLUDED)
         saved = EngineState(
             rows=rows,
-            held=head.held,
+            held=np.setdiff1d(head.held, recalled, assume_unique=True),
             log_decay=fields.log_decay,
             unknown_surprisal=fields.unknown_surprisal,
             logits=head.logits,
             round=fields.round,
-            recalled=recalled,
         )
         conversation = ConversationState(
             turns=turns,

@@ -79,7 +79,7 @@ def describe_use(
         if any(rank.state == "held" for rank in before):
             return f"{what} was evicted when the last reply was generated, and restored after it."
         return f"{what} was evicted, so the {_could_not_use(can_retry)}"
-    recalled = any("recalled" in rank.row.flags for rank in had)
+    recalled = any(rank.row.position in paid.recalled for rank in had)
     part = f" only in part ({len(had):,} of {len(before):,} tokens)" * (len(had) < len(before))
     was = f"{what} was {'recalled for the last reply' if recalled else 'held'}{part}"
     if paid.shares is None:

@@ -53,7 +53,8 @@ def test_why_scores_held_tokens_as_the_policy_does() -> None:
 
 def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
     chat = told(recall="mips", recall_n=12)
-    assert chat.recall.scores
+    list(chat.read_user("Tell me a joke about my tree."))
+    assert chat.snapshot().recalled
     scores = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
         for token in chat.why(f"turn {number}"):

@@ -147,8 +147,8 @@ class Play:
 
     def recall(self, before: Any, random: Any) -> None:
         archived = self.engine.store.archive.positions[:2]
-        self.engine.residency.restore_recalled(archived)
-        self.engine.residency.evict_recalled()
+        self.engine.residency.begin_recall(archived, incoming=0)
+        self.engine.residency.end_recall()
 
     def resume(self, before: Any, random: Any) -> None:
         engine = self.engine

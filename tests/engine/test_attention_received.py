@@ -133,7 +133,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            restore(engine, SearchResult(gone, scores.mean(0), scores))
+            restore(engine, SearchResult(gone, scores.mean(0), scores), 0)
             assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums

@@ -14,7 +14,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import SearchResult, restore, search
+from sirchat.recall.recall import SearchResult, restore, search, tokens_of_best_turns
 from sirchat.recall.retrievers.base import with_neighbours
 
 RETRIEVERS: list[str] = ["bm25", "hybrid"]
@@ -33,7 +33,6 @@ def listened(policy: str, retriever: str, family: str = "llama") -> tuple[Engine
     """An engine that has evicted most of its turns, without recall until then."""
     engine, model = talked(memory(policy, retriever="mips"), rounds=ROUNDS, family=family)
     engine.residency.switch(memory(policy, retriever=retriever))
-    engine.residency.evict_recalled()
     return engine, model
 
 
@@ -44,7 +43,7 @@ def test_the_turn_with_the_words_comes_back_whole(retriever: str, family: str) -
     engine, model = listened("sink", retriever, family)
     found = find(engine, model, [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found is not None
-    restore(engine, found)
+    restore(engine, found, 12)
     recalled = engine.ledger.recalled
     assert len(recalled) == 30
     turns = engine.ledger.column("turn")
@@ -78,38 +77,37 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     turns = rows["turn"][found.positions]
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
-    restore(engine, found)
-    assert engine.residency.recalled_count <= engine.residency.divide_budget().reserve
+    restore(engine, found, count)
+    assert engine.residency.recalled_count <= engine.residency.recall_room(count)
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()
 
 
-def found_turns(engine: Engine, model: LoadedModel, words: list[float]) -> set[int]:
+def found_turns(engine: Engine, words: list[float], *, is_auto: bool = True) -> set[int]:
     """The turns that a search finds; turns 0 to 4 are archived, and those without words get 0."""
-    found = find(engine, model, words + [0.0] * (ROUNDS - len(words)))
+    scores = with_neighbours(np.array(words + [0.0] * (ROUNDS + 1 - len(words))))
+    found = tokens_of_best_turns(engine, scores, 30, is_auto=is_auto)
     return set() if found is None else set(engine.ledger.column("turn")[found.positions].tolist())
 
 
 def test_by_itself_recall_leaves_out_turns_that_fit_much_less_well_or_not_at_all() -> None:
-    engine, model = listened("sink", "bm25")
-    assert found_turns(engine, model, [0.0])
+    engine, _ = listened("sink", "bm25")
+    assert found_turns(engine, [0.0], is_auto=False)
     words = [35.0, 0.0, 0.0, 0.0, 60.0]  # turns beside these get half of their scores
-    assert found_turns(engine, model, words) > {0, 4}  # as many as are needed for 30 tokens
-    engine.residency.switch(memory("sink", budget=200, retriever="bm25", n=None))
-    assert not found_turns(engine, model, [0.0])
-    assert found_turns(engine, model, words) == {4}  # 35 is less than 0.6 of 60
-    assert found_turns(engine, model, [37.0, *words[1:]]) == {0, 4}
+    assert found_turns(engine, words, is_auto=False) > {0, 4}  # as many as are needed for 30 tokens
+    assert not found_turns(engine, [0.0])
+    assert found_turns(engine, words) == {4}  # 35 is less than 0.6 of 60
+    assert found_turns(engine, [37.0, *words[1:]]) == {0, 4}
     close = [60.0, 36.0]  # 78, 66
-    assert found_turns(engine, model, close) == {0, 1}  # beside the best, and fits nearly as well
+    assert found_turns(engine, close) == {0, 1}  # beside the best, and fits nearly as well
 
 
 def test_by_itself_recall_finds_a_correction_that_fits_less_well_than_what_it_corrects() -> None:
-    engine, model = listened("sink", "bm25")
-    engine.residency.switch(memory("sink", budget=200, retriever="bm25", n=None))
-    assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 31.0]) == {0, 4}
-    assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 29.0]) == {0}
+    engine, _ = listened("sink", "bm25")
+    assert found_turns(engine, [60.0, 0.0, 0.0, 0.0, 31.0]) == {0, 4}
+    assert found_turns(engine, [60.0, 0.0, 0.0, 0.0, 29.0]) == {0}
     beside_a_better_one = [90.0, 0.0, 0.0, 31.0, 40.0]  # turns 3 and 4 get 51 and 55.5
-    assert found_turns(engine, model, beside_a_better_one) == {0, 4}
+    assert found_turns(engine, beside_a_better_one) == {0, 4}
 
 
 def test_by_words_nothing_is_read() -> None:

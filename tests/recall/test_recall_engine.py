@@ -1,4 +1,4 @@
-"""Archived rows come back for a turn: by the papers' equations, in a reserve, and leave again."""
+"""Archived rows come back for a turn, as the papers' equations say, and leave again."""
 
 from __future__ import annotations
 
@@ -91,14 +91,13 @@ def test_what_comes_back_is_what_the_equations_choose(
     family: str, scope: Scope, retriever: str
 ) -> None:
     engine, model = talked(memory(retriever=retriever, scope=scope), rounds=6, family=family)
-    engine.residency.evict_recalled()
     ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
     layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
-    restore(engine, found)
+    restore(engine, found, 6)
     if scope == "token":
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
         chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
@@ -127,7 +126,6 @@ def test_what_comes_back_is_what_the_equations_choose(
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
-    engine.residency.evict_recalled()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -145,7 +143,6 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
 
 def test_attention_is_what_the_queries_would_look_at() -> None:
     engine, model = talked(memory(retriever="attention"))
-    engine.residency.evict_recalled()
     ids = some_ids(99, 7)
     asked: dict[int, Tensor] = {}
 
@@ -178,7 +175,6 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
 def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope: Scope) -> None:
     engine, model = talked(memory(policy, retriever=retriever, scope=scope))
-    engine.residency.evict_recalled()
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
     assert same(contents(engine), before)
@@ -208,7 +204,7 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
         ids = some_ids(77, 9)
         found = find(engine, model, ids, 77)
         if found is not None:
-            restore(engine, found)
+            restore(engine, found, 9)
         list(engine.prefill(ids, [Role.USER] * 9, TurnRef(77, 77)))
     assert roomy.resident == never.resident == 129
     assert roomy.logits is not None
@@ -218,27 +214,29 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
 
 @pytest.mark.parametrize("scope", ["token", "layer"])
 def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: Scope) -> None:
-    """Sink goes by position alone: what it holds is the same with and without a reserve."""
-    with_recall, _ = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
-    without, _ = talked(replace(memory("sink", 66), recall=None), rounds=9)
-    assert with_recall.residency.recalled_count == 30
-    held = set(with_recall.ledger.held_positions.tolist())
-    assert set(without.ledger.held_positions.tolist()) <= held
-    with_recall.residency.evict_recalled()
-    assert with_recall.residency.recalled_count == 0
-    assert with_recall.resident == with_recall.ledger.held_count <= 66
+    """Sink goes by position alone: what it holds is the same with and without recall."""
+    with_recall, model = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
+    without, _ = talked(replace(memory("sink", 96), recall=None), rounds=9)
+    held = without.ledger.held_positions.tolist()
+    assert with_recall.ledger.held_positions.tolist() == held
+    assert with_recall.residency.selection.is_plain
+    found = find(with_recall, model, some_ids(9, 20), 9)
+    assert found is not None
+    restore(with_recall, found, 20)
+    recall = with_recall.residency.selection  # a turn may find tokens that it would evict
+    assert len(recall.wanted) + len(recall.layers[0] if recall.layers else ()) == 30
+    assert with_recall.resident <= 96 - 20
 
 
 def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
-    engine.residency.evict_recalled()
     before = contents(engine)
     found = find(engine, model, some_ids(50, 10), 50)
     assert found is not None
-    restore(engine, found)
+    restore(engine, found, 10)
     assert engine.resident == engine.ledger.held_count + 20
     assert not same(contents(engine)[1:3], before[1:3])
-    engine.residency.evict_recalled()
+    engine.residency.end_recall()
     assert same(contents(engine), before)
 
 
@@ -267,15 +265,16 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         assert engine.resident <= engine.budget
         say(engine, model, turn, count=data.draw(st.integers(1, 60)))
         assert engine.resident <= engine.budget
-        recalled = engine.ledger.recalled
-        assert np.isin(recalled, engine.ledger.held_positions).all()
-        assert engine.residency.recalled_count <= max(engine.residency.divide_budget().reserve, 0)
+        assert engine.residency.selection.is_plain
 
 
 @pytest.mark.parametrize("scope", ["token", "layer"])
 def test_there_and_back_and_undo_bring_what_came_back_too(scope: Scope) -> None:
     first = memory("entropy", 96, scope=scope)
     engine, model = talked(first)
+    found = find(engine, model, some_ids(59, 9), 59)
+    assert found is not None
+    restore(engine, found, 9)
     before, recalled = contents(engine), engine.residency.recalled_positions.tolist()
     assert recalled
     engine.residency.switch(memory("sink", 50))
@@ -293,13 +292,16 @@ def test_there_and_back_and_undo_bring_what_came_back_too(scope: Scope) -> None:
     assert same(contents(engine), after)
 
 
-def test_the_reserve_leaves_the_conversation_room_to_read() -> None:
+def test_recall_leaves_the_conversation_room_to_read() -> None:
     assert most_recalled(200, 1020) == 200
     assert most_recalled(200, 124) == 93
     assert most_recalled(200, 16) == 8
     assert most_recalled(200, 8) == 0
+    assert most_recalled(None, 1020) == 400
+    assert most_recalled(None, 252) == 188
+    assert most_recalled(None, 100) == 36
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert engine.residency.divide_budget().reserve == 27
+    assert [engine.residency.recall_room(incoming) for incoming in (0, 16, 30)] == [27, 12, 0]
 
 
 def test_an_empty_archive_is_not_searched() -> None:
@@ -309,10 +311,8 @@ def test_an_empty_archive_is_not_searched() -> None:
     assert engine.ledger.seen == 0
 
 
-def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
+def test_nothing_is_recalled_for_a_turn_that_fills_the_budget() -> None:
     engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
     engine.residency.switch(memory("sink", 96, n=30))
-    found = find(engine, model, some_ids(5, 300), 5)
-    assert found is not None
-    assert found.positions.max() < 20
+    assert find(engine, model, some_ids(5, 300), 5) is None
     assert engine.ledger.seen == 20

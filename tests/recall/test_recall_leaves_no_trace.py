@@ -110,7 +110,6 @@ def test_an_undone_turn_leaves_keys_and_values_as_they_were(retriever: str, text
     after, again = chat.save(), chat.copy_key_values()
     assert columns(after.rows) == columns(before.rows)
     assert after.held.tolist() == before.held.tolist()
-    assert after.recalled.tolist() == before.recalled.tolist()
     assert rows is not None
     assert again is not None
     assert all(map(torch.equal, rows.tensors, again.tensors))

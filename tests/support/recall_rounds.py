@@ -18,7 +18,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import SearchResult, restore, search
 
 
-def memory(policy: str = "sink", budget: int = 96, **options: object) -> CacheSettings:
+def memory(policy: str = "sink", budget: int = 66, **options: object) -> CacheSettings:
     recall = RecallSettings(**{"retriever": "mips", "n": 30, **options})  # type: ignore[arg-type]
     return CacheSettings(policy_class(policy)(), budget, archive=10**9, recall=recall)
 
@@ -35,12 +35,12 @@ def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Searc
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
     """Read a turn as a session does: search the archive, recall, read."""
     ids = some_ids(turn, count)
-    engine.residency.evict_recalled()
     found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
-        restore(engine, found)
+        restore(engine, found, count)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
+    engine.residency.end_recall()
     engine.decay_at_round_end()
     return found
 

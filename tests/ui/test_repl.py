@@ -104,9 +104,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     assert scores == sorted(scores, reverse=True)
     assert len(scores) == 30
     assert any("Anna" in line for line in table[1:])
-    panel = chat.ask("/panel full")
-    assert "⟪" in panel
-    assert "30 recalled" in panel
+    assert "recalled for" in chat.ask("/panel full")
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
     archived = np.setdiff1d(np.arange(ledger.seen), ledger.held_positions)[: recall.n]
 
     def restore(_: object) -> None:
-        residency.restore_recalled(archived)
+        residency.begin_recall(archived, incoming=32)
 
     def turn(restores: bool, _: object) -> None:
         if restores:
@@ -328,7 +328,7 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
         _read(engine, some_ids(model, 32))
         _said(engine, 32)
 
-    back = residency.evict_recalled
+    back = residency.end_recall
     ratio = bench.compare(*(partial(bench.again, back, partial(turn, by)) for by in (True, False)))
     restoring = bench.again(back, restore)
     yield Value(f"restoring {len(archived)} rows", 1000 * [next(restoring) for _ in "ab"][1], "ms")

@@ -121,7 +121,7 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
     held = np.arange(max(0, count - profile.budget // 2), count)
     logits = np.zeros(model.vocab_size, np.float32)
     rounds = int(rows["round"][-1])
-    state = EngineState(rows, held, 0.0, 1.0, logits, rounds, np.zeros(0, np.int64))
+    state = EngineState(rows, held, 0.0, 1.0, logits, rounds)
     session.load(state, ConversationState(turns=turns, round=rounds), _zeros(model, count))
     return session
 
