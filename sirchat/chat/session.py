@@ -348,13 +348,15 @@ class Session:
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
 
-        Archived tokens are restored when they are pinned. Raises UsageError if nothing matches, and
+        Evicted tokens are restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self._engine.store.reachable(), around)
+        positions = self._positions_of(target, self._engine.store.recallable(), around)
+        if pinned:
+            self._engine.reread(positions)
         moves = self._engine.residency.pin(positions, pinned)
         events = self._events.moved(self.state.last_turn, moves)
-        events.append(Pinned(len(positions), pinned, self.resident))
+        events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
         return events

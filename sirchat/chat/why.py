@@ -29,7 +29,7 @@ class TokenRank:
     """How one token ranks among the tokens in the cache (the held tokens)."""
 
     row: TokenRow
-    state: str  # `held`, `archived` (evicted, but can be restored) or `gone`
+    state: str  # `held`, `archived`, `lost` (see `KeyValueStore.recallable`) or `gone`
     decayed_to: float  # product of the decay factors since the token was read; 1 without decay
     factors: dict[str, float]  # of the score, by name, but for surprisal and decay
     rank: int | None  # by score among the held tokens, as if held; 1 is highest; null: no scores
@@ -69,7 +69,9 @@ def token_ranks(
     asked_scores = None if scores is None else scores[asked]
     rows = token_rows(engine, positions, texts, sinks, asked_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
-    states = ledger.column("state")[positions].tolist()
+    states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
+    for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
+        states[index] = "lost"
     leaving = set(now.evicted_next)
     factors = {  # surprisal and decay have columns of their own
         name: values[asked]
@@ -79,7 +81,7 @@ def token_ranks(
     return [
         TokenRank(
             row=row,
-            state=State(states[i]).name.lower(),
+            state=states[i],
             decayed_to=float(decayed_to[i]),
             factors={name: float(values[i]) for name, values in factors.items()},
             rank=ranks[i],

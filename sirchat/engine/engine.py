@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Division
-from sirchat.engine.extra_passes import record_repeat_attention
+from sirchat.engine.extra_passes import read_apart, record_repeat_attention
 from sirchat.engine.reader import Reader
 from sirchat.engine.residency import CacheUpdate, Residency
 from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
@@ -270,6 +270,17 @@ class Engine:
         """Delete the tokens at these stream positions from cache, archive, ledger and states."""
         self.residency.erase(positions)
         self.rebuild_state()
+
+    def reread(self, positions: Positions) -> None:
+        """Compute keys and values again of those of these tokens that are lost; archive them.
+
+        Lost tokens were evicted, and are not in the archive: it was full, or was not saved.
+        """
+        lost = self.store.lost(positions)
+        if len(lost):
+            sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
+            for rows in read_apart(self.reader, lost, sinks):
+                self.store.add_reread(rows)
 
     def rebuild_state(self) -> None:
         """Compute the state of recurrent and convolution layers again, without erased tokens.

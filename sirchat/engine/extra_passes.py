@@ -1,11 +1,11 @@
-"""Forward passes that measure something and leave what is held as it was.
+"""Forward passes that measure or compute something and leave what is held as it was.
 
 The buffers of the cache may grow, and what was computed in advance is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,15 @@ from sirchat.engine.attention_tracker import HighestWeights, PassWeights
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.ledger import Flag
 from sirchat.models.surprisal import surprisal
+
+# Tokens before a passage that are read with it. Of 84 facts that a cache of 256 tokens had evicted,
+# SmolLM2 knows 0.94 when they are restored, 0.96 when they are read again, with 16 or 32 tokens
+# before, 0.89 if the sinks are not read with them either, and 0.12 if they are not there. Keys
+# differ by 0.17 of their length with 16, and 0.09 with 64.
+_BEFORE = 16
 
 
 def record_repeat_attention(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
@@ -116,6 +124,32 @@ def score_continuations(
         scores.append(_continuation(ids, rows))
         start = end
     return tuple(scores)
+
+
+def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
+    """Compute keys and values of the tokens at ascending `positions` [n] from their ids again.
+
+    Each passage is read in a cache of its own, after the chat's first `sinks` tokens and some right
+    before it; a recurrent state has read nothing else. Erased tokens are never read.
+    """
+    model, ledger = reader.model, reader.ledger
+    ids, is_absolute = ledger.column("token_id"), reader.cache.absolute_positions
+    flags = ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
+    readable = np.flatnonzero(flags == 0)
+    breaks = np.flatnonzero(np.diff(positions) > _BEFORE) + 1
+    for passage in np.split(positions, breaks):
+        start, end = np.searchsorted(readable, [passage[0], passage[-1] + 1])
+        first = np.arange(min(sinks, start))
+        at = readable[np.union1d(first, np.arange(max(0, start - _BEFORE), end))]
+        cache = model.new_cache(len(at))
+        cache.set_positions(absolute_positions=is_absolute)
+        size = 1 if cache.reads_singly else reader.rows_per_pass
+        for begin in range(0, len(at), size):
+            part = at[begin : begin + size]
+            model.read(ids[part].tolist(), cache, positions=part.tolist() if is_absolute else None)
+            cache.commit(len(part), part)
+        rows = torch.from_numpy(np.searchsorted(at, passage))
+        yield cache.first_written(rows, passage)
 
 
 def _forward_apart(reader: Reader, alternatives: Sequence[Sequence[int]]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from sirchat.memory.policies.scores import or_usual
 # can't be undone.
 UNDO_BYTES = 256 * 2**20
 _MOST_UNWRITTEN = 2**30  # bytes that an archive on disk may grow in RAM after a write has failed
+_NONE = np.zeros(0, np.int64)
 _READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
 
 
@@ -42,6 +43,7 @@ class CacheCheckpoint:
     log_decay: float  # accumulated in the ledger
     attention: AttentionCheckpoint  # that the held tokens have received
     state: CacheState = ()  # of the model's recurrent and convolution layers
+    reread: Positions = field(default_factory=lambda: _NONE)  # see `add_reread`
 
 
 class KeyValueStore:
@@ -59,7 +61,8 @@ class KeyValueStore:
         self.keeps_all = False  # while it is true, nothing is deleted from the archive
         self._archiving, self._folder = limit > 0, folder
         self._problems: list[str] = []
-        self._is_full_reported = self._is_disk_reported = False
+        self._is_full_reported = self._is_disk_reported = self._is_reread_reported = False
+        self._reread = _NONE  # positions of tokens whose keys and values were computed again
 
     def take_problems(self) -> list[str]:
         """The archive's problems since the last call, such as a full disk: one line for each."""
@@ -98,6 +101,33 @@ class KeyValueStore:
         stored = np.flatnonzero(is_stored)
         allowed: Positions = stored[ledger.column("flags")[stored] & Flag.EXCLUDED == 0]
         return allowed
+
+    def recallable(self) -> Positions:
+        """As `reachable`, and all lost tokens, which can be computed again (see `add_reread`)."""
+        if not self._archiving:
+            return self.reachable()
+        flags = self.ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
+        return np.flatnonzero(flags == 0)
+
+    def lost(self, positions: Positions) -> Positions:
+        """Those of the tokens at `positions` that are neither held nor archived, but recallable."""
+        lost = positions[self.ledger.column("state")[positions] == State.GONE]
+        return np.intersect1d(lost, self.recallable()) if len(lost) else lost
+
+    def add_reread(self, rows: KeyValues) -> None:
+        """Archive `rows`, of lost tokens, whose keys and values were computed again.
+
+        The archive may exceed its limit until tokens move.
+        """
+        self.archive.add(rows)
+        self.ledger.mark_archived(rows.positions)
+        self._reread = np.union1d(self._reread, rows.positions)
+        if not self._is_reread_reported:
+            self._is_reread_reported = True
+            self._problems.append(
+                "some evicted tokens are no longer stored; where they are needed, they are read "
+                "again from the text"
+            )
 
     def keep(self, rows: Tensor) -> Positions:
         """Evict all but the cache's rows numbered `rows` [k]; returns the evicted positions."""
@@ -155,6 +185,7 @@ class KeyValueStore:
             ledger.log_decay,
             ledger.attention.checkpoint(held),
             self.cache.state,
+            self._reread,
         )
 
     def has(self, positions: Positions) -> bool:
@@ -167,7 +198,8 @@ class KeyValueStore:
 
         Raises LookupError, changing nothing, if a token that it held is no longer stored.
         """
-        if not self.has(checkpoint.held):
+        reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
+        if not self.has(checkpoint.held) or np.isin(reread, checkpoint.held).any():
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
         self.cache.remove_inserted()
         held = self.ledger.held_positions
@@ -177,6 +209,9 @@ class KeyValueStore:
         self._replace(np.flatnonzero(stays), checkpoint.held)
         self.ledger.hold(checkpoint.held, self._evicted_state)
         self.archive.truncate(checkpoint.seen)
+        self.archive.remove(reread)
+        self.ledger.mark_gone(reread)
+        self._reread = checkpoint.reread
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
         self.cache.state = checkpoint.state
