@@ -119,6 +119,7 @@ def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.transcript"}
     others = {
         "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values"},
+        "sirchat.saved.segments": {"memory.key_values"},
         "sirchat.saved.across": {"recall.word_index"},  # reads texts alone
     }
     knowing = ("autosave", "resume", "saved_state")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -422,12 +422,24 @@ class Session:
         """The engine's state, without keys and values, to be saved in a file."""
         return self._engine.save()
 
-    def copy_key_values(self, limit: int | None = None) -> KeyValues | None:
+    def copy_key_values(
+        self, limit: int | None = None, but: Positions | None = None
+    ) -> KeyValues | None:
         """A copy on the CPU of the keys and values of held and archived tokens, in stream order.
 
-        If it is larger than `limit` bytes, those of held tokens alone; None if these are, too.
+        Archived ones at the positions `but` are left out. If it is larger than `limit` bytes, those
+        of held tokens alone; None if these are, too.
         """
-        return self._engine.store.copy_key_values(limit)
+        return self._engine.store.copy_key_values(limit, but)
+
+    @property
+    def archived(self) -> Positions:
+        """Stream positions of the archived tokens that can be restored, ascending."""
+        return self._engine.store.archived()
+
+    def copy_archived(self, positions: Positions) -> KeyValues:
+        """A copy on the CPU of the keys and values of archived tokens, as first written."""
+        return self._engine.store.archive.fetch(positions)
 
     def load(
         self,
@@ -436,13 +448,15 @@ class Session:
         rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
         undo_points: Sequence[UndoPoint] = (),
+        evicted: Iterable[KeyValues] = (),
     ) -> None:
         """Continue a saved session; if `rows` is None, keys and values are computed again.
 
-        Of the loaded turns, only those that have a point in `undo_points` can be undone.
+        `evicted` are archived, too. Of the loaded turns, only those that have a point in
+        `undo_points` can be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, attention)
+        self._engine.load(saved, rows, attention, evicted)
         self.state, self.undo_points = state, list(undo_points)
         for index, turn in enumerate(state.turns):
             if turn.thinking:

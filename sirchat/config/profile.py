@@ -170,7 +170,7 @@ class Profile(BaseModel):
     save: bool = True
     """Save the chat to disk after every reply."""
     save_kv: Literal["auto", "on", "off"] = "auto"
-    """Save keys and values when the chat ends; auto does so below 256 MiB."""
+    """Save keys and values, those of evicted tokens as they gather; auto up to 256 MiB of each."""
     panel: Literal["off", "turn", "live"] = "live"
     """Show the tokens in the cache: live while the model writes, after each reply, or never."""
     theme: Literal["auto", "dark", "light", "none"] = "auto"

@@ -7,7 +7,7 @@ cache is full while a reply is generated (E: the tokens that the policy decides 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -327,11 +327,12 @@ class Engine:
         saved: EngineState,
         rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
+        evicted: Iterable[KeyValues] = (),
     ) -> None:
         """Continue a saved conversation, with the keys and values `rows` and their `attention`.
 
-        What was not saved is computed again: keys and values if a held token is not among `rows`,
-        and the state of recurrent and convolution layers.
+        `evicted` are archived, too. What was not saved is computed again: keys and values if a held
+        token is not among `rows`, and the state of recurrent and convolution layers.
         """
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
@@ -344,6 +345,7 @@ class Engine:
         else:
             ids = ledger.column("token_id")[ledger.held_positions].tolist()
             reader.read_again(ids, saved.held, self.settings.attention_stats)
+        self.store.load_evicted(evicted)
         if saved.state:
             self.cache.state = saved.state
         else:

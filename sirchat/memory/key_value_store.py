@@ -6,7 +6,7 @@ off, what a turn evicted is kept until the next turn begins, so that the turn ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -230,8 +230,21 @@ class KeyValueStore:
         stats = key_value_stats(wanted, len(positions), blocks)
         return {name: or_usual(values) for name, values in stats.items()}
 
-    def copy_key_values(self, limit: int | None = None) -> KeyValues | None:
-        """A copy on the CPU of all that is in the cache or the archive, in stream order.
+    def archived(self) -> Positions:
+        """Stream positions, ascending, of the tokens that are in the archive and not in the cache.
+
+        Those that must never be restored are left out.
+        """
+        reachable = self.reachable()
+        archived: Positions = reachable[
+            self.ledger.column("state")[reachable] == int(State.ARCHIVED)
+        ]
+        return archived
+
+    def copy_key_values(
+        self, limit: int | None = None, but: Positions | None = None
+    ) -> KeyValues | None:
+        """A copy on the CPU of all that is in the cache, or the archive `but` there, in order.
 
         If it is larger than `limit` bytes, copies what is in the cache alone; None if that is, too.
         """
@@ -241,7 +254,10 @@ class KeyValueStore:
             return None
         in_cache = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
         archived = np.setdiff1d(positions, held, assume_unique=True)
-        if not len(archived) or (limit is not None and len(positions) * first.nbytes > limit):
+        if but is not None:
+            archived = np.setdiff1d(archived, but, assume_unique=True)
+        size = (len(held) + len(archived)) * first.nbytes
+        if not len(archived) or (limit is not None and size > limit):
             return in_cache
         return merged(in_cache, self.archive.fetch(archived))
 
@@ -256,6 +272,13 @@ class KeyValueStore:
             archived = np.setdiff1d(np.arange(len(saved)), held)
             self.archive.add(saved.take(archived))
             self.ledger.mark_archived(saved.positions[archived])
+            self._shrink()
+
+    def load_evicted(self, saved: Iterable[KeyValues]) -> None:
+        """Archive more tokens of a saved conversation, which may be in the cache, too."""
+        for tokens in saved if self._archiving else ():
+            self.archive.add(tokens)
+            self.ledger.mark_archived(tokens.positions)
             self._shrink()
 
     def erase(self, positions: Positions) -> None:

@@ -23,10 +23,13 @@ from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
 from sirchat.saved.saved_state import make_head, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
+from sirchat.saved.segments import FEWEST
 from sirchat.saved.session_list import remove_session, reveals_text
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
-KV_BYTES = 256 * 2**20  # with `save_kv: auto`, keys and values are saved only up to this size
+# With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
+# those of evicted tokens that are saved before that.
+KV_BYTES = 256 * 2**20
 
 # Columns of the ledger: where one of them differs, another token stands at this position now.
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
@@ -99,6 +102,7 @@ class Autosave:
             rewrite(store, self._session, facts, self.more)
             self._erasures, self._is_replaced = self._session.erasures, False
             self._file = _Contents(turns, saved.rows, None)
+            self._save_evicted(store, saved.rows)
             return
         self._truncate(store, turns, saved)
         head = self._head(saved)
@@ -110,13 +114,15 @@ class Autosave:
         else:
             store.save_state(head)
         self._file = _Contents(turns, saved.rows, head)
+        self._save_evicted(store, saved.rows)
 
     def save_kv(self) -> bool:
         """Save keys and values, if the setting `save_kv` allows it; returns whether they were."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
-        rows = self._session.copy_key_values(KV_BYTES if mode == "auto" else None)
+        limit = KV_BYTES if mode == "auto" else None
+        rows = self._session.copy_key_values(limit, self._store.segments.written)
         if rows is None:
             self._store.kv.drop()
             return False
@@ -179,6 +185,19 @@ class Autosave:
             return False
         self.name = ""
         return True
+
+    def _save_evicted(self, store: SessionStore, rows: NDArray[np.void]) -> None:
+        """Write keys and values of tokens that were evicted since then, once they fill a file.
+
+        Errors are ignored, for what was not written can be read again.
+        """
+        session, mode = self._session, self._session.profile.save_kv
+        new = np.setdiff1d(session.archived, store.segments.written, assume_unique=True)
+        if mode != "off" and len(new) >= FEWEST:
+            with suppress(SessionError):
+                store.segments.add(
+                    new, session.copy_archived, rows, KV_BYTES if mode == "auto" else None
+                )
 
     def _leave_file(self) -> None:
         """Leave the file as it is; the next update begins a new one."""

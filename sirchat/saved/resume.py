@@ -15,6 +15,7 @@ from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
+from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
@@ -50,29 +51,37 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
         return
     check_model(store, session.model)
     saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
-    rows, received, state = _load_tensors(store, stamp, session.model, head.seen)
-    session.load(replace(saved, state=state), conversation, rows, received)
+    cache = _with_one_token(session.model)
+    like = cache.first_written(torch.arange(1), np.arange(1))
+    rows, received, state = _load_tensors(store, stamp, like, cache.state, head.seen)
+    evicted = store.segments.load(saved.rows, like)
+    session.load(replace(saved, state=state), conversation, rows, received, evicted=evicted)
+
+
+def _with_one_token(model: LoadedModel) -> BoundedCache:
+    """A cache of the model that holds one token."""
+    cache = model.new_cache(1)
+    model.forward([0], cache)
+    cache.commit(1)
+    return cache
 
 
 def _load_tensors(
-    store: SessionStore, stamp: str, model: LoadedModel, seen: int
+    store: SessionStore, stamp: str, like: KeyValues, of_one: CacheState, seen: int
 ) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
     """The saved keys and values, attention and recurrent state with this stamp.
 
-    What is not saved, or does not fit the model and `seen` tokens, is None or empty.
+    What is not saved, or does not fit those of one token and `seen` tokens, is None or empty.
     """
     tensors = store.kv.load(stamp)
     if tensors is None:
         return None, None, ()
-    cache = model.new_cache(1)
-    model.forward([0], cache)
-    cache.commit(1)
     try:
-        state = pop_state(tensors, cache.state)
+        state = pop_state(tensors, of_one)
         received, rows = pop_attention(tensors), pop_key_values(tensors)
     except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
         return None, None, ()
-    if not key_values_fit(rows, cache.first_written(torch.arange(1), np.arange(1)), seen):
+    if not key_values_fit(rows, like, seen):
         return None, None, ()
     if received is not None and not attention_fits(received, seen):
         received = None

@@ -34,6 +34,7 @@ from sirchat.saved.database import (
     result_code,
 )
 from sirchat.saved.index import Indexed, chats_in, remove_from_index
+from sirchat.saved.segments import FOLDER, remove_segments
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
@@ -197,6 +198,7 @@ def remove_session(path: Path) -> None:
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
+        remove_segments(path.with_suffix(FOLDER))
         beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", HOLDER)
         for suffix in (*beside, SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
@@ -255,7 +257,7 @@ def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy a session's file to the empty file `copy`, and that of keys and values if it can be."""
+    """Copy a session's file to the empty file `copy`, and those of keys and values if possible."""
     shutil.copyfile(path, copy)
     with (
         suppress(OSError),  # an incomplete file counts as none
@@ -263,6 +265,11 @@ def _copy(path: Path, copy: Path) -> None:
         paths.open_private(copy.with_suffix(".safetensors"), "xb") as new,
     ):
         shutil.copyfileobj(old, new)
+    with suppress(OSError):
+        for file in path.with_suffix(FOLDER).glob("*.safetensors"):
+            folder = paths.private_dir(copy.with_suffix(FOLDER))
+            with file.open("rb") as old, paths.open_private(folder / file.name, "xb") as new:
+                shutil.copyfileobj(old, new)
 
 
 def _indexed(folder: Path) -> list[Indexed]:

@@ -43,6 +43,7 @@ from sirchat.saved.database import (
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
@@ -80,13 +81,15 @@ class SessionStore:
     """The file of one saved session, open and locked; use `create` or `open` to make a store.
 
     Once a method that writes has returned, a power loss can't undo the change. If the file can't be
-    written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values.
+    written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values,
+    `segments` are those of evicted tokens.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
         self.kv = KeysAndValues(path)
+        self.segments = SavedSegments(path)
         with as_damage_errors(path):
             self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about("meta"))
@@ -233,6 +236,7 @@ class SessionStore:
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
         """Delete all turns and rows from an index on; `head` is the state after those that stay."""
+        self.segments.truncate(seen)
         with self._transaction() as connection:
             if not head.seen == seen <= self._count_rows():
                 count = self._count_rows()
@@ -259,6 +263,7 @@ class SessionStore:
         _check_count(rows, head.seen)
         self._add_columns(rows)
         self.kv.drop()
+        self.segments.drop()
         with self._transaction() as connection:
             for table in ("turns", "rows", "head"):
                 connection.execute(f"DELETE FROM {table}")

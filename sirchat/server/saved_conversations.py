@@ -26,6 +26,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import fingerprint, saved_profile
+from sirchat.saved.segments import FOLDER
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import (
@@ -280,7 +281,7 @@ def _size(saved: SavedConversation) -> int:
     """Size of a conversation's files in bytes; 0 if they are missing or being written."""
     if not saved.file.done() or (path := saved.file.result()) is None:
         return 0
-    files = (path, path.with_suffix(".safetensors"))
+    files = [path, path.with_suffix(".safetensors"), *path.with_suffix(FOLDER).glob("*")]
     return sum(file.stat().st_size for file in files if file.exists())
 
 

@@ -1,0 +1,133 @@
+"""Files with the keys and values of evicted tokens, written while a chat goes on.
+
+They belong to the chat: after a crash, too, it goes on with them. Each says of which tokens of
+which text it is, so that no file of another text is ever used.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat import paths
+from sirchat.saved.database import as_session_errors
+from sirchat.saved.keys_values import KeysAndValues
+
+if TYPE_CHECKING:  # a list of sessions needs no torch
+    from sirchat.memory.key_values import KeyValues, Positions
+
+FOLDER = ".kv"  # the ending of the folder's name
+FEWEST, _MOST = 512, 2048  # tokens in a file
+_STAMP = "evicted"
+_TEXT = ("token_id", "turn", "surprisal")  # columns of the ledger by which a text is known
+
+
+class SavedSegments:
+    """The files in the folder beside the session at `path`, which the session's lock protects.
+
+    `written` are the positions, ascending, of all tokens that were written, even if their file was
+    deleted since then to make room.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.with_suffix(FOLDER)
+        self._files: dict[int, tuple[Positions, int]] = {}  # by number: tokens, bytes
+        self.written: Positions = np.zeros(0, np.int64)
+
+    def load(self, rows: NDArray[np.void], like: KeyValues) -> Iterator[KeyValues]:
+        """Yield the contents of each file; `rows` are the ledger rows of the chat's text.
+
+        A file that is damaged, of another text, or does not fit `like`, of the chat's model, is
+        deleted.
+        """
+        from sirchat.saved.saved_tensors import key_values_fit, pop_key_values
+
+        for file in sorted(self._folder.glob("*.safetensors")):
+            tensors = KeysAndValues(file).load(_STAMP) or {}
+            try:
+                number, text = int(file.stem), int(tensors.pop("text"))
+                tokens = pop_key_values(tensors)
+                fits = key_values_fit(tokens, like, len(rows))
+            except (LookupError, TypeError, ValueError):
+                fits = False
+            if fits and text == _text_sum(rows, tokens.positions):
+                self._note(number, tokens)
+                yield tokens
+            else:
+                with suppress(OSError):
+                    file.unlink()
+
+    def add(
+        self,
+        new: Positions,
+        fetch: Callable[[Positions], KeyValues],
+        rows: NDArray[np.void],
+        limit: int | None,
+    ) -> None:
+        """Write the tokens at the positions `new` [n]; over `limit` bytes, only the newest of all.
+
+        Raises SessionError if a file can't be written.
+        """
+        import torch
+
+        from sirchat.saved.saved_tensors import key_value_tensors
+
+        self.written, size = np.union1d(self.written, new), 0
+        with as_session_errors(self._folder):
+            paths.private_dir(self._folder)
+        for end in range(len(new), 0, -_MOST):
+            tokens = fetch(new[max(0, end - _MOST) : end])
+            size += tokens.nbytes
+            if limit is not None and size > limit:
+                break
+            number = max(self._files, default=0) + 1
+            named = key_value_tensors(tokens)
+            named["text"] = torch.tensor(_text_sum(rows, tokens.positions))
+            KeysAndValues(self._folder / f"{number:06}").save(named, _STAMP)
+            self._note(number, tokens)
+        while limit is not None and sum(size for _, size in self._files.values()) > limit:
+            self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
+
+    def truncate(self, seen: int) -> None:
+        """Delete the files that have tokens from position `seen` on."""
+        for number, (positions, _) in list(self._files.items()):
+            if positions[-1] >= seen:
+                self.written = np.setdiff1d(self.written, positions)
+                self._delete(number)
+        self.written = self.written[self.written < seen]
+
+    def drop(self) -> None:
+        """Delete all files; raises SessionError if that fails."""
+        self._files, self.written = {}, self.written[:0]
+        with as_session_errors(self._folder):
+            remove_segments(self._folder)
+
+    def _note(self, number: int, tokens: KeyValues) -> None:
+        self._files[number] = tokens.positions, tokens.nbytes
+        self.written = np.union1d(self.written, tokens.positions)
+
+    def _delete(self, number: int) -> None:
+        del self._files[number]
+        with suppress(OSError):  # a file of another text is never used
+            (self._folder / f"{number:06}.safetensors").unlink(missing_ok=True)
+
+
+def remove_segments(folder: Path) -> None:
+    """Delete the folder of a session's files, if there is one; raises OSError."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+
+
+def _text_sum(rows: NDArray[np.void], positions: Positions) -> int:
+    """A check sum of the text and its surprisals at `positions`."""
+    total = 0
+    for name in _TEXT:
+        total = crc32(rows[name][positions].tobytes(), total)
+    return total

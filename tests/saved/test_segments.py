@@ -1,0 +1,191 @@
+"""Keys and values of evicted tokens are saved while a chat goes on, and belong to the chat."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from held_rows import contents, same
+from saved_chats import Chat, resumed
+from sirchat.memory.key_values import KeyValues
+from sirchat.memory.ledger import State
+from sirchat.saved import autosave
+from sirchat.saved.session_list import copy_session, list_sessions, remove_session
+
+LONG = "some words and more of them, " * 24  # fills a file
+FEWEST = 64  # tokens in a file
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autosave, "FEWEST", FEWEST)
+
+
+@pytest.fixture
+def chat(folder: Path) -> Chat:
+    """A chat that has evicted more tokens than a file takes."""
+    chat = Chat()
+    chat.say("My name is Anna.", LONG, LONG)
+    assert len(chat.session.archived) > 2 * FEWEST
+    return chat
+
+
+def only(folder: Path) -> str:
+    return list_sessions(folder).sessions[0].id
+
+
+def files(folder: Path, ident: str = "*") -> list[Path]:
+    return sorted(folder.glob(f"{ident}.kv/*"))
+
+
+def is_equal(one: KeyValues, other: KeyValues) -> bool:
+    pairs = zip(one.tensors, other.tensors, strict=True)
+    numbers = (one.positions == other.positions).all() and (
+        one.written_at == other.written_at
+    ).all()
+    return bool(numbers) and all(a.equal(b) for a, b in pairs)
+
+
+def test_after_a_crash_a_chat_has_the_first_written_keys_of_what_it_had_evicted(
+    chat: Chat, folder: Path
+) -> None:
+    chat.crash()
+    assert not list(folder.glob("*.safetensors"))
+    again, _ = resumed(folder, only(folder))
+    before = chat.session.archived
+    lost = np.setdiff1d(before, again.archived)
+    assert len(lost) < FEWEST
+    assert set(again.ledger.column("state")[lost]) <= {State.GONE}
+    assert is_equal(again.copy_archived(again.archived), chat.session.copy_archived(again.archived))
+
+
+def test_with_what_is_saved_at_its_end_a_chat_has_all(chat: Chat, folder: Path) -> None:
+    chat.saved_chat.close()
+    again, _ = resumed(folder, only(folder))
+    assert again.archived.tolist() == chat.session.archived.tolist()
+    assert is_equal(again.copy_archived(again.archived), chat.session.copy_archived(again.archived))
+    assert same(contents(again._engine), contents(chat.session._engine))
+    (at_end,) = folder.glob("*.safetensors")
+    assert at_end.stat().st_size < sum(file.stat().st_size for file in files(folder))
+
+
+def test_files_are_private_and_go_with_the_chat(chat: Chat, folder: Path) -> None:
+    parts = files(folder)
+    assert [part.stat().st_mode & 0o777 for part in parts] == [0o600] * len(parts)
+    assert parts[0].parent.stat().st_mode & 0o777 == 0o700
+    chat.crash()
+    remove_session(folder / f"{only(folder)}.sqlite")
+    assert not list(folder.glob("*.kv"))
+
+
+@pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}, {"save": False}])
+def test_where_they_are_not_wanted_there_are_no_files(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    Chat(**settings).say("My name is Anna.", LONG, LONG)
+    assert not files(folder)
+
+
+def test_what_is_undone_is_in_no_file_and_what_is_said_instead_is(chat: Chat, folder: Path) -> None:
+    start = int(np.flatnonzero(chat.session.ledger.column("turn") == 3)[0])
+    chat.do("/undo")
+    chat.do("/undo")
+    assert chat.session.seen <= start
+    for file in files(folder):
+        assert load_file(file)["positions"].max() < chat.session.seen
+    chat.crash()
+    again, _ = resumed(folder, only(folder))
+    assert not len(again.archived) or again.archived.max() < chat.session.seen
+
+
+def test_a_file_of_another_text_is_never_used(chat: Chat, folder: Path, tmp_path: Path) -> None:
+    kept = shutil.copytree(files(folder)[0].parent, tmp_path / "kept")
+    for _ in range(3):
+        chat.do("/undo")
+    chat.say("My name is Bert.", LONG.replace("some", "other"))
+    chat.crash()
+    ident = only(folder)
+    shutil.rmtree(folder / f"{ident}.kv", ignore_errors=True)
+    shutil.copytree(kept, folder / f"{ident}.kv")  # as if they had not been deleted
+    again, _ = resumed(folder, ident)
+    assert not len(again.archived)
+    assert not files(folder)
+
+
+def test_a_damaged_file_is_ignored_and_deleted(chat: Chat, folder: Path) -> None:
+    first, second = files(folder)[:2]
+    content = bytearray(first.read_bytes())
+    content[-9] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:5000])
+    chat.crash()
+    again, _ = resumed(folder, only(folder))
+    assert not {first, second} & {*files(folder)}
+    lost = again.ledger.column("state") == State.GONE
+    assert lost.sum() >= 2 * FEWEST
+
+
+def test_erasing_leaves_no_file_of_before_and_saves_the_rest_again(
+    chat: Chat, folder: Path
+) -> None:
+    before = {file: file.read_bytes() for file in files(folder)}
+    rows = chat.session.archived
+    erased = [rank.row.position for rank in chat.session.why("Anna")]
+    chat.do("/erase Anna --yes")
+    after = {file: file.read_bytes() for file in files(folder)}
+    assert after
+    assert not set(before.items()) & set(after.items())
+    chat.crash()
+    again, _ = resumed(folder, only(folder))
+    assert np.setdiff1d(rows, again.archived).tolist()[: len(erased)] == erased
+
+
+def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autosave, "KV_BYTES", 90 * 1024)
+    chat = Chat(policy="sink")
+    chat.say("My name is Anna.", LONG)
+    first = files(folder)
+    chat.say(*[LONG] * 3)
+    assert first[0] not in files(folder)
+    assert sum(file.stat().st_size for file in files(folder)) < 96 * 1024
+    chat.crash()
+    again, _ = resumed(folder, only(folder))
+    assert again.archived.min() > FEWEST
+    assert {rank.state for rank in again.why("Anna")} == {"lost"}
+
+
+def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> None:
+    ident = only(folder)
+    copy = copy_session(folder, ident, "copy")
+    copy.close()
+    chat.do("/branch other")
+    chat.crash()
+    branch = chat.saved_chat._saving.id
+    assert len({ident, copy.id, branch}) == 3
+    remove_session(folder / f"{ident}.sqlite")
+    for one in (copy.id, branch):
+        again, _ = resumed(folder, one)
+        assert len(again.archived) > 2 * FEWEST - 1
+
+
+def test_a_disk_that_is_full_costs_the_keys_and_not_the_text(
+    chat: Chat, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sirchat.saved.keys_values.sync", full)
+    chat.say(LONG, "Bye.")
+    assert not re.search("saved", chat.out.getvalue())
+    assert not [file for file in files(folder) if file.suffix == ".new"]
+    chat.crash()
+    again, _ = resumed(folder, only(folder))
+    assert again.turns[-2].text == "Bye."
