@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
@@ -34,6 +35,7 @@ from sirchat.chat.state import (
     UndoPoint,
     undo_depth,
 )
+from sirchat.chat.statements import StatedFact, facts_in, instructions_in
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.turn import Interrupted, OpenTurn, flag_saved
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -42,7 +44,7 @@ from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows, Selection
-from sirchat.errors import UndoError
+from sirchat.errors import SettingError, UndoError, UsageError, format_value
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.models.devices import DeviceMemory, memory_by_device
@@ -97,9 +99,11 @@ class Session:
         self.epoch += 1
         self.state = ConversationState()
         self.ledger = self._engine.ledger
+        self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points: list[UndoPoint] = []
         self.recall = Recall(self._engine, self.model)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
+        self._vectors = dict[str, Tensor]()  # of the sentences that `facts` looked at
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
 
     @property
@@ -169,6 +173,7 @@ class Session:
         those of `reply` are taken. Raises ContextFullError, before reading, if they can't fit.
         """
         yield from self.read_user(text, interrupted)
+        yield from self._pin_instructions()
         self.state.attempt = attempt
         turn, closing, profile = self._begin_turn("assistant"), self.template.closing, self.profile
         given = None if reply is None else FixedIds(reply.ids)
@@ -373,6 +378,7 @@ class Session:
         self.state.prompt = erase_text(target, self.state, system)
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
         self.undo_points = []
+        self._vectors = {}
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(len(positions), self.resident)]
@@ -381,6 +387,25 @@ class Session:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
         at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
         return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
+
+    def facts(self, words: str = "") -> list[StatedFact]:
+        """The facts that the user stated, in order; if given, those that have all `words`.
+
+        Raises UsageError if the model has no encoder that tells facts from other sentences.
+        """
+        model = self.model
+        if not len(model.encoder.kinds):
+            why = f"facts are told from other sentences by an encoder, and {model.name} has none"
+            raise UsageError(why, hint=f"train one: sirchat train encoder --model {model.name}")
+
+        def vector_of(text: str) -> Tensor:
+            if text not in self._vectors:
+                turn = self.template.opening(text)[1]
+                start, end = turn.content
+                self._vectors[text] = model.encode(turn.ids[:end], start)
+            return self._vectors[text]
+
+        return facts_in(self.ledger, self._texts, model.encoder, self.turns, vector_of, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
@@ -494,6 +519,22 @@ class Session:
         point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
         depth = undo_depth(profile.archive != "off", self._engine.cache.state_nbytes)
         self.undo_points = [*self.undo_points, point][-depth:]
+
+    def _pin_instructions(self) -> Iterator[Event]:
+        """Pin the standing instructions of the user turn that was just read, if this is wanted."""
+        encoder, policy = self.model.encoder, self._engine.settings.policy
+        if not (self.profile.pin_instructions and len(encoder.kinds) and policy.honours_pins):
+            return
+        turn = self.state.last_turn
+        for text, positions in instructions_in(self.ledger, self._texts, encoder, turn):
+            short = format_value(text)
+            what = short if short[1:-1] == text else f"turn {turn}"
+            try:
+                count = self._engine.residency.pin_held(positions)
+                yield Pinned(count, True, self.resident)
+                yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
+            except SettingError as error:
+                yield Notice(f"your instruction {short} is not pinned: {error}")
 
     def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
         turn, start, state = self._begin_turn("system"), self.seen, self.state

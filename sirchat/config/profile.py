@@ -126,6 +126,9 @@ class Profile(BaseModel):
     """The system prompt: instructions that the model reads before your first message."""
     pin_system: bool = True
     """Pin the system prompt, so that it is never evicted."""
+    pin_instructions: bool = True
+    """Pin a sentence of yours that sets a rule for later replies, such as 'call me Priya', if the
+    model has an encoder."""
     evict_thinking: bool = False
     """Evict a reply's reasoning (<think>) when the reply is complete."""
     archive: Literal["ram", "disk", "off"] = "ram"

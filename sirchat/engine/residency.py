@@ -314,6 +314,18 @@ class Residency:
         self._last_pass = None
         return self._apply_selection(chosen)
 
+    def pin_held(self, positions: Positions) -> int:
+        """Pin those of the tokens that are held, and move none; returns how many that are.
+
+        Raises SettingError, changing nothing, if the pins would leave too little room.
+        """
+        held = np.intersect1d(positions, self._ledger.held_positions)
+        is_new = ~np.isin(held, self._ledger.pinned_positions)
+        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()))
+        self._ledger.pin(held, True)
+        self._last_pass = None
+        return len(held)
+
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict the tokens at these positions, except sinks, for good; or let them return again."""
         positions = positions[positions >= self.divide_budget().sinks]

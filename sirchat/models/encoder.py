@@ -7,6 +7,7 @@ numbers can be computed as it is read, before anyone knows where the sentence en
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,11 @@ from sirchat.models.state_map import StateMap
 _MOST = 127  # of an int8
 
 
+# What a user's sentence can be told to be: a standing rule for replies, something stated.
+KINDS = ("instruction", "fact")
+
+
+@dataclass(frozen=True, eq=False)
 class Encoder(StateMap):
     """Computes D numbers for each token: weight [layers x d, D], and a bias [D] of sentences.
 
@@ -25,6 +31,10 @@ class Encoder(StateMap):
     """
 
     kind: ClassVar[str] = "encoder"
+    # A network that tells `KINDS` by a sentence's vector: float32 [H, D + 1] and [2, H + 1], each
+    # row with a bias at its end; empty if it was not trained.
+    hidden: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    kinds: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
 
     @property
     def size(self) -> int:
@@ -39,14 +49,32 @@ class Encoder(StateMap):
         """The unit vectors [..., D] of sentences, from the means of their tokens' numbers."""
         return F.normalize(means + self.bias.to(means.device), dim=-1)
 
+    def is_kind(self, kind: str, vectors: Tensor) -> Tensor:
+        """Which sentences [n], given by their vectors [n, D], are of a kind; none if unknown."""
+        if not len(self.kinds):
+            return torch.zeros(len(vectors), dtype=torch.bool)
+        return kind_scores(vectors.float(), self.hidden, self.kinds)[:, KINDS.index(kind)] > 0
+
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)
         rounded = (self.weight / scale).round().to(torch.int8)
-        return {"weight": rounded, "scale": scale, "bias": self.bias}
+        network = {"hidden": self.hidden, "kinds": self.kinds}
+        return {"weight": rounded, "scale": scale, "bias": self.bias, **network}
 
     @classmethod
-    def _restored(cls, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _restored(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight, bias = tensors["weight"].float() * tensors["scale"], tensors["bias"].float()
         if weight.ndim != 2 or bias.shape != weight.shape[1:]:
             raise ValueError
-        return weight, bias
+        none = torch.zeros(0, 1)
+        hidden, kinds = (tensors.get(name, none).float() for name in ("hidden", "kinds"))
+        shapes = (len(hidden), len(bias) + 1), (len(KINDS), len(hidden) + 1)
+        if (hidden.shape, kinds.shape) != shapes and len(kinds):
+            raise ValueError
+        return {"weight": weight, "bias": bias, "hidden": hidden, "kinds": kinds}
+
+
+def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:
+    """A score [n, 2] of each kind for sentences [n, D], above 0 if it is of this kind."""
+    between = F.relu(vectors @ hidden[:, :-1].T + hidden[:, -1])
+    return between @ kinds[:, :-1].T + kinds[:, -1]

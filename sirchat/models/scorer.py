@@ -27,8 +27,8 @@ class Scorer(StateMap):
         return {"weight": self.weight, "bias": self.bias.view(1)}
 
     @classmethod
-    def _restored(cls, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _restored(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight, bias = tensors["weight"].float(), tensors["bias"].float()
         if weight.ndim != 1 or bias.numel() != 1:
             raise ValueError
-        return weight, bias.view(())
+        return {"weight": weight, "bias": bias.view(())}

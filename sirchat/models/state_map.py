@@ -53,9 +53,9 @@ class StateMap:
                 about = dict(file.metadata() or {})
                 layers = tuple(map(int, json.loads(about.pop("layers"))))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            weight, bias = cls._restored(tensors)
-            if weight.isfinite().all() and bias.isfinite().all():
-                return cls(layers, weight, bias, about)
+            restored = cls._restored(tensors)
+            if all(tensor.isfinite().all() for tensor in restored.values()):
+                return cls(layers, about=about, **restored)
         raise cls._unusable(path, "is damaged")
 
     @classmethod
@@ -79,8 +79,8 @@ class StateMap:
         return {"weight": self.weight, "bias": self.bias}
 
     @classmethod
-    def _restored(cls, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Weight and bias from a file's tensors; any error says that the file is damaged."""
+    def _restored(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weight, bias and others from a file's tensors; an error says that it is damaged."""
         raise NotImplementedError
 
     @classmethod

@@ -71,6 +71,7 @@ class SessionRoutes:
             Route("/v1/sirchat/sessions", self._list),
             Route("/v1/sirchat/sessions/{id}", self._show, methods=["GET"]),
             Route("/v1/sirchat/sessions/{id}", self._change, methods=["POST"]),
+            Route("/v1/sirchat/sessions/{id}/facts", self._facts, methods=["GET"]),
         ]
 
     async def _list(self, request: Request) -> Response:
@@ -83,6 +84,11 @@ class SessionRoutes:
         ident = request.path_params["id"]
         shown = await self._call(lambda: _memory(self._conversations.find(ident)))
         return JSONResponse(shown, headers=_FRESH)
+
+    async def _facts(self, request: Request) -> Response:
+        ident, words = request.path_params["id"], request.query_params.get("words", "")
+        facts = await self._call(lambda: self._conversations.find(ident).session.facts(words))
+        return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_FRESH)
 
     async def _change(self, request: Request) -> Response:
         ident = request.path_params["id"]

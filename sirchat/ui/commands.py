@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from time import time
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -23,6 +24,7 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short_number
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.registry import RETRIEVERS
+from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
@@ -32,7 +34,13 @@ from sirchat.ui.quoting import Quoting
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_evicted, draw_recalled, draw_recalled_turns, draw_tokens
+from sirchat.ui.tables import (
+    draw_evicted,
+    draw_facts,
+    draw_recalled,
+    draw_recalled_turns,
+    draw_tokens,
+)
 from sirchat.ui.text import counted, displayable, displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
@@ -63,6 +71,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "Memory": {
         "/evicted": "list evicted words",
         '/recall "WORDS"': "restore evicted words",
+        "/facts": "list what you stated",
         "/pin, /unpin": "never evict words; allow it",
         "/summarize": "pin a summary of the chat",
         "/erase": "erase words for good",
@@ -252,13 +261,15 @@ class Commands:
         self._switching.change_setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|WORDS|all WORDS]: restore archived tokens for each of your messages;
-        alone, show what was restored; WORDS of the chat are restored now, with the words around
-        them, and pinned; after all, they are looked for in your other saved chats, and your next
-        message quotes what fits."""
+        """[on|off|RETRIEVER|WORDS|TIME|all WORDS]: restore archived tokens for each of your
+        messages; alone, show what was restored; WORDS of the chat, or what you said at a TIME, such
+        as yesterday or first, are restored now and pinned; all looks for WORDS in your other saved
+        chats, and your next message quotes what fits."""
         recalled, (where, words) = self._session.recall.scores, [*rest.split(None, 1), "", ""][:2]
         if where == "all" and words:
             self.quoting.search(without_quotes(words))
+        elif (asked := time_range(rest, time())) and asked.words == rest:
+            self._switching.pin_time(asked)
         elif rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
         elif rest or not recalled:
@@ -371,6 +382,15 @@ class Commands:
             screen.note(f"{messages} lost only repeats and punctuation")
         if not turns:
             screen.note("nothing is evicted")
+
+    def do_facts(self, rest: str) -> None:
+        """[WORDS]: list what you stated in this chat, of yourself or of your world, when, and
+        whether it is held; with WORDS, only what has all of them."""
+        facts = self._session.facts(without_quotes(rest))
+        if facts:
+            self._screen.page(draw_facts(facts, time(), self._screen.theme))
+        else:
+            self._screen.note("you stated no facts" + " with these words" * bool(rest))
 
     def do_summarize(self, rest: str) -> Action:
         """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or

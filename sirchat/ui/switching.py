@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from time import time
 from typing import Any
+
+import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
+from sirchat.chat.targets import Target
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed_in_words, as_typed, is_option, parse_option, parse_value
-from sirchat.errors import SettingError, format_value, nearest
+from sirchat.errors import SettingError, UsageError, format_value, nearest
 from sirchat.memory.free_memory import trim_memory
+from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Role
 from sirchat.memory.policies import import_typed
 from sirchat.models.listing import model_names
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
+from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.saved_chat import SavedChat
@@ -101,7 +108,7 @@ class Switching:
                     f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
-    def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
+    def pin(self, target: Target, *, pinned: bool, around: int = 0) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed.
 
         The `around` tokens before them, and as many after them, are pinned or unpinned, too.
@@ -139,6 +146,27 @@ class Switching:
         if evicted:
             done += f"; {evicted:,} {'others ' * bool(came)}were evicted to make room"
         self._screen.note(f"{done}; holds {self._session.resident:,}/{self._session.budget:,}")
+
+    def pin_time(self, asked: TimeRange) -> None:
+        """Restore and pin what the user said at a time, and say what that was.
+
+        Of a long time, only the newest messages that take a quarter of the budget.
+        """
+        session, room = self._session, self._session.budget // 4
+        is_asked = asked.turns([turn.time for turn in session.turns])
+        chosen = dict[int, Positions]()
+        for index in is_asked.nonzero()[0][::-1].tolist():
+            column = session.ledger.column
+            said = np.flatnonzero((column("turn") == index) & (column("role") == Role.USER))
+            if len(said) and room > 0:  # of a message that is too long, its end
+                chosen[index] = said[-room:]
+                room -= len(said)
+        if not chosen:
+            raise UsageError(f"you said nothing at this time: {asked.words}")
+        for index in sorted(chosen):
+            when = ago(session.turns[index].time, time()) or f"turn {index}"
+            self._screen.note(f"{when}: {shorten(session.turns[index].text, 200)}")
+        self.pin(np.sort(np.concatenate(list(chosen.values()))), pinned=True)
 
     def describe(self, name: str) -> str:
         """The value of a setting or policy option, what it means, and the allowed values."""

@@ -17,8 +17,10 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import EvictedText
 from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
+from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
+from sirchat.text.times import ago
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted
 from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
@@ -36,6 +38,8 @@ _TEXTS: Final[dict[str, dict[str, Any]]] = {
     "by the words": {"min_width": 12},
     "recalled text": {"ratio": 1},
     "words that were evicted": {"ratio": 1},
+    "when": {},
+    "you said": {"ratio": 1},
 }
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _RANKING_WIDTH = 60  # most columns of a ranking, so that a token is near its numbers
@@ -86,6 +90,21 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
             columns = _columns(rows, theme, "position", "token")
         columns[name] = texts
     return Group(*tables, _table(theme, columns))
+
+
+def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
+    """Draw a table of the facts that the user stated: when, whether they are held, the text."""
+    shares = [(fact.held, fact.tokens) for fact in facts]
+    columns: Columns = {
+        "turn": [str(fact.turn) for fact in facts],
+        "when": [ago(fact.time, now) for fact in facts],
+        "is": [
+            "held" if held == tokens else "partly held" if held else "evicted"
+            for held, tokens in shares
+        ],
+        "you said": [displayable_line(fact.text) for fact in facts],
+    }
+    return _table(theme, columns)
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:

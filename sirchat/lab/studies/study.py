@@ -45,7 +45,7 @@ SAMPLING = (*GREEDY, "repetition_penalty", "repetition_window", "max_new_tokens"
 WITHOUT_SESSION = (
     *ON_SCREEN,
     *SAMPLING,
-    *("system", "pin_system", "evict_thinking", "archive", "archive_limit"),
+    *("system", "pin_system", "pin_instructions", "evict_thinking", "archive", "archive_limit"),
     *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
     *("recall_scope", "recall_query"),
 )

@@ -1,0 +1,65 @@
+"""What the user stated is listed: when, and whether it is still held."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from chatting import babbler, session
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError
+from sirchat.models.load import load_model
+from sirchat.ui.commands import Commands
+from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.screen import Screen
+from sirchat.ui.typed_input import InMemory
+from statement_telling import FACTS, OTHERS, RULE, telling
+
+
+def chat_of(*said: str) -> Session:
+    chat = session(telling(), policy="sink", budget=96, max_new_tokens=8, pin_instructions=False)
+    for text in said:
+        list(chat.ask(text))
+    return chat
+
+
+def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
+    cat, live = FACTS[:2]
+    chat = chat_of(f"Hello.\n{cat}\nHow are you?", *OTHERS, RULE, live)
+    first, second = chat.facts()
+    assert (first.text, first.turn, first.held) == (cat, 0, 0)
+    assert (second.text, second.held) == (live, second.tokens)
+    assert second.time == chat.turns[second.turn].time
+    assert [fact.text for fact in chat.facts("rome")] == [live]
+    assert not chat.facts("Rome cat")
+    chat.erase("Rome")
+    assert [fact.text for fact in chat.facts("cat")] == [cat]
+    assert not any("Rome" in fact.text for fact in chat.facts())
+
+
+def test_the_command_shows_them_in_a_table() -> None:
+    chat, out, notes = chat_of(FACTS[0]), io.StringIO(), io.StringIO()
+    screen = Screen(out, notes)
+    commands = Commands(chat, screen, InMemory(), SavedChat(chat, screen))
+    commands.run("/facts")
+    title, line = (text.split() for text in out.getvalue().splitlines())
+    assert title == ["turn", "when", "is", "you", "said"]
+    assert line == ["0", "just", "now", "held", *FACTS[0].split()]
+    commands.run("/facts Rome")
+    assert "you stated no facts with these words" in notes.getvalue()
+
+
+def test_a_model_without_an_encoder_says_how_to_train_one() -> None:
+    with pytest.raises(UsageError, match="facts are told from other sentences") as error:
+        session(babbler()).facts()
+    assert "sirchat train encoder --model babbler" in str(error.value)
+
+
+@pytest.mark.real
+def test_a_real_model_tells_facts_from_talk() -> None:
+    chat = session(load_model("smollm2"), pin_instructions=False)
+    for text in ("My sister Emma is a dentist.", "Tell me a joke.", "What is democracy?"):
+        list(chat.read_user(text))
+        list(chat.read_reply("Okay."))
+    assert [fact.text for fact in chat.facts()] == ["My sister Emma is a dentist."]
