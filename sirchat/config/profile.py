@@ -145,7 +145,7 @@ class Profile(BaseModel):
     """all quotes passages of your other saved chats that fit a message before it, in a chat at the
     prompt."""
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
-    """How many tokens of the budget are reserved for restored tokens; auto chooses by the budget,
+    """How many tokens are restored for a message at most; auto chooses by the budget,
     and words and bm25 then leave out turns that fit much less well than the best one."""
     recall_weight: Literal["none", "surprisal"] = "surprisal"
     """surprisal multiplies a token's retrieval score by its surprisal, none leaves it unchanged."""

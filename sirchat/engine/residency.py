@@ -199,6 +199,8 @@ class Residency:
         division, ledger = self.divide_budget(), self._ledger
         held, to_come = ledger.held_positions.copy(), max(incoming, self._to_come)
         layers = layers if layers and len(layers[0]) else ()
+        if not (len(chosen) or layers or focused):
+            return moves
         rows = self.view_of(held)
         stays = rows.protected.numpy() | np.isin(held, chosen)
         is_over = self.settings.evict == "between-turns"  # the turn may exceed the budget
@@ -289,11 +291,14 @@ class Residency:
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
         moves = self._apply_selection(selection)
-        if (settings.archive, settings.folder) != (old.archive, old.folder):
+        is_moved = (settings.archive, settings.folder) != (old.archive, old.folder)
+        if is_moved or (self._layers and settings.absolute_positions):
             moves += self._end_recall()  # what is aside is in the old archive
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
-        if (settings.archive, settings.folder) != (old.archive, old.folder):
+        if is_moved:
             self._store.set_limit(settings.archive, settings.folder)
+        if settings.policy.bounded:
+            self._cache.shrink_to(settings.budget)
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:

@@ -85,7 +85,7 @@ class BoundedCache:
     def pool(self) -> Tensor | None:
         """[L, 3, H, capacity, D]: keys as attention reads them, keys as first written, values.
 
-        None before the first rows, and if the layers differ. `grow_to` makes a new one.
+        None before the first rows, and if the layers differ. A new one if the capacity changes.
         """
         return self._rows.pool
 
@@ -267,16 +267,24 @@ class BoundedCache:
 
     @torch.no_grad()
     def grow_to(self, capacity: int) -> None:
-        """Enlarge the buffers to at least `capacity` slots; they never shrink."""
-        if capacity <= self.capacity:
-            return
+        """Enlarge the buffers to at least `capacity` slots."""
+        if capacity > self.capacity:
+            self._resize(capacity)
+
+    @torch.no_grad()
+    def shrink_to(self, capacity: int) -> None:
+        """Give back the memory of all slots but `capacity`, or but those in use."""
+        if (capacity := max(capacity, self.length)) < self.capacity:
+            self._resize(capacity)
+
+    def _resize(self, capacity: int) -> None:
         for name in ("_written_at", "_stream"):
             grown = np.zeros(capacity, np.int64)
             grown[: self.length] = getattr(self, name)[: self.length]
             setattr(self, name, grown)
         self._slots = np.arange(capacity)
         self.cursor.capacity = capacity
-        self._rows.grow()
+        self._rows.resize()
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:

@@ -136,14 +136,14 @@ class RowBuffers:
             shape = (copies, 1, heads, capacity, dims)
             tensor.use(torch.empty(shape, dtype=dtype, device=device))
 
-    def grow(self) -> None:
-        """Make room for `cursor.capacity` rows."""
+    def resize(self) -> None:
+        """Make room for `cursor.capacity` rows, no more and no less."""
         if self.pool is not None:
-            self.pool = self._grown(self.pool)
+            self.pool = self._resized(self.pool)
         for layer, tensors in enumerate(self.layers):
             for tensor in tensors:
                 if self.pool is None and tensor.buffer is not None:
-                    tensor.use(self._grown(tensor.buffer))
+                    tensor.use(self._resized(tensor.buffer))
             if self.pool is not None and tensors[0].buffer is not None:
                 self._use_pool(layer)
 
@@ -172,10 +172,11 @@ class RowBuffers:
         for tensor, copies in zip(self.layers[layer], (slice(0, 2), slice(2, 3)), strict=True):
             tensor.use(self.pool[layer, copies, None])
 
-    def _grown(self, rows: Tensor) -> Tensor:  # [..., capacity, D]
-        grown = rows.new_empty((*rows.shape[:-2], self.cursor.capacity, rows.shape[-1]))
-        grown[..., : self.cursor.length, :] = rows[..., : self.cursor.length, :]
-        return grown
+    def _resized(self, rows: Tensor) -> Tensor:  # [..., capacity, D]
+        resized = rows.new_empty((*rows.shape[:-2], self.cursor.capacity, rows.shape[-1]))
+        count = min(rows.shape[-2], self.cursor.capacity)  # also rows that are not held yet
+        resized[..., :count, :] = rows[..., :count, :]
+        return resized
 
 
 class RowBuffer(NamedTuple):

@@ -1,0 +1,72 @@
+"""The message that is answered comes first; what recall does not need, the policy has."""
+
+from __future__ import annotations
+
+from chatting import babbler, session
+from held_rows import contents, same
+from session_files import columns
+from sirchat.chat.events import Event, Recalled, TurnDone
+from sirchat.chat.retry import retry_under, settings_for_full
+from sirchat.chat.session import Session
+
+STORY = "Once a fox met a gate, which was old. It slept before the gate which led to a town. " * 14
+QUESTION = "At which gate does my flight leave? " + "Flight seven, gate four, at noon. " * 5
+
+
+def told() -> Session:
+    """A chat with a long reply that shares words with the `QUESTION`."""
+    chat = session(babbler(), budget=256, recall="words", max_new_tokens=8)
+    list(chat.read_user("Write a long story about a fox."))
+    list(chat.read_reply(STORY))
+    return chat
+
+
+def test_the_message_just_written_is_held_beside_what_it_recalls() -> None:
+    chat = told()
+    events, held = list[Event](), list[int]()
+    for event in chat.ask(QUESTION):
+        events.append(event)
+        held.append(chat.ledger.held_of_turn(2))
+    (came,) = [event for event in events if isinstance(event, Recalled)]
+    read, replied = [event for event in events if isinstance(event, TurnDone)]
+    assert came.positions, "the story shares words with it"
+    assert read.tokens_in > 80
+    assert read.recalled == replied.recalled == len(came.positions)
+    assert held[events.index(read)] == held[-2] == read.tokens_in
+    assert replied.resident <= 256
+
+
+def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
+    chat = told()
+    for text in (QUESTION, "Tell me a joke.", "Where is the gate?"):
+        list(chat.ask(text))
+        assert chat.resident > 256 - 16, "but for the block that a reply evicts"
+        assert chat.snapshot().recalled == 0
+        assert chat.recall.turns, "what it was answered from is still known"
+
+
+def test_attention_is_paid_to_what_was_recalled_and_nothing_changes() -> None:
+    chat = told()
+    list(chat.ask(QUESTION))
+    before, rows = contents(chat._engine), columns(chat.ledger.rows())
+    paid = chat.attention_paid(len(chat.turns) - 1)
+    assert paid.shares is not None
+    assert paid.held is not None
+    assert paid.recalled == set(chat.recall.scores) <= paid.held
+    assert set(paid.shares) & paid.recalled
+    assert same(contents(chat._engine), before)
+    assert columns(chat.ledger.rows()) == rows
+
+
+def test_the_cache_takes_as_much_memory_as_the_budget_allows() -> None:
+    chat = told()
+    list(chat.ask("Where is the gate?"))
+    cache = chat._engine.cache
+    before = cache.nbytes
+    chat.switch("/budget", budget=512)
+    assert cache.nbytes > 1.9 * before
+    chat.switch("/budget", budget=256)
+    assert cache.nbytes == before
+    updates, _ = settings_for_full(chat)
+    list(retry_under(chat, updates, lambda _: ""))
+    assert cache.nbytes == before
