@@ -357,8 +357,6 @@ class Session:
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.recallable(), around)
-        if pinned:
-            self._engine.reread(positions)
         moves = self._engine.residency.pin(positions, pinned)
         events = self._events.moved(self.state.last_turn, moves)
         events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]

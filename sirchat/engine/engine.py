@@ -75,7 +75,7 @@ class Engine:
         self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.residency = Residency(
-            settings, model.context_length, self.ledger, self.cache, self.store
+            settings, model.context_length, self.ledger, self.cache, self.store, self._reread
         )
         self.reader = Reader(model, self.cache, self.ledger)
 
@@ -271,11 +271,8 @@ class Engine:
         self.residency.erase(positions)
         self.rebuild_state()
 
-    def reread(self, positions: Positions) -> None:
-        """Compute keys and values again of those of these tokens that are lost; archive them.
-
-        Lost tokens were evicted, and are not in the archive: it was full, or was not saved.
-        """
+    def _reread(self, positions: Positions) -> None:
+        """Compute keys and values again of those of these tokens that are lost; archive them."""
         lost = self.store.lost(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to

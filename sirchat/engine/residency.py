@@ -5,7 +5,7 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +46,8 @@ class _LastPass:
 class Residency:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
-    `round` is the number of the current round, whose newest tokens are protected from eviction.
+    `round` is the number of the current round, whose newest tokens are protected from eviction;
+    `reread` computes keys and values of those of some tokens that are lost, and archives them.
     From `begin_recall` to `end_recall`, tokens that recall wants are held, and for these some of
     the policy's tokens are aside, in the archive. `before_end` is what the cache held until the
     last `end_recall`; None if nothing has been recalled since the last user turn.
@@ -59,11 +60,13 @@ class Residency:
         ledger: Ledger,
         cache: BoundedCache,
         store: KeyValueStore,
+        reread: Callable[[Positions], None],
     ) -> None:
         self.settings = settings
         self.context_length = context_length
         self.round = 0
         self._ledger, self._cache, self._store = ledger, cache, store
+        self._reread = reread
         self._layers: tuple[Positions, ...] = ()  # see `Selection`, as for the next two
         self._aside, self._wanted = _NONE, _NONE
         self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
@@ -189,7 +192,7 @@ class Residency:
         focused: bool = False,
         scores: NDArray[np.float64] | None = None,
     ) -> CacheUpdate:
-        """Before a turn of `incoming` ids, hold the tokens `chosen` [n], held or archived so far.
+        """Before a turn of `incoming` ids, hold the tokens `chosen` [n], even if they are lost.
 
         Layer i alone also gets archived tokens at `layers[i]`. The policy's lowest tokens step
         aside for them; with `focused`, all but sinks, pins, `chosen` and the newest round. The
@@ -220,6 +223,7 @@ class Residency:
         self._last_pass = None
         held = np.union1d(own, restored)
         wanted = chosen[order]
+        self._reread(restored)
         return moves + self._apply_selection(Selection(held, restored, layers, aside, wanted))
 
     def end_recall(self) -> list[EvictedRows]:
@@ -310,6 +314,7 @@ class Residency:
         if pinned:
             new = ~np.isin(positions, before) & (positions >= self.divide_budget().sinks)
             self.check_pins(int(new.sum()))
+            self._reread(positions)
         self._ledger.pin(positions, pinned)
         try:
             chosen = self._choose_selection()

@@ -271,12 +271,10 @@ def tokens_of_best_turns(
         tokens = np.concatenate([np.arange(start, end) for start, end in bounds])
         score = np.repeat(scores[some], [end - start for start, end in bounds])
         flags = ledger.column("flags")[tokens]
-        is_archived = ledger.column("state")[tokens] == int(State.ARCHIVED)
         can_return = (
-            is_archived
+            (ledger.column("state")[tokens] != int(State.HELD))
             & (ledger.column("role")[tokens] != int(Role.TEMPLATE))  # it has no content
-            & (flags & np.uint8(Flag.EXCLUDED) == 0)
-            & engine.store.archive.has(tokens)
+            & (flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0)
         )
         positions.append(tokens[can_return])
         of_token.append(score[can_return])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chatting import babbler, session
 from held_rows import contents, same
-from sirchat.chat.events import Notice
+from sirchat.chat.events import Notice, Recalled
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError
 from sirchat.memory.ledger import Flag, State
@@ -57,7 +57,7 @@ def test_a_passage_is_read_after_the_sinks_and_what_stood_before_it() -> None:
     ids, sinks = chat.ledger.column("token_id").tolist(), chat.profile.sinks
     passage = lost_of(chat)[BEFORE + sinks :][:6]
     assert (np.diff(passage) == 1).all()
-    chat._engine.reread(passage)
+    chat._engine._reread(passage)
     rows = chat._engine.store.archive.fetch(passage)
     start, end = int(passage[0]), int(passage[-1]) + 1
     read = [*ids[:sinks], *ids[start - BEFORE : end]]
@@ -81,7 +81,7 @@ def test_what_was_erased_is_never_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LoadedModel, "read", read)
     last = lost_of(chat)[-1]
-    chat._engine.reread(np.arange(chat.seen))
+    chat._engine._reread(np.arange(chat.seen))
     assert len(erased)
     assert lost_of(chat).tolist() == erased.tolist()
     rest = np.setdiff1d(np.arange(last + 1), erased)
@@ -104,6 +104,23 @@ def test_a_lost_passage_can_be_pinned_and_the_chat_says_once_that_it_is_read_aga
     assert (chat.ledger.column("surprisal") == ranks)[1:].all()
 
 
+@pytest.mark.parametrize("why", ["not saved", "archive full"])
+def test_recall_finds_what_is_lost_and_the_chat_says_once_that_it_is_read_again(why: str) -> None:
+    is_full = why == "archive full"
+    limit = "40KiB" if is_full else "1GiB"
+    chat = told(budget=96, recall="words", archive_limit=limit)
+    list(chat.ask("blue " * 60))
+    chat = chat if is_full else reopened(chat)
+    assert {rank.state for rank in chat.why("pelican")} == {"lost"}
+    events = list(chat.read_user("Is it a pelican?"))
+    (came,) = [event for event in events if isinstance(event, Recalled)]
+    assert "pelican" in "".join(row.text for row in chat.tokens(came.positions))
+    assert len(notices(events)) == 1
+    assert "read again from the text" in notices(events)[0]
+    list(chat.read_reply("Yes."))
+    assert not notices(list(chat.read_user("Who is Anna?")))
+
+
 def test_undo_takes_back_what_was_read_again() -> None:
     chat, never = (reopened(told()) for _ in range(2))
     list(chat.ask("Hello."))
@@ -123,12 +140,12 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
     point = chat.undo_points[-1].checkpoint
     lost = np.intersect1d(lost_of(chat), point.cache.held)
     assert len(lost)
-    chat._engine.reread(lost)
+    chat._engine._reread(lost)
     with pytest.raises(UndoError, match="no longer archived"):
         chat.undo()
 
 
 def test_without_an_archive_nothing_is_read_again() -> None:
     chat = told(archive="off")
-    chat._engine.reread(np.arange(chat.seen))
+    chat._engine._reread(np.arange(chat.seen))
     assert {rank.state for rank in chat.why("pelican")} == {"gone"}
