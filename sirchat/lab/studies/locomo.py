@@ -64,7 +64,7 @@ class ReadTalk:
         found: Record = {"number": question.number, "category": question.category}
         for event in session.ask(text):
             if isinstance(event, TurnDone) and event.role == "user":
-                found["held"] = _share(evidence, session.save().held)
+                found["held"] = _share(evidence, session.ledger.held_positions)
                 found |= _surprisal(session, question)
                 if not generate:
                     break
@@ -88,7 +88,7 @@ class ReadTalk:
         found: dict[int, Record] = {}
         for retriever in retrievers:
             switch(session, budget=own.budget + most, recall=retriever, recall_n=most)
-            held = session.save().held
+            held = session.ledger.held_positions.copy()
             for question in questions:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
                 missing = [one for one in missing if len(one)]

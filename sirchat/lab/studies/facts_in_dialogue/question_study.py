@@ -181,7 +181,7 @@ def ask_fact(
         elif isinstance(event, TurnDone) and event.role == "user":
             scores = session.score_continuations(fact.replies)
             nats = [-math.fsum(one.log_probabilities) for one in scores]
-            held = session.save().held
+            held = session.ledger.held_positions
             shares = [float(np.isin(one.statement, held).mean()) for one in needed]
             found |= {
                 "right": float(nats.index(min(nats)) == fact.right),

@@ -202,7 +202,7 @@ def ask_and_score(
                 -math.fsum(one.log_probabilities)
                 for one in session.score_continuations(fact.replies)
             ]
-            held = session.save().held
+            held = session.ledger.held_positions
             found |= {
                 "right": nats.index(min(nats)) == fact.right,
                 "nats": nats[fact.right],
