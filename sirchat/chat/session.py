@@ -229,6 +229,8 @@ class Session:
         self._engine.residency.end_recall()  # of a turn that was not answered
         self._check_room(ids, system)
         self._note_undo_point(text)
+        if self._engine.settings.recall is None:  # else it drops them when it has pooled them
+            self.ledger.token_vectors.drop_before(self.seen)
         yield from self._read_pending()
         if system is not None:
             yield from self._read_system(system)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import compress
+from itertools import compress, pairwise
 from math import log
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from sirchat.errors import SessionError
 from sirchat.recall.word_index import (
     STOP_WORDS,
     letter_groups,
-    sentences_of,
     terms_of,
     words_of,
 )
 from sirchat.saved.database import SUFFIX, UNDECODABLE, check_format, connect
 from sirchat.saved.index import find_matches
+from sirchat.text.detokenizer import SENTENCE_END
 
 MOST = 3  # passages that are quoted
 
@@ -132,7 +132,8 @@ def _passages(path: Path) -> Iterator[Passage]:
 def _pieces(text: str) -> Iterator[str]:
     """The statements of a text, short ones together."""
     piece = ""
-    for sentence in sentences_of(text):
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(text)), len(text)]
+    for sentence in (text[start:end] for start, end in pairwise(ends)):
         if not sentence.rstrip().endswith(("?", "？")):
             piece = " ".join(f"{piece} {sentence}".split())
             if len(words_of(piece)) < _WORDS:

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 # A function from ids [n] and their stream positions [n] to the text of each id: a `TokenTexts`.
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
+# Where a sentence ends: with its line, or at a mark before a blank, but not after `Mr.`
+SENTENCE_END = re.compile(
+    r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?…]+["')\]”’]*(?=\s|$)|[。！？]+|\n+"""
+)
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _LONGEST = 8  # tokens that are decoded together, because they share parts of characters
 # Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis.

@@ -41,6 +41,11 @@ def test_nothing_comes_where_nothing_fits(tmp_path: Path) -> None:
     assert not texts(tmp_path, "gate of the old castle in Wales", floor=FLOOR)
 
 
+def test_a_title_ends_no_sentence(tmp_path: Path) -> None:
+    new(tmp_path, "My doctor is called Mrs. Okafor. She is kind.", "I see.")
+    assert texts(tmp_path, "doctor") == ["My doctor is called Mrs. Okafor."]
+
+
 def test_what_users_said_comes_first_and_questions_never(tmp_path: Path) -> None:
     new(tmp_path, "Which gate is it, for my flight?", "Your flight leaves from gate A1, I think.")
     new(tmp_path, *TRIP)
