@@ -75,7 +75,7 @@ class Engine:
         self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.residency = Residency(
-            settings, model.context_length, self.ledger, self.cache, self.store, self._reread
+            settings, model.context_length, self.ledger, self.cache, self.store, self.reread
         )
         self.reader = Reader(model, self.cache, self.ledger)
 
@@ -271,7 +271,7 @@ class Engine:
         self.residency.erase(positions)
         self.rebuild_state()
 
-    def _reread(self, positions: Positions) -> None:
+    def reread(self, positions: Positions) -> None:
         """Compute keys and values again of those of these tokens that are lost; archive them."""
         lost = self.store.lost(positions)
         if len(lost):
