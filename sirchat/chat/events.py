@@ -111,7 +111,7 @@ class TurnDone(Event):
     resident: int  # in the cache now
     seen: int  # read or generated since the chat began
     evicted: int  # during this turn
-    recalled: int  # of `resident`, those that recall restored for this round
+    recalled: int  # tokens that recall restored for this round, held while it was read or generated
     seconds_prefill: float
     seconds_decode: float
     finish: Finish
@@ -151,7 +151,7 @@ class Recalled(Event):
     retriever: str
     positions: tuple[int, ...]  # restored in any layer
     scores: tuple[float, ...]  # of each position: how well the token fits the turn
-    released: tuple[int, ...]  # positions that recall had restored for the turn before
+    released: tuple[int, ...]  # recalled for the turn before; they left when it was answered
     turns: tuple[RecalledTurn, ...]  # of the restored tokens, in order
     seconds: float  # for searching and restoring
     resident: int

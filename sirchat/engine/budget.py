@@ -102,5 +102,5 @@ def most_recalled(wanted: int | None, room: int) -> int:
     # might: at any budget more room found more facts, up to 400 rows or three quarters of it. But
     # where only 25 rows were left to the policy, text was harder to predict, by 0.06 nats a token.
     if wanted is None:
-        wanted = max(room // 4, min(room - _OWN_ROWS, _USUALLY_RECALLED))
-    return max(0, min(wanted, 3 * room // 4, room - _LEAST))
+        wanted = min(max(room // 4, min(room - _OWN_ROWS, _USUALLY_RECALLED)), 3 * room // 4)
+    return max(0, min(wanted, room - _LEAST))

@@ -242,4 +242,4 @@ def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(made_room: l
                 simple, simple, ("within", text, *simple)]  # fmt: skip
             chat.do(*random.choice(usual))
 
-    attack(talk, 8, seconds=60)
+    attack(talk, 6, seconds=60)

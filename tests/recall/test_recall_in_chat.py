@@ -100,7 +100,7 @@ def notices(events: Iterable[Event]) -> list[str]:
 
 def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
     told = [
-        "budget 96 leaves room to restore only 69 tokens, not recall_n = 200; "
+        "budget 96 leaves room to restore only 84 tokens, not recall_n = 200; "
         "raise the budget or lower recall_n"
     ]
     chat = session(policy="sink", budget=96, recall="mips", recall_n=200)

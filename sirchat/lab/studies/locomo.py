@@ -87,7 +87,8 @@ class ReadTalk:
         own = session.profile
         found: dict[int, Record] = {}
         for retriever in retrievers:
-            switch(session, budget=own.budget + most, recall=retriever, recall_n=most)
+            budget = max(own.budget, most + _QUESTION)
+            switch(session, budget=budget, recall=retriever, recall_n=most)
             held = session.ledger.held_positions.copy()
             for question in questions:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
@@ -152,6 +153,7 @@ def _restored_shares(missing: Sequence[Positions], chosen: Positions) -> Record:
 # The right option of every adversarial question (a question whose answer is not in the text)
 NOT_MENTIONED = "Not mentioned in the conversation"
 
+_QUESTION = 128  # tokens of a question, at most
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
