@@ -131,6 +131,7 @@ EXAMPLES: dict[str, str] = {
     "train tiny": "sirchat train tiny --help",
     "train tiny-anchor": "sirchat train tiny-anchor --help",
     "train scorer": "sirchat train scorer --model smollm2 --data talk.txt",
+    "train encoder": "sirchat train encoder --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
 

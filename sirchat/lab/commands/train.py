@@ -1,4 +1,4 @@
-"""The `sirchat train` commands, which train the bundled models, anchors, and token scorers."""
+"""The `sirchat train` commands: the bundled models, anchors, token scorers, sentence encoders."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -10,7 +10,7 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, a model with anchor tokens, or a scorer for policy learned.",
+    help="Train the bundled models, a model with anchor tokens, a scorer or a sentence encoder.",
     no_args_is_help=True,
 )
 
@@ -200,6 +200,54 @@ def train_scorer(
     files = tuple(data or ())
     options = ScorerOptions(model, files, _layers(layers), tokens, out, seed, trust_remote_code)
     train_scorer_with_progress(options)
+
+
+@train_app.command("encoder")
+def train_encoder(
+    model: Annotated[
+        str, typer.Option(help="smollm2, tiny, a GGUF file, a folder, or a Hugging Face name.")
+    ] = "smollm2",
+    teacher: Annotated[
+        str,
+        typer.Option(help="Sentence encoder to learn from: a folder, or a name on the hub."),
+    ] = "sentence-transformers/all-MiniLM-L6-v2",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Conversations to learn from: a transcript, or a data file of `sirchat eval`; "
+            "can be repeated; generated talk and text that the model writes are added up to "
+            "--tokens."
+        ),
+    ] = None,
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of the layers whose hidden states are mapped, separated by commas; "
+            "default: at 4, 8 and 12 fifteenths of the depth.",
+            metavar="N,M,...",
+        ),
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Number of tokens to read.", min=1000)] = 40_000,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the encoder; default: where chats look for it.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for generated text and the order of data.")
+    ] = 0,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Train a sentence encoder, by which recall finds what is said in other words.
+
+    It maps the model's hidden states to a teacher's vectors, which takes minutes on a CPU.
+    """
+    from sirchat.lab.training.display import train_encoder_with_progress
+    from sirchat.lab.training.encoder import EncoderOptions
+
+    files, chosen = tuple(data or ()), _layers(layers)
+    train_encoder_with_progress(
+        EncoderOptions(model, teacher, files, chosen, tokens, out, seed, trust_remote_code)
+    )
 
 
 def _layers(value: str) -> tuple[int, ...]:

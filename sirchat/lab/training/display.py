@@ -21,6 +21,7 @@ from sirchat.models.progress import quiet_libraries
 if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions
     from sirchat.lab.training.anchor_trainer import Step
+    from sirchat.lab.training.encoder import EncoderOptions
     from sirchat.lab.training.scorer import ScorerOptions
 
 PLOT = "loss.svg"  # the plot of the losses, in the model's folder
@@ -80,6 +81,38 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
         console.print(
             f"R2 {test.r2:.2f}, Spearman {test.spearman:.2f} on {test.tokens:,} tokens of "
             f"{test.source} text that was held out",
+            markup=False,
+            soft_wrap=True,
+        )
+    Console().print(str(path), soft_wrap=True, highlight=False, markup=False)
+
+
+def train_encoder_with_progress(options: EncoderOptions) -> None:
+    """Train a sentence encoder, by which recall finds what is said in other words.
+
+    Progress and the test's result are printed to stderr, and the path of the file to stdout.
+    """
+    from sirchat.lab.training.encoder import open_trainer
+
+    console, done = Console(stderr=True, highlight=False), 0
+    with quiet_libraries():
+        trainer = open_trainer(options)  # errors in the options appear before the bar
+    with shown_progress(console, "first conversation") as show:
+        for conversation in trainer.conversations():
+            trainer.read(conversation)
+            done += len(conversation.ids)
+            show(min(done, options.tokens), options.tokens, "tokens")
+    path, test, told = trainer.finish()
+    console.print(
+        f"finds {test.found:.2f} of paraphrases among {test.sentences:,} sentences; the teacher "
+        f"finds {test.by_teacher:.2f}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for one in told:
+        console.print(
+            f"tells {one.hits:.2f} of sentences of the kind {one.kind}; wrong in {one.in_talk:.2f} "
+            "of the sentences that were read",
             markup=False,
             soft_wrap=True,
         )

@@ -93,17 +93,17 @@ class ScorerTest:
 
 
 class Ridge:
-    """Ridge regression that predicts a number y from a vector x [d], with d = `size`.
+    """Ridge regression that predicts a vector y [k] from a vector x [d], with d = `size`.
 
     The penalty applies to the weights of the standardised x, and not to the intercept. Observations
     are added in parts, and only their sums are kept in memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, k: int = 1) -> None:
         self._count = 0
-        self._x, self._y = torch.zeros(size, dtype=torch.float64), 0.0
+        self._x, self._y = (torch.zeros(n, dtype=torch.float64) for n in (size, k))
         self._xx = torch.zeros(size, size, dtype=torch.float64)
-        self._xy = torch.zeros(size, dtype=torch.float64)
+        self._xy = torch.zeros(size, k, dtype=torch.float64)
 
     @property
     def count(self) -> int:
@@ -111,16 +111,16 @@ class Ridge:
         return self._count
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add m observations to the regression: vectors `x` [m, d] and their values `y` [m]."""
+        """Add m observations to the regression: vectors `x` [m, d] and their `y` [m, k]."""
         x, y = x.double().cpu(), y.double()
         self._count += len(y)
         self._x += x.sum(0)
-        self._y += float(y.sum())
+        self._y += y.sum(0)
         self._xx += x.T @ x
         self._xy += x.T @ y
 
-    def solve(self, penalty: float) -> tuple[Tensor, float]:
-        """Fit the regression with the given penalty; returns weights [d] in float64, and the bias.
+    def solve(self, penalty: float) -> tuple[Tensor, Tensor]:
+        """Fit the regression with the given penalty; returns weights [d, k] and bias [k], float64.
 
         Both apply to vectors x as they were added, not to standardised ones.
         """
@@ -129,9 +129,18 @@ class Ridge:
         deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
         deviation[deviation <= 1e-6 * mean.abs()] = 1  # x is constant, apart from rounding
         scaled = covariance / deviation.outer(deviation)
-        wanted = (self._xy - self._count * mean * mean_y) / deviation
-        weight = torch.linalg.solve(scaled + penalty * torch.eye(len(mean)), wanted) / deviation
-        return weight, mean_y - float(mean @ weight)
+        wanted = (self._xy - self._count * mean.outer(mean_y)) / deviation[:, None]
+        weight = torch.linalg.solve(scaled + penalty * torch.eye(len(mean)), wanted)
+        weight /= deviation[:, None]
+        return weight, mean_y - mean @ weight
+
+    def main_axes(self, weight: Tensor, bias: Tensor, most: int) -> Tensor:
+        """The axes [k, most] on which what `solve` found predicts the most, orthonormal."""
+        cross = (weight.T @ self._x).outer(bias)
+        products = weight.T @ self._xx @ weight + cross + cross.T
+        products += self._count * bias.outer(bias)
+        axes: Tensor = torch.linalg.eigh(products).eigenvectors[:, -most:]
+        return axes
 
 
 class ScorerTrainer:
@@ -146,7 +155,7 @@ class ScorerTrainer:
             raise ModelError(no_attention_reason(model))
         self._model = model
         self._layers = options.layers or default_layers(layer_count(model.module))
-        _check_layers(self._layers, layer_count(model.module))
+        check_layers(self._layers, layer_count(model.module))
         self._path = options.out or state_map_files("scorer", model.name)[0]
         size = model.module.config.get_text_config(decoder=True).hidden_size
         self._ridge = Ridge(len(self._layers) * size)
@@ -164,7 +173,7 @@ class ScorerTrainer:
         if number % _HELD_OUT == _HELD_OUT - 1:
             self._tests.append((one.source, x, y))
         else:
-            self._ridge.add(x, y)
+            self._ridge.add(x, y[:, None])
 
     def finish(self) -> tuple[Path, list[ScorerTest]]:
         """Fit the scorer to the conversations that were read, test it, and write its file.
@@ -173,7 +182,7 @@ class ScorerTrainer:
         conversations.
         """
         weight, bias = self._ridge.solve(PENALTY)
-        scorer = Scorer(self._layers, weight.float(), torch.tensor(bias))
+        scorer = Scorer(self._layers, weight[:, 0].float(), bias[0].float())
         sources = sorted({source for source, _, _ in self._tests})
         tests = [self._tested(scorer, source) for source in sources]
         about = {
@@ -202,7 +211,8 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(count * share)) for share in (1 / 30, 1 / 3, 2 / 3)}))
 
 
-def _check_layers(layers: Sequence[int], count: int) -> None:
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise SettingError unless `layers` ascend and a model with `count` layers has them."""
     for one in layers:
         if not 1 <= one <= count:
             raise SettingError(f"layers can't include {one}; allowed: 1 to {count}")
@@ -223,7 +233,7 @@ def collect_conversations(
         "generated": _synthetic(rng),
     }
     for source, rounds in talk.items():
-        for one in _cut(rounds, template, length):
+        for one in cut_into_conversations(rounds, template, length):
             if left <= 0:
                 return
             yield ScorerConversation(one, source)
@@ -237,7 +247,7 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
         yield from zip(said[::2], said[1::2], strict=False)
 
 
-def _cut(
+def cut_into_conversations(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
     """Turn a stream of rounds into conversations of at most `length` tokens, and yield each."""

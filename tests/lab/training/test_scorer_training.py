@@ -42,8 +42,9 @@ def test_ridge_is_least_squares_with_the_penalty_as_further_rows(penalty: float)
     y = x @ [2.0, -1.0, 0.1, 0.0, 0.0] + random.normal(size=200) + 5
     ridge = Ridge(5)
     for part in np.array_split(np.arange(200), 7):
-        ridge.add(torch.from_numpy(x[part]), torch.from_numpy(y[part]))
-    weight, bias = ridge.solve(penalty)
+        ridge.add(torch.from_numpy(x[part]), torch.from_numpy(y[part, None]))
+    weights, biases = ridge.solve(penalty)
+    weight, bias = weights[:, 0], float(biases[0])
     scale = np.where(x.std(0) > 1e-9, x.std(0), 1)
     standardised = (x - x.mean(0)) / scale
     rows = np.vstack([standardised, np.eye(5) * penalty**0.5])

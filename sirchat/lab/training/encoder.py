@@ -1,0 +1,309 @@
+"""Trains a sentence encoder for any model: a linear map from its hidden states to a teacher's.
+
+The teacher is a small sentence encoder such as all-MiniLM-L6-v2. The map is ridge regression from
+the mean states of a sentence's tokens to the teacher's vector of the sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.lab.studies.reading import ask, whole_round
+from sirchat.lab.training.paraphrases import PARAPHRASES
+from sirchat.lab.training.scorer import (
+    Ridge,
+    ScorerConversation,
+    ScorerOptions,
+    check_layers,
+    collect_conversations,
+    cut_into_conversations,
+)
+from sirchat.lab.training.statements import StatementTest, learn_kinds
+from sirchat.memory.ledger import Role
+from sirchat.models.encoder import Encoder
+from sirchat.models.load import load_model
+from sirchat.models.model import LoadedModel
+from sirchat.models.sentence_encoder import SentenceEncoder
+from sirchat.models.state_map import layer_count, recorded_states, side_by_side
+from sirchat.paths import state_map_files
+from sirchat.text.detokenizer import SentenceEnds, TokenTexts
+from sirchat.text.template import Template
+
+TEACHER = "sentence-transformers/all-MiniLM-L6-v2"
+SIZE = 192  # numbers in a vector: of the map's outputs, the directions in which sentences differ
+PENALTY = 0.2  # of the ridge regression, for each sentence
+
+_SHORTEST, _LONGEST = 3, 60  # tokens of a sentence that is learned from
+_WRITTEN = 200  # most tokens of a text that the model writes
+_FOUND = 3  # a question finds a fact that is among so many best sentences
+_PROMPTS = (
+    "Write a chat between two friends about {}.",
+    "Tell me a short story about {}, in the first person.",
+    "Write ten questions that a friend could ask me about {}.",
+    "Write ten short sentences in which somebody says something about {} and their own life.",
+    "Write a short letter to a friend about {}, with names, dates and places.",
+)
+_TOPICS = [
+    "family",
+    "work",
+    "a journey",
+    "food",
+    "a pet",
+    "health",
+    "music",
+    "the weather",
+    "a wedding",
+    "school",
+    "money",
+    "the garden",
+    "sport",
+    "a film",
+    "a book",
+    "a car",
+    "neighbours",
+    "a holiday",
+    "shopping",
+    "a birthday",
+    "a doctor",
+    "a new house",
+    "a hobby",
+    "cooking",
+    "a train",
+    "an accident",
+    "a friend",
+    "children",
+    "the sea",
+    "clothes",
+    "a computer",
+    "a dream",
+    "the weekend",
+    "a job interview",
+    "an old letter",
+    "a restaurant",
+    "the news",
+    "a party",
+    "a bicycle",
+    "languages",
+    "a concert",
+    "painting",
+    "an illness",
+    "the mountains",
+    "a phone",
+    "a secret",
+    "a gift",
+    "animals",
+    "history",
+    "the city",
+    "a village",
+    "sleep",
+    "exercise",
+    "a lost key",
+    "a meeting",
+    "the boss",
+    "a promise",
+    "the bank",
+    "a mistake",
+    "a museum",
+    "winter",
+    "a flight",
+    "dancing",
+    "a game",
+]
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """The options of `sirchat train encoder`."""
+
+    model: str  # name of the model whose states are encoded
+    teacher: str = TEACHER  # folder or name of the sentence encoder to learn from
+    # files of conversations; if they have fewer than `tokens` tokens, half of the rest is synthetic
+    # dialogue, and the model writes the other half
+    data: tuple[Path, ...] = ()
+    # numbers (from 1) of the layers whose states are mapped; empty for those of `encoder_layers`
+    layers: tuple[int, ...] = ()
+    tokens: int = 40_000  # number of tokens to read
+    # file of the encoder; None for the path where chats look for an encoder of the model
+    out: Path | None = None
+    seed: int = 0  # of the order of the data, of synthetic dialogue and of what the model writes
+    trust_remote_code: bool = False
+
+
+class Sentence(NamedTuple):
+    """A sentence in a conversation that a model has read."""
+
+    text: str
+    states: Tensor  # float32 [layers x d], the mean of its tokens' hidden states
+
+
+@dataclass(frozen=True)
+class EncoderTest:
+    """The share of `PARAPHRASES` whose question finds its fact among other sentences."""
+
+    found: float  # by the trained encoder
+    by_teacher: float
+    sentences: int  # that the questions were compared with
+
+
+class EncoderTrainer:
+    """Trains a sentence encoder for one model: reads conversations, then fits and tests the map.
+
+    Raises SettingError if the model lacks one of the layers in `options`.
+    """
+
+    def __init__(
+        self, model: LoadedModel, options: EncoderOptions, teacher: SentenceEncoder
+    ) -> None:
+        count = layer_count(model.module)
+        self._layers = options.layers or encoder_layers(count)
+        check_layers(self._layers, count)
+        self._model, self._options, self._teacher = model, options, teacher
+        size = model.module.config.get_text_config(decoder=True).hidden_size
+        self._ridge = Ridge(len(self._layers) * size, teacher.size)
+        self._others = list[Sentence]()  # among which the questions search
+        self._total = options.tokens
+
+    def conversations(self) -> Iterator[ScorerConversation]:
+        """Yield what is to be read, about `tokens` tokens in all; the model writes a part of it."""
+        options, model = self._options, self._model
+        most = ScorerOptions(model.name, options.data, tokens=options.tokens, seed=options.seed)
+        given = [one for one in collect_conversations(most, model) if one.source == "given"]
+        yield from given
+        left = options.tokens - sum(len(one.ids) for one in given)
+        half = ScorerOptions(model.name, tokens=left // 2, seed=options.seed)
+        yield from collect_conversations(half, model)
+        template, rng = Template(model.tokenizer, model.anchors), Random(f"{options.seed}")
+        for rounds in cut_into_conversations(written(model, rng), template, 1000):
+            if left <= 0:
+                return
+            yield ScorerConversation(rounds, "generated")
+            left -= 2 * sum(len(one.ids) for one in rounds)
+
+    def read(self, conversation: ScorerConversation) -> None:
+        """Let the model read a conversation, and learn from its sentences."""
+        found = sentences(self._model, conversation, self._layers)
+        if not found:
+            return
+        wanted = self._teacher.vectors([one.text for one in found])
+        self._ridge.add(torch.stack([one.states for one in found]), wanted)
+        self._others += found[::4]
+
+    def finish(self) -> tuple[Path, EncoderTest, list[StatementTest]]:
+        """Fit the encoder and what tells statements by its vectors, and write its file.
+
+        Returns the path of the file, and the results of the tests.
+        """
+        ridge = self._ridge
+        weight, bias = ridge.solve(PENALTY * ridge.count)
+        axes = ridge.main_axes(weight, bias, SIZE)  # [K, D]
+        encoder = Encoder(self._layers, (weight @ axes).float(), (bias @ axes).float())
+        test = self._tested(encoder)
+        about = {
+            "model": self._model.name,
+            "teacher": Path(self._teacher.name).name,
+            "sentences": str(ridge.count),
+            "found": f"{test.found:.2f}",
+        }
+        talk = _encoded(encoder, self._others)
+        (hidden, kinds), told = learn_kinds(replace(self._model, encoder=encoder), talk)
+        encoder = replace(encoder, about=about, hidden=hidden, kinds=kinds)
+        path = self._options.out or state_map_files("encoder", self._model.name)[0]
+        encoder.save(path)
+        return path, test, told
+
+    def _tested(self, encoder: Encoder) -> EncoderTest:
+        model, others = self._model, self._others[:1000]
+        template = Template(model.tokenizer, model.anchors)
+        told = [
+            whole_round(template, fact, "I see.", first=not number)
+            for number, (fact, _) in enumerate(PARAPHRASES)
+        ]
+        read = sentences(model, ScorerConversation(told, "given"), encoder.layers)
+        facts = [next(one for one in read if one.text == fact) for fact, _ in PARAPHRASES]
+        asked = []
+        for _, question in PARAPHRASES:
+            ids = template.opening(question)[1]
+            start, end = ids.content
+            turn = ScorerConversation([ids], "given")
+            states = _states(model, turn.ids[:end], encoder.layers)[start:]
+            asked.append(Sentence(question, states.mean(0)))
+        known, both = [*facts, *others], list[float]()
+        for vectors in (partial(_encoded, encoder), self._taught):
+            scores = vectors(asked) @ vectors(known).T  # [questions, sentences]
+            own = scores.diagonal()[:, None]
+            both.append(float(((scores > own).sum(1) < _FOUND).float().mean()))
+        return EncoderTest(both[0], both[1], len(known))
+
+    def _taught(self, many: Sequence[Sentence]) -> Tensor:
+        return self._teacher.vectors([one.text for one in many])
+
+
+def _encoded(encoder: Encoder, many: Sequence[Sentence]) -> Tensor:
+    return encoder.pooled(encoder.numbers(torch.stack([one.states for one in many])))
+
+
+def encoder_layers(count: int) -> tuple[int, ...]:
+    """The layers, from 1, whose states an encoder maps: at 4, 8 and 12 fifteenths of the depth."""
+    return tuple(sorted({max(1, round(count * share / 15)) for share in (4, 8, 12)}))
+
+
+def sentences(
+    model: LoadedModel, conversation: ScorerConversation, layers: Sequence[int]
+) -> list[Sentence]:
+    """Let the model read a conversation; returns its sentences, but for very short and long ones.
+
+    What the chat template adds belongs to none of them.
+    """
+    ids, texts = conversation.ids, TokenTexts(model.tokenizer)
+    roles = [role for turn in conversation.rounds for role in turn.roles]
+    states = _states(model, ids, layers)
+    pieces, ends = texts(ids, range(len(ids))), SentenceEnds(model.tokenizer)
+    found, start = list[Sentence](), 0
+    for at, (token_id, role) in enumerate(zip(ids, roles, strict=True)):
+        is_last = at + 1 == len(ids) or roles[at + 1] != role
+        if not (ends(token_id) or is_last or "\n" in pieces[at]):
+            continue
+        text = "".join(pieces[start : at + 1]).strip()
+        if role != Role.TEMPLATE and text and _SHORTEST <= at + 1 - start <= _LONGEST:
+            found.append(Sentence(text, states[start : at + 1].mean(0)))
+        start = at + 1
+    return found
+
+
+def written(model: LoadedModel, rng: Random) -> Iterator[tuple[str, str]]:
+    """Yield rounds without end: a request for a text on some topic, and what the model writes."""
+    profile = Profile(
+        temperature=0.9,
+        top_p=0.95,
+        seed=rng.randrange(2**31),
+        max_new_tokens=_WRITTEN,
+        recall="off",
+    )
+    while True:
+        request = rng.choice(_PROMPTS).format(rng.choice(_TOPICS))
+        if text := ask(Session(model, profile), request):
+            yield request, text
+
+
+def _states(model: LoadedModel, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The hidden states [m, layers x d] of ids [m] that are read in one pass."""
+    with recorded_states(model.module, layers) as states:
+        model.read(ids, model.new_cache(len(ids)))
+    return side_by_side(states).cpu()
+
+
+def open_trainer(options: EncoderOptions) -> EncoderTrainer:
+    """Load model and teacher that `options` name, and make a trainer."""
+    teacher = SentenceEncoder(options.teacher)
+    model = load_model(options.model, trust_remote_code=options.trust_remote_code)
+    return EncoderTrainer(model, options, teacher)

@@ -1,0 +1,80 @@
+"""A sentence encoder of its own, such as all-MiniLM-L6-v2, run by transformers on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sirchat.errors import ModelError
+from sirchat.models.names import cached_folder, snapshot_of
+from sirchat.models.progress import quiet_libraries
+
+_LONGEST = 256  # tokens of a text that are read
+_AT_ONCE = 32  # texts in a pass
+_KEPT = ("config.json", "tokenizer.json")  # files without which a folder is no such encoder
+
+
+class SentenceEncoder:
+    """Makes unit vectors of texts: the mean of a transformer's last states (mean pooling).
+
+    `name` is a folder, or a model of the hub that is on this machine. Raises ModelError if it is
+    neither, or can't be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder, self.name = _folder(name), name
+        try:
+            with quiet_libraries():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+                self._module: Any = AutoModel.from_pretrained(folder, use_safetensors=True).eval()
+        except Exception as error:  # whatever transformers raises
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ModelError(f"sentence encoder {name!r} can't be loaded: {why}") from error
+
+    @property
+    def size(self) -> int:
+        """D, the length of a vector."""
+        return int(self._module.config.hidden_size)
+
+    @torch.inference_mode()
+    def vectors(self, texts: Sequence[str]) -> Tensor:
+        """The unit vectors [n, D] of texts, float32."""
+        found = torch.zeros(len(texts), self.size)
+        order = sorted(range(len(texts)), key=lambda at: len(texts[at]))  # little padding
+        for start in range(0, len(order), _AT_ONCE):
+            at = order[start : start + _AT_ONCE]
+            inputs = self._tokenizer(
+                [texts[number] for number in at],
+                padding=True,
+                truncation=True,
+                max_length=_LONGEST,
+                return_tensors="pt",
+            )
+            states = self._module(**inputs).last_hidden_state.float()  # [n, m, D]
+            mask = inputs["attention_mask"][..., None]
+            found[at] = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+        return found
+
+
+def _folder(name: str) -> Path:
+    """The files of a sentence encoder; raises ModelError if they are not on this machine."""
+    path: Path | None = Path(os.path.expanduser(name))
+    if path is None or not path.is_dir():
+        path = snapshot_of(cached_folder(name)) if name.count("/") == 1 else None
+    if path is None:
+        hint = f"to download it: sirchat models pull {name}" if name.count("/") == 1 else ""
+        raise ModelError(
+            f"sentence encoder {name!r} is neither a folder nor a model on this machine", hint=hint
+        )
+    missing = [file for file in _KEPT if not (path / file).is_file()]
+    if missing:
+        raise ModelError(f"sentence encoder {name!r} lacks {', '.join(missing)}")
+    return path

@@ -1,0 +1,95 @@
+"""Training a sentence encoder: what it learns from, the fit, and the file that a chat uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from chatting import tiny
+from sentence_encoders import write_sentence_encoder
+from sirchat.errors import SettingError
+from sirchat.lab.commands.train import train_app
+from sirchat.lab.studies.reading import whole_round
+from sirchat.lab.training import encoder as training
+from sirchat.lab.training.encoder import EncoderOptions, open_trainer, sentences
+from sirchat.lab.training.scorer import Ridge, ScorerConversation
+from sirchat.models.load import load_model
+from sirchat.paths import state_map_files, tiny_dir
+from sirchat.text.template import Template
+
+
+def test_sentences_are_split_without_the_templates_tokens_and_get_their_tokens_mean() -> None:
+    model = tiny()
+    template = Template(model.tokenizer)
+    said = [("I live in Rome. It is hot!", "Oh, I see."), ("And you?\nWhere is it", "Here (now).")]
+    rounds = [whole_round(template, *one, first=not at) for at, one in enumerate(said)]
+    conversation = ScorerConversation(rounds, "given")
+    found = sentences(model, conversation, (1, 2))
+    texts = [one.text for one in found]
+    assert set(texts) >= {"I live in Rome.", "It is hot!", "Oh, I see.", "Where is it"}
+    assert all(mark not in text for text in texts for mark in ("<", ">", "\n"))
+    with torch.inference_mode():
+        read = AutoModelForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)(
+            torch.tensor([conversation.ids]), output_hidden_states=True
+        )
+    states = torch.cat([read.hidden_states[1][0], read.hidden_states[2][0]], 1)
+    for one in found:
+        ids = conversation.ids
+        spans = [
+            (start, end)
+            for start in range(len(ids))
+            for end in range(start + 3, min(len(ids), start + 30) + 1)
+            if model.tokenizer.decode(ids[start:end]).strip() == one.text
+        ]
+        assert any(
+            torch.allclose(states[start:end].mean(0), one.states, atol=2e-2) for start, end in spans
+        )
+
+
+def test_ridge_predicts_several_numbers_as_it_does_one_and_finds_their_main_axes() -> None:
+    random = np.random.default_rng(0)
+    x, y = (torch.from_numpy(random.normal(1, 2, (60, n))) for n in (4, 3))
+    both = Ridge(4, 3)
+    both.add(x, y)
+    weight, bias = both.solve(2.0)
+    for at in range(3):
+        one = Ridge(4)
+        one.add(x, y[:, [at]])
+        alone, bias_alone = one.solve(2.0)
+        torch.testing.assert_close(weight[:, [at]], alone)
+        torch.testing.assert_close(bias[[at]], bias_alone)
+    axes = both.main_axes(weight, bias, 2)
+    _, _, wanted = torch.linalg.svd(x @ weight + bias, full_matrices=False)
+    torch.testing.assert_close(axes @ axes.T, wanted[:2].T @ wanted[:2])
+
+
+def test_the_command_writes_an_encoder_that_a_chat_then_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(training, "SIZE", 8)
+    monkeypatch.setattr(
+        training, "written", lambda model, rng: iter([("Say something.", "I like tea. Do you?")])
+    )
+    teacher = write_sentence_encoder(tmp_path / "teacher")
+    ran = CliRunner().invoke(
+        train_app,
+        ["encoder", "--model", "tiny", "--teacher", str(teacher), "--tokens", "1000"],
+    )
+    assert ran.exception is None
+    path = state_map_files("encoder", "tiny")[0]
+    assert ran.stdout == f"{path}\n"
+    assert "of paraphrases among" in ran.stderr
+    encoder = load_model("tiny").encoder
+    assert (encoder.size, encoder.about["teacher"]) == (8, "teacher")
+
+
+def test_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    teacher = str(write_sentence_encoder(tmp_path))
+    with pytest.raises(SettingError, match="layers can't"):
+        open_trainer(EncoderOptions("tiny", teacher, layers=(0,)))
