@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatting import babbler, session
+from saved_chats import Chat
 from sirchat.chat.events import Event, Notice
 from sirchat.chat.session import Session
 from sirchat.models.load import load_model
+from sirchat.saved.resume import resume_session
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
 from statement_telling import OTHERS, RULE, telling
 
 LINE = f'pinned your instruction "{RULE}": /unpin "{RULE}" lets go'
@@ -86,6 +91,20 @@ def test_where_pins_have_no_room_it_says_so_and_pins_nothing() -> None:
     (said,) = ask(chat, RULE)
     assert said.startswith(f'your instruction "{RULE}" is not pinned: ')
     assert pinned(chat) == before
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
+    folder: Path, rebuild: bool
+) -> None:
+    chat = Chat(telling(), policy="sink", budget=128)
+    chat.say(RULE, "Hello.", "Call me Priya from now on.", *OTHERS)
+    chat.do(f'/unpin "{RULE}"')
+    chat.saved_chat.close()
+    again = session(telling(), policy="sink", budget=128)
+    with SessionStore.open(find_session(folder, "last")) as store:
+        resume_session(again, store, rebuild=rebuild)
+    assert pinned(again) == pinned(chat.session) == "Call me Priya from now on."
 
 
 def test_a_long_text_has_no_rules_for_the_model() -> None:
