@@ -119,6 +119,7 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
     )
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
+    yield Finding("sentence encoder", _encoder(model))
     yield Finding("cache", _cache_type(model))
     yield from _memory(model)
     if (how := matmul_method_of(model.module)) is not None:
@@ -128,6 +129,16 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
     use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
+
+
+def _encoder(model: LoadedModel) -> str:
+    """By what recall finds what is said in other words."""
+    encoder = model.encoder
+    if not encoder.layers:
+        return f"none; sirchat train encoder --model {model.name} makes one"
+    layers = ", ".join(map(str, encoder.layers))
+    learned = f", learned from {encoder.about['teacher']}" if "teacher" in encoder.about else ""
+    return f"the model's own states after layers {layers}, {encoder.size} numbers{learned}"
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
