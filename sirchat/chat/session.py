@@ -226,7 +226,8 @@ class Session:
             is_unanswered = state.in_round and state.header == []
             system, ids = None, self.template.user(text, after_user=is_unanswered)
         ids = self.template.before(ids, before)
-        self._engine.residency.end_recall()  # of a turn that was not answered
+        moves = self._engine.residency.end_recall()  # of a turn that was not answered
+        yield from self._events.moved(state.last_turn, moves)
         self._check_room(ids, system)
         self._note_undo_point(text)
         if self._engine.settings.recall is None:  # else it drops them when it has pooled them

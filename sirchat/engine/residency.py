@@ -204,27 +204,23 @@ class Residency:
         layers = layers if layers and len(layers[0]) else ()
         if not (len(chosen) or layers or focused):
             return moves
-        rows = self.view_of(held)
-        stays = rows.protected.numpy() | np.isin(held, chosen)
-        is_over = self.settings.evict == "between-turns"  # the turn may exceed the budget
+        stays = self.view_of(held).protected.numpy() | np.isin(held, chosen)
         restored = np.setdiff1d(chosen, held)
         added = len(restored) + (len(layers[0]) if layers else 0)
         most = division.total - added
         if stays.sum() > most:
             raise ValueError(f"{added} tokens can't be recalled within budget {division.total}")
-        if focused and len(held):
-            own = held[stays | (rows.round == ledger.column("round")[-1]).numpy()]
-        else:
-            own = self._keep_most(held, stays, most if is_over else most - to_come)
-        if len(own) > most:
-            own = self._keep_most(own, np.isin(own, held[stays]), most)
+        if focused or self.settings.evict == "between-turns":  # when the turn may exceed the budget
+            to_come = 0
+        rounds = ledger.column("round")[held]
+        near = held[stays | (rounds == rounds.max(initial=0))] if focused else held
+        own = self._keep_most(near, np.isin(near, held[stays]), most - to_come)
         order = np.argsort(np.arange(len(chosen)) if scores is None else scores, kind="stable")
         aside = np.setdiff1d(held, own, assume_unique=True)
-        self._last_pass = None
-        held = np.union1d(own, restored)
-        wanted = chosen[order]
         self._reread(restored)
-        return moves + self._apply_selection(Selection(held, restored, layers, aside, wanted))
+        self._last_pass, held = None, np.union1d(own, restored)
+        selection = Selection(held, restored, layers, aside, chosen[order])
+        return moves + self._apply_selection(selection)
 
     def end_recall(self) -> list[EvictedRows]:
         """End a round: recalled tokens leave, and those that stepped aside are back.
@@ -329,7 +325,7 @@ class Residency:
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
         """
-        held = np.intersect1d(positions, self._ledger.held_positions)
+        held = np.intersect1d(positions, self._policy_positions())
         is_new = ~np.isin(held, self._ledger.pinned_positions)
         self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()))
         self._ledger.pin(held, True)
