@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "config": {"memory"},
     "models": {"text", "config", "memory"},
     "engine": {"models", "memory"},
-    "recall": {"engine", "models", "memory"},
+    "recall": {"text", "engine", "models", "memory"},
     "chat": CHAT,
     "saved": {"chat", *CHAT},
     "ui": SAVED,

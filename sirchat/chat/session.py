@@ -101,7 +101,7 @@ class Session:
         self.ledger = self._engine.ledger
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points: list[UndoPoint] = []
-        self.recall = Recall(self._engine, self.model)
+        self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of the sentences that `facts` looked at
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
@@ -239,12 +239,12 @@ class Session:
         state.attempt, state.in_round, state.header = 0, True, ids.header
         turn = self._begin_turn("user")
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        texts = [turn.text for turn in self.turns]
+        generated = {at for at, one in enumerate(self.turns) if one.is_generated}
         after = closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *closing]
         with self._recall_ends_at_error():
-            recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, text, texts)
+            recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, generated)
             if recollection is not None:
                 turn.stats.seconds_prefill += recollection.seconds
                 yield from self._events.recalled(turn.stats.index, recollection)

@@ -30,6 +30,7 @@ FIXED = (
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
 _RETIRED = {"recall_index"}  # settings that are gone; in a saved chat or profile they do nothing
+_FORMER_RETRIEVERS = {"bm25": "words", "hybrid": "words"}
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
@@ -39,6 +40,8 @@ def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {
         FORMER_NAMES.get(key, key): value for key, value in values.items() if key not in _RETIRED
     }
+    if isinstance(recall := renamed.get("recall"), str):
+        renamed["recall"] = _FORMER_RETRIEVERS.get(recall, recall)
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
         renamed["evict"] = _FORMER_EVICT.get(evict, evict)
@@ -249,11 +252,11 @@ class Profile(BaseModel):
         if self.archive == "off":
             rule = "recall requires archive=ram or archive=disk"
             raise _conflict(rule, "recall", "archive")
-        if self.recall_query == "recent" and (retriever.needs_queries or retriever.needs_words):
+        if self.recall_query == "recent" and (retriever.needs_queries or retriever.finds_passages):
             rule = f"recall {self.recall} requires recall_query=turn"
             raise _conflict(rule, "recall", "recall_query")
-        if self.recall_scope == "layer" and retriever.needs_words:
-            rule = f"recall {self.recall} compares words, so it requires recall_scope=token"
+        if self.recall_scope == "layer" and retriever.finds_passages:
+            rule = f"recall {self.recall} finds passages, so it requires recall_scope=token"
             raise _conflict(rule, "recall", "recall_scope")
 
 

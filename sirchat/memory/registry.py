@@ -87,4 +87,4 @@ class Registry:
 # Named here, because settings are checked below the room `recall`.
 RETRIEVERS = Registry("retriever", "sirchat.recall.retrievers", "sirchat.retrievers")
 # What the setting `recall: on` uses: it restored most of the tokens that real questions need.
-BEST_RETRIEVER = "words"
+BEST_RETRIEVER = "meaning"

@@ -12,3 +12,4 @@ class RecalledTurn:
     turn: int  # its index
     tokens: int  # how many of them recall restored
     words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared
+    text: str = ""  # of its passage that fits best; empty if not compared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.ledger import Ledger
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.memory.rope import unrotated
 from sirchat.models.attention_hook import LayerQueries
@@ -28,8 +28,6 @@ class Query:
     key_values: KeyValues  # empty if the retriever needs none
     layer_queries: Sequence[LayerQueries] = ()  # of the turn; empty if not recorded
     of_template: NDArray[np.bool_] | None = None  # mask [m] of the template's tokens, if known
-    # A score for each earlier turn, by the words that it shares; empty if not needed.
-    words: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     start: int = 0  # stream position of the new turn's first token
 
     def of_layer(self, layer: int) -> LayerQueries:
@@ -67,18 +65,6 @@ class Candidates:
     def query_pair(self, layer: int) -> tuple[Tensor, Tensor]:
         """The query's keys and values [H, m, D] in one layer, not rotated."""
         return _pair(self.query.key_values, layer, self.rotations[layer])
-
-    @property
-    def turns(self) -> NDArray[np.int64]:
-        """The number of each token's turn [n]."""
-        turns: NDArray[np.int64] = self.ledger.column("turn")[self.positions]
-        return turns
-
-    @property
-    def of_template(self) -> NDArray[np.bool_]:
-        """Mask [n] of the chat template's tokens."""
-        mask: NDArray[np.bool_] = self.ledger.column("role")[self.positions] == Role.TEMPLATE
-        return mask
 
     def random_numbers(self) -> NDArray[np.float64]:
         """A number in [0, 1) for each token [n]; the same turn gets the same numbers."""

@@ -1,15 +1,13 @@
 """Recall of one chat: before each turn, it restores the archived tokens that fit the turn.
 
-For the search the model reads the turn once, which is then undone. A retriever that compares only
-words needs no such reading, nor does the setting `recall_query: recent`.
+Passages are found by words and meaning. For another retriever the model reads the turn once, which
+is then undone, or nothing with the setting `recall_query: recent`.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,28 +18,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import TurnRef
+from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.models.attention_hook import LayerQueries, QueryRecorder
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates, Query
+from sirchat.recall.passage_search import (
+    FLOOR,
+    PassageSearch,
+    Scores,
+    Sought,
+    asked_spans,
+    best_first,
+    rows_of,
+)
 from sirchat.recall.retrievers import retriever
-from sirchat.recall.retrievers.base import Retriever, WordRetriever
-from sirchat.recall.wide_index import WideIndex
-from sirchat.recall.word_index import TurnIndex, WordIndex
-from sirchat.recall.word_vectors import WordVectors
+from sirchat.recall.retrievers.base import PassageRetriever
+from sirchat.text.detokenizer import Texts
 
-_NO_WORDS = np.zeros(0)
-_TURNS_AT_ONCE = 32
-# Of the best score, of the score of either turn beside it, of the best score after the best turn.
-# The first two were chosen with SmolLM2 and 80 facts in 4,000 tokens of real talk (seed 1, budget
-# 256): replies named the fact in 0.26 of the cases, and in 0.12 if turns were restored as long as
-# there was room. In both cases, the right reply was the likeliest of four in 0.81. Stricter numbers
-# did as well there, but would have found less evidence for questions about LoCoMo and Realtalk. The
-# rule for newer turns finds 0.94 of 64 corrections, and without it 0.83.
-_LEAST_SHARE, _BESIDE, _LEAST_NEWER = 0.6, 0.8, 0.5
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,35 @@ class Recollection:
     problem: str = ""
 
 
-class Recall:
-    """Restores archived tokens that fit a new turn, to the KV cache of one engine."""
+@dataclass(frozen=True)
+class FoundPassages:
+    """The passages that fit a message: their tokens, held or archived, and how well they fit.
 
-    def __init__(self, engine: Engine, model: LoadedModel) -> None:
-        self._engine, self._model = engine, model
+    `best` is the highest score of any passage, in standard deviations, and `best_per_word` the same
+    by the words of the message that tell something.
+    """
+
+    result: SearchResult
+    passages: tuple[int, ...]  # numbers, best first
+    message: Sought
+    best: float
+    best_per_word: float
+
+
+class Recall:
+    """Restores archived tokens that fit a new turn, to the KV cache of one engine.
+
+    `found` is what the last search for passages found; None if there was none.
+    """
+
+    def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
+        self._engine, self._model, self._texts = engine, model, texts
         self._scores: dict[int, float] = {}  # of the last recall, by position
-        self._restored = np.zeros(0, np.int64)  # by the last recall
-        self._shared: dict[int, tuple[str, ...]] = {}  # words of the last recall, by turn
-        self._index: TurnIndex = WordIndex()
+        self._restored = _NONE  # by the last recall
+        self._turns: tuple[RecalledTurn, ...] = ()
+        self.found: FoundPassages | None = None
+        self.search = PassageSearch(texts, model.tokenizer)
+        self._note_wish()
 
     @property
     def scores(self) -> dict[int, float]:
@@ -77,66 +94,161 @@ class Recall:
     @property
     def turns(self) -> tuple[RecalledTurn, ...]:
         """The turns with tokens restored for the last turn, in order."""
-        counts = Counter(self._engine.ledger.column("turn")[self._restored].tolist())
-        return tuple(
-            RecalledTurn(turn, counts[turn], self._shared.get(turn, ())) for turn in sorted(counts)
-        )
+        return self._turns
 
     def undo(self) -> None:
-        """Drop what the last recall found: its turn was undone."""
-        self._scores, self._restored, self._shared = {}, self._restored[:0], {}
+        """Drop what the last recall found, and the passages read since: the turn was undone."""
+        self._scores, self._restored, self._turns, self.found = {}, _NONE, (), None
+        self.search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
-        """Drop all words of the chat; the next search by words reads its texts again."""
-        self._index = WordIndex()
+        """Drop the words and vectors of erased tokens; the next search reads the texts again."""
+        self.search.erase(self._engine.ledger)
         self.undo()
+
+    def update(self) -> None:
+        """Take in the passages of the complete turns that were read since the last update."""
+        ledger, encoder = self._engine.ledger, self._model.encoder
+        self._note_wish()
+
+        def vector_of(start: int, end: int) -> Tensor | None:
+            mean = ledger.token_vectors.mean(start, end)
+            return None if mean is None else encoder.pooled(mean.cpu())
+
+        self.search.update(ledger, vector_of)
+        ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
         self,
         ids: Sequence[int],
         roles: Sequence[Role],
         at: TurnRef,
-        text: str,
-        texts: Sequence[str],
+        generated: Collection[int] = (),
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
-        The new turn has `ids`, `roles` and `text`, and is read after this; `texts` are those of all
-        turns, the last one empty. Returns None if recall is off.
+        The new turn has `ids` and `roles`, and is read after this; `generated` are the turns that
+        the model wrote itself. Returns None if recall is off.
         """
         engine, recall = self._engine, self._engine.settings.recall
+        self.update()
         if recall is None:
             return None
-        residency, start = engine.residency, time.perf_counter()
-        released, result, problem = self._restored, None, ""
-        needs = retriever(recall.retriever)
-        by_words = isinstance(needs, WordRetriever)
-        is_something_evicted = engine.resident != engine.ledger.seen
-        self._shared, words = {}, np.zeros(0)
+        start, released, result, problem = time.perf_counter(), self._restored, None, ""
+        self.found = None
         try:
-            # A retriever that compares no words reads the turn first, which may evict tokens.
-            if is_something_evicted or not by_words:
-                if needs.needs_words:
-                    words = self._index_for(needs).scores(texts, text)
-                result = search(engine, self._model, ids, roles, at, words)
+            # Another retriever reads the turn first, which may evict tokens.
+            if not isinstance(retriever(recall.retriever), PassageRetriever):
+                result = search(engine, self._model, ids, roles, at)
+            elif engine.resident != engine.ledger.seen:
+                self.found = self.find(
+                    ids, roles, engine.residency.recall_room(len(ids)), generated
+                )
+                result = self.found.result
         except LookupError as error:
             problem = str(error)
         if result is not None:
             restore(engine, result, len(ids))
-        self._restored = restored = residency.recalled_positions
+        self._restored = restored = engine.residency.recalled_positions
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
-        if len(words):
-            self._shared = self._index.shared_words([each.turn for each in self.turns], text)
+        self._turns = self._describe(restored)
         seconds = time.perf_counter() - start
         return Recollection(scores, self.turns, released, seconds, problem)
 
-    def _index_for(self, needs: Retriever) -> TurnIndex:
-        if needs.wide_words and not isinstance(self._index, WideIndex):
-            self._index = WideIndex(WordVectors(self._model))
-        elif not needs.wide_words and not isinstance(self._index, WordIndex):
-            self._index = WordIndex()
-        return self._index
+    def find(
+        self,
+        ids: Sequence[int],
+        roles: Sequence[Role],
+        room: int,
+        generated: Collection[int] = (),
+    ) -> FoundPassages:
+        """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
+
+        If they leave some room, those that fit the first ones get it. With a number in the setting
+        `recall_n`, the best come back however low they score.
+        """
+        search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
+        message, is_auto = self._message(ids, roles), recall is None or recall.n is None
+        scores = search.scores(message, generated)
+        chosen = self._take(scores, FLOOR if is_auto else -np.inf, room)
+        left = room - sum(len(rows) for rows, _ in chosen.values())
+        if chosen and is_auto and left > 0:
+            second = search.scores_of_second_round(ledger, chosen, message, generated)
+            chosen |= self._take(second, FLOOR, left)
+        positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
+        of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
+        order = np.argsort(positions)
+        result = SearchResult(
+            positions[order], torch.from_numpy(np.concatenate([np.zeros(0), *of_rows])[order])
+        )
+        best = float(scores.max(initial=0.0))
+        words = max(1, len(search.telling_words(message.text)))
+        return FoundPassages(result, tuple(chosen), message, best, best / words)
+
+    def _message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
+        """What is looked for in a turn; its vector is that of its text, read by itself."""
+        said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
+        pieces = self._texts([ids[at] for at in said], said)
+        spans = asked_spans(pieces)
+        sentences = tuple("".join(pieces[start:end]) for start, end in spans)
+        if not (self._by_meaning() and said):
+            return Sought(sentences)
+        asked = [ids[at] for start, end in spans for at in said[start:end]]
+        header = list(ids[: said[0]])
+        return Sought(sentences, self._model.encode([*header, *asked], len(header)).numpy())
+
+    def _take(self, scores: Scores, floor: float, room: int) -> dict[int, tuple[Positions, float]]:
+        """The best passages that fit into the room, by number: their tokens, and their scores.
+
+        Of one that does not fit, the beginning is taken if it is the first, and then no other.
+        """
+        taken = dict[int, tuple[Positions, float]]()
+        for number in best_first(scores, floor).tolist():
+            rows = self._can_be_held(rows_of(self.search.passages.rows[number : number + 1]))
+            if len(rows) > room and taken:
+                continue
+            if len(rows):
+                taken[number] = rows[:room], float(scores[number])
+                room -= len(taken[number][0])
+            if room <= 0:
+                break
+        return taken
+
+    def _can_be_held(self, rows: Positions) -> Positions:
+        """Those of the tokens at these positions that are held or may return."""
+        flags = self._engine.ledger.column("flags")[rows]
+        there: Positions = rows[flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0]
+        return there
+
+    def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
+        """The turns of restored tokens, with the words and the text of each one's best passage."""
+        of_tokens = self._engine.ledger.column("turn")[restored]
+        turns, counts = np.unique(of_tokens, return_counts=True)
+        best = dict[int, tuple[tuple[str, ...], str]]()
+        if self.found is not None:
+            rows, ledger = self.search.passages.rows, self._engine.ledger
+            for number in self.found.passages:
+                text = self.search.passages.texts(ledger, number, number + 1)[0]
+                words = self.search.shared_words(text, self.found.message)
+                best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
+        return tuple(
+            RecalledTurn(turn, count, *best.get(turn, ((), "")))
+            for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
+        )
+
+    def _note_wish(self) -> None:
+        """Have the encoder's numbers recorded of what is read next, if passages need them."""
+        self._engine.ledger.token_vectors.wanted = self._by_meaning()
+
+    def _by_meaning(self) -> bool:
+        recall: RecallSettings | None = self._engine.settings.recall
+        found = None if recall is None else retriever(recall.retriever)
+        return isinstance(found, PassageRetriever) and found.by_meaning and self._has_encoder
+
+    @property
+    def _has_encoder(self) -> bool:
+        return bool(self._model.encoder.layers)
 
 
 def search(
@@ -145,29 +257,24 @@ def search(
     ids: Sequence[int],
     roles: Sequence[Role],
     at: TurnRef,
-    words: NDArray[np.float64] = _NO_WORDS,
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
-    `words` has a score for each earlier turn, which some retrievers need. Returns None if no token
-    can be restored; raises LookupError if the model's queries don't fit its KV cache.
+    Returns None if no token can be restored; raises LookupError if the model's queries don't fit
+    its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
     room = engine.residency.recall_room(len(ids))
     if recall is None or not room:
         return None
     needs = retriever(recall.retriever)
-    if needs.needs_words and not len(words):
-        raise ValueError("this retriever needs a score for each turn by its words")
-    if isinstance(needs, WordRetriever):
-        return tokens_of_best_turns(engine, words, room, is_auto=recall.n is None)
     longest = engine.budget  # of a longer turn only the end is read
     fits = engine.resident + len(ids) <= longest
     if fits and not engine.ledger.archived_count:
         return None
     if not needs.needs_turn or recall.query == "recent":
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
-        return _score_archived(engine, model, recent, start, words)
+        return _score_archived(engine, model, recent, start)
     checkpoint, unused = engine.checkpoint(), nullcontext(QueryRecorder())
     with engine.store.unlimited():
         try:
@@ -176,7 +283,7 @@ def search(
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
             queries = recorder.queries(model.rotations)
-            result = _score_archived(engine, model, turn, start, words, queries)
+            result = _score_archived(engine, model, turn, start, queries)
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, result) if recall.scope == "layer" else result
@@ -249,43 +356,6 @@ def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Posit
     return np.sort(np.fromiter(chosen, np.int64, len(chosen)))
 
 
-def tokens_of_best_turns(
-    engine: Engine, scores: NDArray[np.float64], room: int, *, is_auto: bool
-) -> SearchResult | None:
-    """The archived tokens of the turns with the highest `scores` [turns]; None without any.
-
-    Turns are added, the newer of equal ones first, until they are `room` tokens; with `is_auto`
-    only turns that fit the new one (`_fitting_turns`).
-    """
-    ledger = engine.ledger
-    turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
-    positions, of_token, count = list[Positions](), list[NDArray[np.float64]](), 0
-    which = np.flatnonzero(_fitting_turns(scores)) if is_auto else np.arange(len(scores))
-    best = which[::-1][np.argsort(-scores[which][::-1], kind="stable")]
-    # Only the tokens of these turns are looked at, so the time does not grow with the archive.
-    for at in range(0, len(best), _TURNS_AT_ONCE):
-        if count >= room:
-            break
-        some = best[at : at + _TURNS_AT_ONCE]
-        bounds = [(bisect_left(turns, turn), bisect_left(turns, turn + 1)) for turn in some]
-        tokens = np.concatenate([np.arange(start, end) for start, end in bounds])
-        score = np.repeat(scores[some], [end - start for start, end in bounds])
-        flags = ledger.column("flags")[tokens]
-        can_return = (
-            (ledger.column("state")[tokens] != int(State.HELD))
-            & (ledger.column("role")[tokens] != int(Role.TEMPLATE))  # it has no content
-            & (flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0)
-        )
-        positions.append(tokens[can_return])
-        of_token.append(score[can_return])
-        count += len(positions[-1])
-    if not count:
-        return None
-    joined = np.concatenate(positions)
-    order = np.argsort(joined)
-    return SearchResult(joined[order], torch.from_numpy(np.concatenate(of_token)[order]))
-
-
 def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float, ...]:
     if result is None or not len(positions):
         return ()
@@ -298,7 +368,6 @@ def _score_archived(
     model: LoadedModel,
     rows: NDArray[np.int64],
     start: int,
-    words: NDArray[np.float64],
     layer_queries: Sequence[LayerQueries] = (),
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
@@ -312,7 +381,7 @@ def _score_archived(
     positions = ledger.held_positions[rows]
     of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
     of_template = ledger.column("role")[positions] == Role.TEMPLATE
-    query = Query(of_query, layer_queries, of_template, words, start)
+    query = Query(of_query, layer_queries, of_template, start)
     candidates = Candidates(archive, archived, query, model.rotations, ledger)
     scores = retriever(recall.retriever).score(candidates)
     if recall.soft:
@@ -339,16 +408,3 @@ def _still_archived(engine: Engine, result: SearchResult | None) -> SearchResult
         return None
     which = torch.from_numpy(there)
     return SearchResult(result.positions[there], result.scores[which], result.layers[:, which])
-
-
-def _fitting_turns(scores: NDArray[np.float64]) -> NDArray[np.bool_]:
-    # Which turns [n] fit: the others distract the model. A turn after the best one may correct it:
-    # it needs only half of the best score, if no turn beside it has a higher score than itself.
-    best, beside = scores.max(initial=0.0), np.zeros_like(scores)
-    beside[:-1] = scores[1:]
-    beside[1:] = np.maximum(beside[1:], scores[:-1])
-    is_newer = np.arange(len(scores)) > np.flatnonzero(scores == best).max(initial=-1)
-    may_correct = is_newer & (scores >= _LEAST_NEWER * best) & (scores >= beside)
-    is_high = (scores >= _LEAST_SHARE * best) & (scores >= _BESIDE * beside)
-    fits: NDArray[np.bool_] = (may_correct | is_high) & (scores > 0)
-    return fits

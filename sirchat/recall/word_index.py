@@ -1,21 +1,19 @@
-"""An index of the words in a conversation: BM25 says how well earlier turns fit a new turn."""
+"""An index of the words of a chat: BM25 says how well its passages fit the words of a message."""
 
 from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.recall.retrievers.base import with_neighbours
-
-# English words that tell little by themselves, in lower case.
+# English words that tell little by themselves, in lower case; recall itself needs no such list.
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -27,14 +25,24 @@ STOP_WORDS = frozenset(
     )
 )
 
-_SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
-_WORD = re.compile(r"\w+")
+LESS = 0.5  # how much a question counts, and what stands beside a hit; once more, one further away
+# Rank in the tokenizer's vocabulary of the rarest words that find nothing. The weight of the others
+# grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 and 1.
+COMMON = 50
+_OWN = 0.01  # puts the passages of a block that have the words before the others
+_BLOCK = 8  # most passages of a block: those of a turn, or of a part of a long turn
+_USUAL_BLOCKS = 100  # in a chat of fewer blocks, words are as rare as if there were so many
+_K1, _B = 0.7, 0.75  # of BM25
 _LETTERS = 4
 _DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
-_K1, _B = 1.5, 0.75
-_NAMED = 3  # most words that `shared_words` returns for a turn
+_MOST = 50_000  # postings that a search looks at; the rarest terms come first
+_NAMED = 3  # most words that `shared_words` returns
+_BYTES = 256  # a vocabulary begins with single bytes
+_WORD = re.compile(r"\w+")
+_SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
 
 Floats = NDArray[np.float32]
+Telling = Callable[[str], float]  # how much a word tells by its rarity in the language; 0: nothing
 
 
 def sentences_of(text: str) -> list[str]:
@@ -42,14 +50,14 @@ def sentences_of(text: str) -> list[str]:
     return _SENTENCE.findall(text)
 
 
-def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case."""
-    return _WORD.findall(text.casefold())
-
-
 def terms_of(text: str) -> list[str]:
     """The terms of all words of a text, in order."""
     return [term for word in words_of(text) for term in letter_groups(word)]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return _WORD.findall(text.casefold())
 
 
 def letter_groups(word: str) -> list[str]:
@@ -62,145 +70,171 @@ def letter_groups(word: str) -> list[str]:
     return [marked[at : at + size] for at in range(max(1, len(marked) - size + 1))]
 
 
-class Postings(NamedTuple):
-    """The k turns that have a term, ascending, and its counts in statements and in questions."""
+def telling_by(tokenizer: Any) -> Telling:
+    """How much words tell, up to 1, by their tokens: frequent ones were learned first."""
 
-    turns: array[int]
-    told: array[float]
-    asked: array[float]
+    @lru_cache(maxsize=1 << 16)
+    def telling(word: str) -> float:
+        ranks = [len(tokenizer)]
+        for form in (word, word.capitalize()):
+            ids = tokenizer.encode(f" {form}", add_special_tokens=False)
+            if len(ids) == 1:
+                ranks.append(max(1, ids[0] - _BYTES))
+        return max(0.0, math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON))
 
-
-class TurnIndex(ABC):
-    """Scores the turns of a conversation by the words that they share with a new turn."""
-
-    _counted = ""  # terms that begin so make up the length of a turn
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._postings: dict[str, Postings] = {}
-        self._told, self._asked = array("f"), array("f")  # length of each turn's statements, ...
-
-    @abstractmethod
-    def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """How well each turn, with its text in `texts` [n], fits `wanted`; 0 if no word does.
-
-        Words of the turns beside a turn count, too; words that few turns have count more.
-        """
-
-    @abstractmethod
-    def _terms(self, words: Sequence[str]) -> Iterable[str]:
-        """The terms of a sentence."""
-
-    def shared_words(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
-        """For each turn, up to three words of `wanted` that it has in some form, the rarest first.
-
-        Only the rarest may be one that a fifth of all turns have. If a turn has none, those of the
-        turns beside it count.
-        """
-        terms_by_word = {word: terms_of(word) for word in re.findall(r"\w+", wanted)}
-        near = np.unique([turn + step for turn in turns for step in (-1, 0, 1)])
-        terms: dict[int, set[str]] = {turn: set() for turn in near.tolist()}
-        counts = dict[str, int]()  # of turns, for each term that any of them has
-        for term in dict.fromkeys(term for of_word in terms_by_word.values() for term in of_word):
-            if term in self._postings:
-                having = np.frombuffer(self._postings[term].turns, np.int32)  # no copy
-                counts[term] = len(having)
-                at = np.searchsorted(having, near.astype(np.int32))
-                for turn in near[having.take(at, mode="clip") == near].tolist():
-                    terms[turn].add(term)
-        shared = dict[int, tuple[str, ...]]()
-        for turn in turns:
-            beside = terms[turn - 1] | terms[turn] | terms[turn + 1]
-            shared[turn] = self._rarest(terms_by_word, terms[turn], counts) or self._rarest(
-                terms_by_word, beside, counts
-            )
-        return shared
-
-    def _rarest(
-        self, terms_by_word: Mapping[str, list[str]], terms: Set[str], counts: Mapping[str, int]
-    ) -> tuple[str, ...]:
-        rarity = dict[str, int]()  # of the words with more than half of their terms in `terms`
-        for word, of_word in terms_by_word.items():
-            common = [counts[term] for term in of_word if term in terms]
-            if 2 * len(common) > len(of_word):
-                rarity[word] = min(common)
-        if not rarity:
-            return ()
-        rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
-        others = [word for word in others if 5 * rarity[word] < len(self._texts)]
-        return (rarest, *others[: _NAMED - 1])
-
-    def _update(self, texts: Sequence[str]) -> None:
-        """Remove the turns from the first changed one on, and add those that now stand there."""
-        known = self._texts
-        same = max(0, min(len(known), len(texts)) - 1)  # mostly, only the last text has changed
-        if known[:same] != texts[:same]:
-            pairs = enumerate(zip(known, texts, strict=False))
-            same = next((at for at, (before, now) in pairs if before != now), same)
-        while len(known) > same:
-            self._remove(known.pop())
-        for at, text in enumerate(texts[same:], same):
-            self._add(at, text)
-            known.append(text)
-
-    def _add(self, at: int, text: str) -> list[str]:
-        """Add turn number `at` at the end; returns the terms that are new."""
-        told, asked = Counter[str](), Counter[str]()
-        for sentence in sentences_of(text):
-            is_question = sentence.rstrip().endswith(("?", "？"))
-            (asked if is_question else told).update(self._terms(words_of(sentence)))
-        new = list[str]()
-        for term in dict.fromkeys((*told, *asked)):
-            if term not in self._postings:
-                self._postings[term] = Postings(array("i"), array("f"), array("f"))
-                new.append(term)
-            postings = self._postings[term]
-            postings.turns.append(at)
-            postings.told.append(told[term])
-            postings.asked.append(asked[term])
-        for lengths, counts in ((self._told, told), (self._asked, asked)):
-            lengths.append(sum(n for term, n in counts.items() if term.startswith(self._counted)))
-        return new
-
-    def _remove(self, text: str) -> None:
-        """Remove the last turn, which has this text."""
-        for term in {term for each in sentences_of(text) for term in self._terms(words_of(each))}:
-            for column in self._postings[term]:
-                column.pop()
-            if not self._postings[term].turns:
-                del self._postings[term]
-        self._told.pop()
-        self._asked.pop()
+    return telling
 
 
-class WordIndex(TurnIndex):
-    """Scores turns by BM25 for the words of a new turn, the query.
+class WordIndex:
+    """Scores the passages of a chat by the words that they share with a message.
 
-    Lucene's variant (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019), as the
-    library bm25s has it. Terms are groups of four letters; a document is a turn with those beside
-    it, and gets half of their scores, too.
+    BM25 in Lucene's variant (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019). A
+    term is a group of letters; a document is a block of passages of one turn with half of the
+    counts of the blocks beside it, and a quarter of the next. A word counts half in a question, but
+    wholly for the block after it. A term's rarity here is multiplied by how much its word tells in
+    the language, and divided by the root of the number of the word's terms.
     """
 
-    def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        self._update(texts)
-        terms = [term for term in terms_of(wanted) if term in self._postings]
-        scores = np.zeros(len(self._texts), np.float32)
-        if terms:
-            lengths = with_neighbours(np.array(self._told, np.float64) + np.array(self._asked), 1)
-            norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
-            of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
-            for term in terms:
-                scores += of_term[term]
-        return with_neighbours(scores.astype(np.float64))
+    def __init__(self, telling: Telling) -> None:
+        self._telling = telling
+        self._postings: dict[str, tuple[array[int], array[float]]] = {}
+        self._turns, self._blocks, self._asks = array("i"), array("i"), array("b")
+        self._sizes = array("f")
 
-    def _terms(self, words: Sequence[str]) -> Iterable[str]:
-        return (term for word in words for term in letter_groups(word))
+    def __len__(self) -> int:
+        return len(self._turns)
 
-    def _scores_of(self, term: str, norms: NDArray[np.float64]) -> Floats:
-        turns, told, asked = map(np.array, self._postings[term])
-        counts = np.zeros(len(norms), np.float32)
-        counts[turns] = told + asked
-        counts = with_neighbours(counts, 1)
-        having = int(np.count_nonzero(counts))
-        rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
-        return (rarity * (counts / (norms + counts))).astype(np.float32)
+    def add(self, text: str, turn: int) -> None:
+        """Add the next passage, of this turn."""
+        number = len(self)
+        counts = Counter(terms_of(text))
+        for term, count in counts.items():
+            numbers, times = self._postings.setdefault(term, (array("i"), array("f")))
+            numbers.append(number)
+            times.append(count)
+        block = self._blocks[-1] if number else -1
+        is_full = self._blocks[-_BLOCK:].count(block) == _BLOCK
+        self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
+        self._turns.append(turn)
+        self._asks.append(text.rstrip().endswith(("?", "\uff1f")))
+        self._sizes.append(sum(counts.values()))
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` passages."""
+        if count == len(self):
+            return
+        for numbers, times in self._postings.values():
+            while numbers and numbers[-1] >= count:
+                numbers.pop()
+                times.pop()
+        self._postings = {term: each for term, each in self._postings.items() if each[0]}
+        for column in (self._turns, self._blocks, self._asks, self._sizes):
+            del column[count:]
+
+    def scores(self, sentences: Sequence[str]) -> NDArray[np.float64]:
+        """How well each passage [n] fits the sentences; 0 if no word does.
+
+        Each sentence is scored by itself; the result is the root of the sum of the squares.
+        """
+        total = np.zeros(len(self))
+        if len(self):
+            passages = _Documents(self._blocks, self._asks, self._sizes)
+            terms = [self._weighted_terms(words_of(sentence)) for sentence in sentences]
+            most = self._longest_postings([term for each in terms for term in each])
+            for weights in terms:
+                total += self._score(passages, weights, most) ** 2
+        return np.sqrt(total)
+
+    def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How well each passage [n] fits, questions counted half, and half of its block's best."""
+        asks, blocks = np.array(self._asks, bool), np.array(self._blocks)
+        own = np.where(asks, LESS * fits, fits)
+        best = np.zeros(int(blocks[-1]) + 2)
+        np.maximum.at(best, blocks, own)
+        np.maximum.at(best, blocks + 1, np.where(asks, LESS * fits, 0))  # which answers
+        total: NDArray[np.float64] = np.maximum(own, LESS * best[blocks])
+        return total
+
+    def telling_words(self, text: str) -> list[str]:
+        """The words of a text that tell something, in the order of the text."""
+        return [word for word in words_of(text) if self._telling(word)]
+
+    def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
+        """Up to three words of `wanted` that a text has in some form, those that few have first."""
+        terms = set(terms_of(text)) & self._postings.keys()
+        rarity = dict[str, int]()
+        for word in _WORD.findall(wanted):
+            groups = letter_groups(word.casefold())
+            common = [
+                len(self._postings[t][0]) for t in groups if t in terms & self._postings.keys()
+            ]
+            if self._telling(word.casefold()) and 2 * len(common) > len(groups):
+                rarity[word] = min(common)
+        return tuple(sorted(rarity, key=rarity.__getitem__)[:_NAMED])
+
+    def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
+        weights = dict[str, float]()
+        for word in dict.fromkeys(words):
+            if telling := self._telling(word):
+                groups = letter_groups(word)
+                for term in groups:
+                    weights[term] = max(weights.get(term, 0.0), telling / math.sqrt(len(groups)))
+        return {term: weight for term, weight in weights.items() if term in self._postings}
+
+    def _longest_postings(self, terms: Sequence[str]) -> int:
+        """In how many passages a term may be so that a search reads at most `_MOST` postings."""
+        total = 0
+        for size in sorted(len(self._postings[term][0]) for term in terms):
+            total += size
+            if total > _MOST:
+                return size - 1
+        return len(self)
+
+    def _score(
+        self, passages: _Documents, weights: Mapping[str, float], most: int
+    ) -> NDArray[np.float64]:
+        scores = np.zeros(len(self))
+        by_block = np.zeros(len(passages.norms))
+        for term, weight in weights.items():
+            numbers = np.frombuffer(self._postings[term][0], np.int32)
+            if len(numbers) > most:
+                continue
+            times = np.frombuffer(self._postings[term][1], np.float32)
+            counts = passages.counts(numbers, times)
+            having = float(np.minimum(counts, 1).sum())
+            blocks = max(len(counts), _USUAL_BLOCKS)
+            rarity = weight * math.log(1 + max(0.0, blocks - having + 0.5) / (having + 0.5))
+            by_block += rarity * (counts / (counts + passages.norms))
+            scores[numbers] += _OWN * rarity * (times / (times + passages.own_norms[numbers]))
+        scores += by_block[passages.blocks]
+        return scores
+
+
+class _Documents:
+    """Counts terms in blocks of passages, with a share of what the blocks beside them have."""
+
+    def __init__(self, blocks: array[int], asks: array[int], sizes: array[float]) -> None:
+        self.blocks = np.array(blocks)
+        self._asks = np.array(asks, bool)
+        self._count = int(self.blocks[-1]) + 1
+        lengths = np.array(sizes)
+        self.own_norms = _norms(lengths)
+        self.norms = _norms(self.counts(np.arange(len(lengths)), lengths))
+
+    def counts(self, numbers: NDArray[np.integer], times: Floats) -> NDArray[np.float64]:
+        """How often each block has a term that is `times` [k] in the passages `numbers` [k]."""
+        blocks, asked = self.blocks[numbers], self._asks[numbers] * times
+        counted = np.bincount(blocks, times - (1 - LESS) * asked, self._count).astype(np.float64)
+        total: NDArray[np.float64] = counted.copy()
+        for step, share in ((1, LESS), (2, LESS**2)):
+            total[step:] += share * counted[:-step]
+            total[:-step] += share * counted[step:]
+        # What is asked counts wholly for the block after it, which answers.
+        total[1:] += (1 - LESS**2) * np.bincount(blocks, asked, self._count)[:-1]
+        return total
+
+
+def _norms(lengths: NDArray[np.floating]) -> NDArray[np.float64]:
+    mean = max(float(lengths.mean()), 1e-9)
+    norms: NDArray[np.float64] = _K1 * ((1 - _B) + _B * lengths.astype(np.float64) / mean)
+    return norms

@@ -57,7 +57,7 @@ PLAIN = ["sink", "window", "random", "interval", "reservoir"]
 
 POLICIES = [*PLAIN, "salience", "entropy", "h2o", "tova", "snapkv", "knorm", "keydiff", "vase",
             "kvzip", "learned", "full"]  # fmt: skip
-RETRIEVERS = ["words", "bm25", "hybrid", "mips", "cosine", "attention", "random"]
+RETRIEVERS = ["words", "meaning", "mips", "cosine", "attention", "random"]
 
 # Most by which a logit may differ where products are computed for another number of rows.
 ROUNDING = 2.0
@@ -294,7 +294,7 @@ def first_profile(random: Random, plain: bool) -> Profile:
 
 
 def _retrievers(plain: bool) -> list[str]:
-    return ["words", "bm25", "random"] if plain else RETRIEVERS
+    return ["words", "random"] if plain else RETRIEVERS
 
 
 def change(random: Random, plain: bool) -> dict[str, Any]:

@@ -182,7 +182,7 @@ _WORDS = [
     "--force", "--everywhere", "md", "json", "jsonl", "html", "txt", "out.md", "/etc/passwd",
     "../x", "on", "off", "auto", "none", "some", "words", '"some words"', '"', "window", "entropy",
     "random", "full", "sink", "recent=3", "sample=9", "96", "64", "20", "1024", "0.5", "1",
-    "hybrid", "bm25", "mips", "attention", "full", "live", "--temperature", "0.9", "code", "all",
+    "meaning", "words", "mips", "attention", "full", "live", "--temperature", "0.9", "code", "all",
     "here.txt", "tiny", "odd", "good name",
 ]  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
         ({}, "words"),
         ({"policy": "entropy", "budget": 256}, "words"),
         ({"recall": "off"}, "off"),
-        ({"recall": "bm25"}, "bm25"),
+        ({"recall": "words"}, "words"),
         ({"policy": "full"}, "off"),
         ({"policy": "anchor"}, "off"),
         ({"archive": "off"}, "off"),

@@ -16,10 +16,10 @@ from sirchat.memory.ledger import Flag, State
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recall", ["hybrid", "off"])
+@pytest.mark.parametrize("recall", ["cosine", "off"])
 @pytest.mark.parametrize("limit", ["200KiB", "64MiB"])
 def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
-    limit: str, recall: Literal["hybrid", "off"]
+    limit: str, recall: Literal["cosine", "off"]
 ) -> None:
     draw = random.Random(limit + recall)
     chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
@@ -30,7 +30,7 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
             case 0:
                 chat.switch("test", budget=draw.choice((80, 160)))
             case 1:
-                chat.switch("test", recall=draw.choice(("hybrid", "off")))
+                chat.switch("test", recall=draw.choice(("cosine", "off")))
             case 2:
                 with suppress(UndoError):  # what the turn pushed out may be gone
                     chat.undo()

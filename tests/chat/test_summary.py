@@ -98,7 +98,7 @@ def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", [{}, {"recall": "bm25"}, {"archive": "off"}])
+@pytest.mark.parametrize("settings", [{}, {"recall": "words"}, {"archive": "off"}])
 def test_making_a_summary_leaves_the_conversation_bit_for_bit_as_it_was(
     way: str, settings: dict[str, Any]
 ) -> None:

@@ -65,14 +65,14 @@ def test_training_compares_masks() -> None:
 
 @pytest.mark.slow
 def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
-    sizes = ["--archived", "300,900", "--retrievers", "bm25,words", "--cache", "64"]
+    sizes = ["--archived", "300,900", "--retrievers", "words,meaning", "--cache", "64"]
     found = results("recall", "--model", endless, *sizes, "--rounds", "2", "--device", "cpu")
     names = [
         re.fullmatch(r"turn with recall (\w+) against a turn without, ([\d,]+) .*", r["name"])
         for r in found
     ]
     archived = [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one]
-    assert archived == [("bm25", 1), ("words", 1), ("bm25", 3), ("words", 3)]
+    assert archived == [("words", 1), ("meaning", 1), ("words", 3), ("meaning", 3)]
     for one in found:
         assert one["ours_ms"] > 0 < one["other_ms"]
         search = re.search(r"search ([\d.]+) ms", one["note"])

@@ -120,7 +120,7 @@ def rows_of(chat: Session) -> list[Tensor]:
 
 POLICIES = ("h2o", "snapkv", "kvzip", "vase", "keydiff")
 RECALLS: tuple[dict[str, Any], ...] = (
-    {"recall": "hybrid"},
+    {"recall": "cosine"},
     {"recall": "attention"},
     {"recall": "mips", "recall_scope": "layer", "recall_query": "recent"},
     {"recall": "off", "recall_scope": "token", "recall_query": "turn"},

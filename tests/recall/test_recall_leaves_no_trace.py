@@ -16,7 +16,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Flag
 
-RETRIEVERS = ["words", "bm25", "hybrid"]
+RETRIEVERS = ["words", "meaning"]
 TEXTS = [
     "Our zebra is called Quixbert.",
     "What a rainy day it is.",

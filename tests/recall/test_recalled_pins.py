@@ -15,7 +15,7 @@ FACT = "Our zebra is called Quixbert."
 def recalling(*texts: str, **settings: Any) -> Session:
     """A chat in which recall has restored the fact."""
     usual: dict[str, Any] = {"policy": "sink", "budget": 160, "max_new_tokens": 20}
-    chat = session(babbler(), **usual, recall="bm25", recall_n=40, **settings)
+    chat = session(babbler(), **usual, recall="words", recall_n=40, **settings)
     for text in (*texts, *["other words " * 20] * 3, "Which zebra?"):
         list(chat.ask(text))
     assert chat.recall.scores

@@ -6,170 +6,32 @@ The scores by keys, values and queries are compared with the paper's equations i
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, pstdev
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from chatting import babbler, session
-from families import loaded
-from recall_rounds import as_if_at_zero
 from sirchat.chat.events import Recalled
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import allowed_in_words
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import Retrieval, cells
-from sirchat.memory.archive import Archive
-from sirchat.memory.cache import LayerRotation
-from sirchat.memory.key_values import KeyValues
-from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
-from sirchat.recall import candidates, retrievers
-from sirchat.recall.candidates import Candidates, Query
+from sirchat.recall import retrievers
 from sirchat.recall.recall import choose, softened, weighted
 from sirchat.recall.retrievers import retriever
-
-NO_ROTATION = LayerRotation(None)
-TURNS = [0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 7]
-POSITIONS = [1, 2, 5, 9, 10, 14, 15, 17, 18, 30, 31, 44]
-WORDS = [0.0, 3.0, 1.0, 0.5, 0.0, 0.0, 2.0, 0.0]
-
-
-def rows(positions: list[int], seed: int) -> KeyValues:
-    """Rows of two layers with two heads of 16 dimensions each."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(2, len(positions), 16, generator=generator) for _ in range(4)]
-    return KeyValues(np.array(positions), np.array(positions) % 11, tensors)
-
-
-class Talk(Ledger):
-    """A ledger that knows the turn and the role of these tokens alone."""
-
-    def __init__(self, positions: list[int], turns: list[int], templates: list[int]) -> None:
-        super().__init__()
-        self._columns = {"turn": np.zeros(100, np.int64), "role": np.full(100, Role.USER)}
-        self._columns["turn"][positions] = turns
-        self._columns["role"][templates] = Role.TEMPLATE
-
-    def column(self, name: str) -> NDArray[Any]:
-        return self._columns[name]
-
-
-def found(
-    name: str,
-    given: KeyValues,
-    query: Query,
-    rotation: LayerRotation = NO_ROTATION,
-    turns: list[int] = TURNS,
-    templates: tuple[int, ...] = (),
-) -> list[float]:
-    """The scores of these rows by a retriever, of whose layers the second one counts."""
-    archive = Archive()
-    archive.add(given)
-    ledger = Talk(given.positions.tolist(), turns, list(templates))
-    candidates = Candidates(archive, given.positions, query, [NO_ROTATION, rotation], ledger)
-    scores = retriever(name).score(candidates)
-    assert scores.shape == (1, len(given))
-    return scores[0].tolist()
-
-
-def asked(words: list[float] = WORDS, count: int = 3) -> Query:
-    return Query(rows(list(range(60, 60 + count)), 2), words=np.array(words))
-
-
-def cosine(one: list[float], other: list[float]) -> float:
-    dot = sum(a * b for a, b in zip(one, other, strict=True))
-    return dot / math.hypot(*one) / math.hypot(*other)
-
-
-def shared(scores: list[float]) -> list[float]:
-    padded = [0.0, *scores, 0.0]
-    return [padded[n] / 2 + padded[n + 1] + padded[n + 2] / 2 for n in range(len(scores))]
-
-
-def standard(scores: list[float], among: list[int]) -> list[float]:
-    some = [scores[n] for n in among]
-    return [(one - fmean(some)) / pstdev(some) for one in scores]
-
-
-def by_both(given: KeyValues, asked: KeyValues, rotation: LayerRotation) -> list[float]:
-    """The definition of `hybrid` with loops: one score for each archived row."""
-    theirs = as_if_at_zero(given, 2, rotation.key).tolist()
-    ours = as_if_at_zero(asked, 2, rotation.key).tolist()
-    among = sorted(set(TURNS))
-    keys = [0.0] * len(WORDS)
-    for j in range(len(asked)):
-        nearest = [
-            max(
-                fmean(cosine(ours[head][j], theirs[head][i]) for head in range(2))
-                for i in range(len(given))
-                if TURNS[i] == turn
-            )
-            for turn in among
-        ]
-        for turn, one in zip(among, standard(nearest, list(range(len(among)))), strict=True):
-            keys[turn] += one
-    words, keys = standard(WORDS, among), standard(shared(keys), among)
-    return [words[turn] + 0.4 * keys[turn] for turn in TURNS]
-
-
-def test_by_words_each_token_has_the_score_of_its_turn() -> None:
-    assert found("bm25", rows(POSITIONS, 1), asked()) == [WORDS[turn] for turn in TURNS]
-
-
-def test_tokens_of_the_chat_template_come_after_all_others() -> None:
-    scores = found("bm25", rows(POSITIONS, 1), asked(), templates=(5, 14))
-    expected = [WORDS[turn] for turn in TURNS]
-    expected[2] = expected[5] = min(expected) - 1
-    assert scores == expected
-
-
-@pytest.mark.parametrize("batch", [1, 4, 5, 100])
-@pytest.mark.parametrize("rotated", [False, True])
-def test_the_keys_of_a_turn_count_by_the_nearest_of_each(
-    batch: int, rotated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a turn is read in several batches."""
-    monkeypatch.setattr(candidates, "_BATCH", batch)
-    rotation = loaded("llama").rotations[1] if rotated else NO_ROTATION
-    given, query = rows(POSITIONS, 1), asked()
-    expected = by_both(given, query.key_values, rotation)
-    scores = found("hybrid", given, query, rotation)
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_keys_of_the_chat_template_are_not_searched_for() -> None:
-    given, query = rows(POSITIONS, 1), asked(count=5)
-    said = replace(query, of_template=np.array([True, False, False, False, True]))
-    inner = query.key_values.take(np.array([1, 2, 3]))
-    expected = by_both(given, inner, NO_ROTATION)
-    np.testing.assert_allclose(found("hybrid", given, said), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_without_keys_to_search_for_words_alone_count() -> None:
-    given = rows(POSITIONS, 1)
-    assert found("hybrid", given, asked(count=0)) == found("bm25", given, asked())
-
-
-def test_where_all_turns_are_alike_neither_part_counts() -> None:
-    query = Query(rows([60], 2), words=np.zeros(2))
-    assert found("hybrid", rows([3, 4], 1), query, turns=[1, 1]) == [0.0, 0.0]
 
 
 def test_our_retrievers_are_found_by_the_names_of_their_files() -> None:
     assert RETRIEVERS.names() == [
-        *("attention", "bm25", "cosine", "cosine-pairwise", "hybrid", "mips", "random", "words")
+        *("attention", "cosine", "cosine-pairwise", "meaning", "mips", "random", "words")
     ]
     assert BEST_RETRIEVER in RETRIEVERS.names()
     for name in RETRIEVERS.names():

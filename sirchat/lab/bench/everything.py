@@ -15,7 +15,7 @@ from sirchat.models.devices import use_threads
 
 _LONG = 1000  # tokens of the text that is read after the start
 _SEEN = (2_000, 10_000)  # tokens before the early and the late timing of decode
-_ARCHIVED, _RETRIEVERS = 4_000, ("words", "hybrid")
+_ARCHIVED, _RETRIEVERS = 4_000, ("meaning", "words")
 
 
 def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> dict[str, object]:

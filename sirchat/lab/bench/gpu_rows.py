@@ -314,7 +314,7 @@ def _features(bench: Bench, name: str) -> _Values:
 
 def _recall(bench: Bench, model: LoadedModel) -> _Values:
     budget = bench.options.cache
-    recall = RecallSettings("bm25", n=16 if bench.is_small else 400)
+    recall = RecallSettings("words", n=16 if bench.is_small else 400)
     engine = _reading(model, 2 * budget, budget=budget, archive=_ARCHIVE, recall=recall)
     residency, ledger = engine.residency, engine.ledger
     archived = np.setdiff1d(np.arange(ledger.seen), ledger.held_positions)[: recall.n]

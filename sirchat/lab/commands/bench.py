@@ -295,7 +295,7 @@ def recall(
     ] = "4000,100000,1000000",
     retrievers: Annotated[
         str, typer.Option(help="Retrievers to measure, separated by commas.", metavar="A,B,...")
-    ] = "bm25",
+    ] = "words",
     cache: Cache = 1024,
     rounds: Rounds = 15,
     device: Device = "auto",

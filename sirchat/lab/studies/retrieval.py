@@ -183,7 +183,7 @@ class Retrieval(NumberedStudy):
     # values to combine of the settings `recall`, `recall_weight`, `recall_span` and `recall_soft`;
     # combinations that a retriever can't use are left out
     retrievers: tuple[str, ...] = (
-        *("mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"),
+        *("mips", "cosine", "cosine-pairwise", "attention", "words", "random"),
     )
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)

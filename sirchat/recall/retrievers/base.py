@@ -7,18 +7,13 @@ for types and where they compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from sirchat.recall.candidates import Candidates
 
-_Number = TypeVar("_Number", bound="np.floating")
-
-NEIGHBOUR = 0.5  # share of a turn's score that the turns before and after it get, too
 _SHORTEST = 1e-12  # a zero vector stays one where vectors are scaled to length 1
 
 
@@ -30,8 +25,7 @@ class Retriever(ABC):
 
     needs_turn: ClassVar[bool] = True  # reads the turn before the search, for its keys and values
     needs_queries: ClassVar[bool] = False  # also records the queries of that reading
-    needs_words: ClassVar[bool] = False  # needs a score for each turn by the words that it shares
-    wide_words: ClassVar[bool] = False  # that score counts pairs of words and similar words, too
+    finds_passages: ClassVar[bool] = False  # scores passages, not tokens
     takes_weight: ClassVar[bool] = True  # whether the setting `recall_weight` applies
     takes_soft: ClassVar[bool] = False  # whether the setting `recall_soft` applies
 
@@ -86,40 +80,16 @@ class SimilarityRetriever(LayerRetriever):
         return torch.cat(scores)
 
 
-class TurnRetriever(Retriever):
-    """Scores whole turns: all archived tokens of a turn get the turn's score."""
-
-    needs_words = True
-    takes_weight = False
-
-    def score(self, candidates: Candidates) -> Tensor:
-        import torch
-
-        scores = torch.from_numpy(self.score_turns(candidates)[candidates.turns])
-        # Tokens of the template come last: they have no content, but are a sixth of a short turn.
-        scores[torch.from_numpy(candidates.of_template)] = float(scores.min()) - 1
-        return scores[None]
-
-    @abstractmethod
-    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        """One score for each earlier turn of the conversation."""
-
-
-class WordRetriever(TurnRetriever):
-    """Scores whole turns by words alone; the model reads nothing for the search."""
+class PassageRetriever(Retriever):
+    """Finds passages; `recall.passage_search` scores them. The model reads nothing to search."""
 
     needs_turn = False
+    finds_passages = True
+    takes_weight = False
+    by_meaning: ClassVar[bool] = False  # if the model has an encoder
 
-    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        return candidates.query.words
-
-
-def with_neighbours(numbers: NDArray[_Number], share: float = NEIGHBOUR) -> NDArray[_Number]:
-    """The numbers [n] of consecutive turns, each raised by a share of those of the turns beside."""
-    shared = numbers.copy()
-    shared[1:] += share * numbers[:-1]
-    shared[:-1] += share * numbers[1:]
-    return shared
+    def score(self, candidates: Candidates) -> Tensor:
+        raise NotImplementedError("passages are scored, not tokens")
 
 
 def unit(vectors: Tensor) -> Tensor:

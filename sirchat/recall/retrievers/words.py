@@ -1,14 +1,9 @@
-"""Retriever `words`: scores whole turns by shared words, pairs of words, and similar words."""
+"""Retriever `words`: finds passages by the words that they share with the new turn."""
 
 from __future__ import annotations
 
-from sirchat.recall.retrievers.base import WordRetriever
+from sirchat.recall.retrievers.base import PassageRetriever
 
 
-class Words(WordRetriever):
-    """Scores whole turns by the new turn's words, pairs of them, and words of similar meaning.
-
-    `recall.wide_index.WideIndex` computes the scores.
-    """
-
-    wide_words = True
+class Words(PassageRetriever):
+    """Finds passages by the words that they share with the new turn."""

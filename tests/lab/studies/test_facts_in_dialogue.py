@@ -178,7 +178,7 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
 @pytest.mark.slow
 def test_a_question_is_asked_as_in_a_chat_with_recall_and_leaves_no_trace(talk: Path) -> None:
     model = load_model("tiny")
-    setting = Profile(policy="entropy", budget=96, recall="bm25", recall_n=40)
+    setting = Profile(policy="entropy", budget=96, recall="words", recall_n=40)
     study = FactsInDialogue((setting,), limit=5, data=str(talk), lengths=(400,), reply_tokens=8)
     session = Session(model, study.settings[0])
     one = study.dialogue(session.template, 400, 0)

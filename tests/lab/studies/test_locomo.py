@@ -263,10 +263,10 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], blam
 @pytest.mark.slow
 def test_recall_is_measured_where_it_is_on(tmp_path: Path) -> None:
     options = ("--policies", "sink", "--budgets", "64", "--limit", "2", "--model", "tiny")
-    more = ("--reply-tokens", "0", "--recall", "bm25", "--recall-n", "8", "--counts", "4,8")
+    more = ("--reply-tokens", "0", "--recall", "words", "--recall-n", "8", "--counts", "4,8")
     result = run("eval", "locomo", "--data", str(locomo_file(tmp_path, 1)), *options, *more)
     assert result.returncode == 0, result.stderr
-    assert "bm25" in result.stdout
+    assert "words" in result.stdout
 
 
 def slow_f1(reply: str, answer: str) -> float:

@@ -1,0 +1,184 @@
+"""Finds the passages of a chat that fit a message: one score, by words and by meaning.
+
+A passage's score is z(words) + MEANING z(meaning). z is the distance from the mean of all passages,
+in standard deviations that are at least as large as usual, so that where nothing fits, nothing
+seems to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Ledger, Role
+from sirchat.recall.passages import Passages, VectorOf, divided
+from sirchat.recall.word_index import LESS, WordIndex, telling_by
+from sirchat.text.detokenizer import Texts
+
+# Chosen on half of the data (LoCoMo's conversations 0 and 1, half a of the questions of
+# `facts-in-dialogue`), and better than their halves and doubles on the other half, too.
+MEANING = 1.5  # weight of meaning beside words
+FLOOR = 2.0  # least score of a passage that comes back
+NATS = 1.0  # least standard deviation of scores by words
+
+# Of the cosines of sentences of talk, with the bundled encoder: their mean and standard deviation.
+_USUAL_COSINE, _COSINES_DIFFER = 0.15, 0.1
+# A chat of fewer passages is judged as if there were so many, of which the others do not fit.
+_USUAL_PASSAGES = 100
+_SENTENCES = 4  # most sentences of a message that are looked for
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What is looked for: the sentences of a message, and its vector [D] if meaning counts."""
+
+    sentences: tuple[str, ...]
+    vector: NDArray[np.float32] | None = None
+
+    @property
+    def text(self) -> str:
+        """The sentences as one text."""
+        return "".join(self.sentences)
+
+
+class PassageSearch:
+    """Scores the passages of one chat for messages."""
+
+    def __init__(self, texts: Texts, tokenizer: Any) -> None:
+        self.passages = Passages(texts)
+        self._telling = telling_by(tokenizer)
+        self._index = WordIndex(self._telling)
+
+    def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
+        """Take in the complete turns that were read since the last update."""
+        self.passages.update(ledger, vector_of)
+        self._index.truncate(len(self.passages))
+        known = len(self._index)
+        turns = self.passages.rows["turn"][known:].tolist()
+        for text, turn in zip(self.passages.texts(ledger, known), turns, strict=True):
+            self._index.add(text, turn)
+
+    def truncate(self, seen: int) -> None:
+        """Forget the passages of all but the first `seen` tokens of the stream."""
+        self.passages.truncate(seen)
+        self._index.truncate(len(self.passages))
+
+    def erase(self, ledger: Ledger) -> None:
+        """Forget the erased tokens' words and the vectors of their passages."""
+        self.passages.erase(ledger)
+        self._index = WordIndex(self._telling)
+
+    def scores(self, message: Sought, generated: Collection[int] = ()) -> Scores:
+        """How well each passage [n] fits the message; `generated` are turns the model wrote."""
+        return self._discounted(self._scores(message), generated)
+
+    def scores_of_second_round(
+        self,
+        ledger: Ledger,
+        found: Iterable[int],
+        message: Sought,
+        generated: Collection[int] = (),
+    ) -> Scores:
+        """How well each passage [n] fits the passages number `found`, without the message's words.
+
+        A passage that fits one of them fits, by half; those found count -inf.
+        """
+        known = set(self._index.telling_words(message.text))
+        best = np.full(len(self.passages), -np.inf)
+        found = list(found)
+        for number in found:
+            text = self.passages.texts(ledger, number, number + 1)[0]
+            new = " ".join(word for word in self._index.telling_words(text) if word not in known)
+            vector = self.passages.vectors[number].astype(np.float32)
+            has_vector = message.vector is not None and not np.isnan(vector).any()
+            fits = self._scores(Sought((new,), vector if has_vector else None))
+            best = np.maximum(best, fits)
+        best = LESS * self._discounted(best, generated)
+        best[found] = -np.inf
+        return best
+
+    def shared_words(self, text: str, message: Sought) -> tuple[str, ...]:
+        """Up to three words of the message that a passage's text has, the rarest first."""
+        return self._index.shared_words(text, message.text)
+
+    def telling_words(self, text: str) -> list[str]:
+        """The words of a text that tell something by themselves."""
+        return self._index.telling_words(text)
+
+    def _scores(self, message: Sought) -> Scores:
+        if not len(self.passages):
+            return np.zeros(0)
+        scores = _standard(self._index.scores(message.sentences), 0.0, NATS)
+        if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
+            # Undefined cosines count as usual ones: these passages can be found by words.
+            cosines = np.nan_to_num(
+                (self.passages.vectors @ message.vector).astype(np.float64), nan=_USUAL_COSINE
+            )
+            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
+            scores += MEANING * self._index.with_block(fits)
+        return scores
+
+    def _discounted(self, scores: Scores, generated: Collection[int]) -> Scores:
+        """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
+
+        The message that it answered does not count as told elsewhere.
+        """
+        turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
+        is_own = np.isin(turns, list(generated)) & (roles == Role.ASSISTANT)
+        if not is_own.any():
+            return scores
+        told = np.where(is_own, -np.inf, scores)
+        best_by_turn = np.full(int(turns.max()) + 2, -np.inf)  # place 0: no turn
+        np.maximum.at(best_by_turn, turns + 1, told)
+        order = np.argsort(-best_by_turn)[:2]
+        best, second = best_by_turn[order[0]], best_by_turn[order[-1]]
+        elsewhere = np.where(
+            turns == order[0], second, best
+        )  # place t + 1 is turn t: the one before
+        own = LESS * scores
+        return np.where(is_own, np.where(own > elsewhere, own, -np.inf), scores)
+
+
+def asked_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
+    """The sentences of a message that are looked for, of its tokens as the text of each.
+
+    All of a few; of many, the last ones that ask, or else the first and the last.
+    """
+    spans = divided(pieces)
+    if len(spans) <= _SENTENCES:
+        return spans
+    asks = [one for one in spans if "".join(pieces[slice(*one)]).rstrip().endswith(("?", "\uff1f"))]
+    return asks[-_SENTENCES:] or [spans[0], spans[-1]]
+
+
+def best_first(scores: Scores, floor: float) -> NDArray[np.int64]:
+    """The numbers of the passages with a score of at least `floor`, best first, then newest."""
+    above = np.flatnonzero(scores >= floor)[::-1]
+    return above[np.argsort(-scores[above], kind="stable")]
+
+
+def rows_of(passages: NDArray[np.void]) -> Positions:
+    """The stream positions of the tokens of passages, in the passages' order."""
+    spans = [np.arange(start, end) for start, end in passages[["start", "end"]].tolist()]
+    return np.concatenate([np.zeros(0, np.int64), *spans])
+
+
+def _standard(values: Scores, usual: float, least: float) -> Scores:
+    """The values [n] as distances from their mean, in standard deviations.
+
+    Few values are filled up with `usual` ones; the deviation is at least `least`.
+    """
+    missing = max(0, _USUAL_PASSAGES - len(values))
+    count = len(values) + missing
+    mean = (values.sum() + missing * usual) / count
+    variance = (((values - mean) ** 2).sum() + missing * (usual - mean) ** 2) / count
+    standard: Scores = (values - mean) / math.sqrt(variance + least**2)
+    return standard

@@ -1,0 +1,138 @@
+"""The passages of a chat, the units of recall: a sentence or two of one turn.
+
+Short sentences are joined with the next, long ones are divided evenly. No passage has tokens of the
+chat template, or of a reply's reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.text.detokenizer import Texts
+
+LEAST, MOST = 8, 48  # tokens of a passage; LoCoMo's evidence is found as well with 16 to 96
+
+PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
+
+_NO_TEXT = np.uint8(Flag.ERASED | Flag.THINKING)
+_SENTENCE_END = re.compile(r"[.!?\u2026]+[\"')\]\u201d\u2019]*(?=\s|$)|[\u3002\uff01\uff1f]+|\n+")
+
+# The unit vector [D] of the tokens from one stream position to another; None if it is not known
+VectorOf = Callable[[int, int], Tensor | None]
+
+
+class Passages:
+    """The passages of one chat, in stream order, with a vector of each.
+
+    `rows` [n] has the fields of `PASSAGE`, in tokens of the stream; `vectors` [n, D] are unit
+    vectors in float16, or NaN where there is none.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self._until = 0  # all tokens before this stream position are in passages
+        self.rows = np.zeros(0, PASSAGE)
+        self.vectors = np.zeros((0, 0), np.float16)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
+        """Add the passages of the complete turns that were read since the last update."""
+        self.truncate(ledger.seen)
+        runs = list(_runs(ledger, self._until))
+        spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
+        rows = np.zeros(len(spans), PASSAGE)
+        if spans:
+            rows["start"], rows["end"] = np.array(spans).T
+            for name in ("turn", "role"):
+                rows[name] = ledger.column(name)[rows["start"]]
+        vectors = [vector_of(start, end) for start, end in spans]
+        dims = next((len(one) for one in vectors if one is not None), self.vectors.shape[1])
+        new = np.full((len(spans), dims), np.nan, np.float16)
+        for at, one in enumerate(vectors):
+            if one is not None:
+                new[at] = one.numpy()
+        self._until = ledger.seen
+        self._append(rows, new)
+
+    def truncate(self, seen: int) -> None:
+        """Keep the passages of the first `seen` tokens of the stream."""
+        if seen < self._until:
+            count = int(np.searchsorted(self.rows["end"], seen, side="right"))
+            self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
+
+    def erase(self, ledger: Ledger) -> None:
+        """Delete the vector of each passage of which a token was erased."""
+        erased = np.cumsum(ledger.column("flags")[: self._until] & np.uint8(Flag.ERASED) != 0)
+        counts = np.concatenate([[0], erased])
+        is_erased = counts[self.rows["end"]] > counts[self.rows["start"]]
+        self.vectors[is_erased] = np.nan
+
+    def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
+        """The text of each passage from number `start` to `stop` - 1, without erased tokens."""
+        found = list[str]()
+        for first, end in self.rows[["start", "end"]][start:stop].tolist():
+            at = np.arange(first, end)
+            at = at[ledger.column("flags")[at] & _NO_TEXT == 0]
+            found.append("".join(self._texts(ledger.column("token_id")[at].tolist(), at.tolist())))
+        return found
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """All of it as arrays, to be saved."""
+        return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._until])}
+
+    def load(self, state: Mapping[str, NDArray[np.generic]]) -> None:
+        """Continue with the arrays that `state` returned."""
+        self.rows = np.asarray(state["rows"]).astype(PASSAGE)
+        self.vectors = np.asarray(state["vectors"]).astype(np.float16)
+        self._until = int(state["until"][0])
+
+    def _append(self, rows: NDArray[np.void], vectors: NDArray[np.float16]) -> None:
+        known, dims = len(self.rows), vectors.shape[1]
+        if self.vectors.shape[1] != dims:  # the first vectors of the chat
+            self.vectors = np.full((known, dims), np.nan, np.float16)
+        self.rows = np.concatenate([self.rows, rows])
+        self.vectors = np.concatenate([self.vectors, vectors])
+
+    def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The passages of a turn's tokens, given as their first and last + 1."""
+        ids = ledger.column("token_id")[start:end].tolist()
+        for first, last in divided(self._texts(ids, range(start, end))):
+            yield start + first, start + last
+
+
+def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
+    """Divide the tokens of a text, given as the text of each, into passages of whole sentences."""
+    ends = np.cumsum([len(piece) for piece in pieces])
+    marks = [match.end() for match in _SENTENCE_END.finditer("".join(pieces))]
+    bounds = (np.searchsorted(ends, marks) + 1).tolist()
+    found, start = list[tuple[int, int]](), 0
+    for end in dict.fromkeys([*bounds, len(pieces)]):
+        size = end - start
+        if not size or (size < LEAST and end < len(pieces)):
+            continue
+        if size < LEAST and found and end - found[-1][0] <= MOST:
+            start, size = found[-1][0], end - found.pop()[0]
+        count = -(-size // MOST)
+        found += pairwise([start + size * part // count for part in range(count + 1)])
+        start = end
+    return found
+
+
+def _runs(ledger: Ledger, start: int) -> Iterator[tuple[int, int]]:
+    """The runs of tokens of one turn and role from stream position `start` on, without others'."""
+    turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
+    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0)
+    changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn)]
+    for first, end in pairwise(bounds):
+        if end > first and has_text[first]:
+            yield start + first, start + end

@@ -1,0 +1,307 @@
+"""Passages of a chat, and how well they fit a message, against the definition written out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chatting import babbler
+from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.recall import passage_search, word_index
+from sirchat.recall.passage_search import PassageSearch, Sought, asked_spans, best_first
+from sirchat.recall.passages import LEAST, MOST, Passages, divided
+from sirchat.recall.word_index import WordIndex, letter_groups, telling_by, words_of
+from sirchat.text.detokenizer import TokenTexts
+
+TEXTS = [
+    "My name is Priya. I live in Lisbon, near the river. Do you know it?",
+    "Yes, I do!",
+    "What a rainy day it is in Lisbon. " * 9,
+    "I work as a carpenter and build tables from walnut wood.",
+    "Is walnut expensive? And who buys your tables?",
+    "Mostly restaurants.\nThey like dark wood.",
+]
+
+turns = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=6)
+
+
+def texts() -> TokenTexts:
+    return TokenTexts(babbler().tokenizer)
+
+
+def read(ledger: Ledger, said: Sequence[str], first: int = 0) -> None:
+    """Read turns, in turn of the user and the assistant, each after a token of the template."""
+    for number, text in enumerate(said, first):
+        ids = babbler().tokenizer.encode(text, add_special_tokens=False)
+        role = Role.ASSISTANT if number % 2 else Role.USER
+        count = len(ids) + 1
+        ledger.append(
+            [1, *ids],
+            [0.0] * count,
+            turn=number,
+            round=number // 2,
+            roles=[Role.TEMPLATE, *[role] * len(ids)],
+            flags=[0] * count,
+        )
+
+
+def vector_of(start: int, end: int) -> Tensor:
+    """A direction that belongs to these tokens."""
+    return torch.nn.functional.normalize(torch.tensor([start + 1.0, end, 3.0, 1.0]), dim=0)
+
+
+def search(ledger: Ledger) -> PassageSearch:
+    made = PassageSearch(texts(), babbler().tokenizer)
+    made.update(ledger, vector_of)
+    return made
+
+
+def same(one: PassageSearch, other: PassageSearch, text: str = "Who has walnut tables?") -> bool:
+    mine, theirs = one.passages.state(), other.passages.state()
+    arrays = all(
+        np.array_equal(mine[name], theirs[name], equal_nan=name == "vectors") for name in mine
+    )
+    message = Sought((text,))
+    return arrays and np.array_equal(one.scores(message), other.scores(message))
+
+
+@given(pieces=st.lists(st.sampled_from(["a", " b", ".", "?", "\n", " long", "7", "。"])))
+def test_passages_are_all_of_a_text_in_order_and_none_is_long(pieces: list[str]) -> None:
+    spans = divided(pieces)
+    assert [at for start, end in spans for at in range(start, end)] == list(range(len(pieces)))
+    assert all(end - start <= MOST for start, end in spans)
+    assert all(end - start >= LEAST for start, end in spans[:-1])
+
+
+def test_a_passage_ends_with_its_sentence_and_a_number_has_no_end() -> None:
+    pieces = [*"It is 7", ".", *"5 and ten long.", *" Then another sentence follows it."]
+    assert ["".join(pieces[slice(*one)]) for one in divided(pieces)] == [
+        "It is 7.5 and ten long.",
+        " Then another sentence follows it.",
+    ]
+
+
+@settings(max_examples=20, deadline=None)
+@given(said=turns, cuts=st.sets(st.integers(0, 6)))
+def test_taken_in_piece_by_piece_they_are_as_at_once(said: list[str], cuts: set[int]) -> None:
+    whole, ledger = Ledger(), Ledger()
+    read(whole, said)
+    made, bounds = PassageSearch(texts(), babbler().tokenizer), [0, *sorted(cuts), len(said)]
+    for start, end in pairwise(bounds):
+        read(ledger, said[start:end], start)
+        made.update(ledger, vector_of)
+    assert same(made, search(whole))
+
+
+@settings(max_examples=20, deadline=None)
+@given(said=turns, gone=turns)
+def test_an_undone_turn_leaves_nothing(said: list[str], gone: list[str]) -> None:
+    ledger = Ledger()
+    read(ledger, said)
+    before, seen = search(ledger), ledger.seen
+    made = search(ledger)
+    read(ledger, gone, len(said))
+    made.update(ledger, vector_of)
+    ledger.truncate(seen, 0.0)
+    made.truncate(ledger.seen)
+    assert same(made, before)
+
+
+def test_what_is_erased_is_in_no_vector_and_found_by_no_word() -> None:
+    ledger = Ledger()
+    read(ledger, TEXTS)
+    made = search(ledger)
+    message = Sought(("walnut",))
+    which = np.flatnonzero(made.scores(message) > 1)
+    assert len(which)
+    rows = made.passages.rows
+    at = np.concatenate([np.arange(*rows[["start", "end"]][n].tolist()) for n in which.tolist()])
+    ledger._rows["token_id"][at], ledger._rows["flags"][at] = 0, Flag.ERASED
+    made.erase(ledger)
+    made.update(ledger, vector_of)
+    assert np.isnan(made.passages.vectors[which]).all()
+    assert not np.isnan(np.delete(made.passages.vectors, which, 0)).any()
+    assert not any("walnut" in text for text in made.passages.texts(ledger))
+    assert not (made.scores(message) > 1).any()
+
+
+def test_they_are_saved_and_loaded_as_arrays() -> None:
+    ledger = Ledger()
+    read(ledger, TEXTS)
+    made, other = search(ledger), PassageSearch(texts(), babbler().tokenizer)
+    other.passages.load(made.passages.state())
+    other.update(ledger)
+    assert same(other, made)
+
+
+def test_the_template_and_reasoning_are_in_no_passage() -> None:
+    ledger = Ledger()
+    read(ledger, TEXTS[:2])
+    ledger.flag(Flag.THINKING, range(3, 9), True)
+    made = Passages(texts())
+    made.update(ledger)
+    covered = {
+        at for start, end in made.rows[["start", "end"]].tolist() for at in range(start, end)
+    }
+    assert not covered & {0, *range(3, 9)}
+    assert 9 in covered
+
+
+def bm25(said: Sequence[tuple[str, int]], sentence: str) -> list[float]:
+    """The scores of passages, given with their turns, with loops over each block and term."""
+    blocks = list[int]()
+    for number, (_, turn) in enumerate(said):
+        block = blocks[-1] if number else -1
+        is_new = not number or turn != said[number - 1][1] or blocks.count(block) == 8
+        blocks.append(block + is_new)
+    terms = [Counter(t for w in words_of(text) for t in letter_groups(w)) for text, _ in said]
+    asks = [text.rstrip().endswith("?") for text, _ in said]
+    shares = {0: 1.0, 1: 0.5, 2: 0.25}
+
+    def counted(block: int, of: Sequence[float]) -> float:
+        total = 0.0
+        for number, own in enumerate(blocks):
+            share = shares.get(abs(block - own), 0.0)
+            if asks[number]:
+                share = 1.0 if block == own + 1 else share / 2
+            total += share * of[number]
+        return total
+
+    every = range(blocks[-1] + 1)
+    sizes = [counted(block, [sum(each.values()) for each in terms]) for block in every]
+    mean, mean_own = sum(sizes) / len(sizes), sum(map(len_of, terms)) / len(terms)
+    telling, found = telling_by(babbler().tokenizer), [0.0] * len(said)
+    weights = dict[str, float]()
+    for word in words_of(sentence):
+        groups = letter_groups(word)
+        for term in groups:
+            weights[term] = max(weights.get(term, 0), telling(word) / math.sqrt(len(groups)))
+    for term, weight in weights.items():
+        times = [float(each[term]) for each in terms]
+        if not any(times) or not weight:
+            continue
+        counts = [counted(block, times) for block in every]
+        having = sum(min(1.0, count) for count in counts)
+        rarity = math.log(1 + max(0.0, max(100, len(counts)) - having + 0.5) / (having + 0.5))
+        for number, block in enumerate(blocks):
+            norm = 0.7 * (0.25 + 0.75 * sizes[block] / mean)
+            found[number] += weight * rarity * counts[block] / (counts[block] + norm)
+            norm = 0.7 * (0.25 + 0.75 * len_of(terms[number]) / mean_own)
+            found[number] += 0.01 * weight * rarity * times[number] / (times[number] + norm)
+    return found
+
+
+def len_of(counts: Counter[str]) -> int:
+    return sum(counts.values())
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    said=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 1)), min_size=1, max_size=14),
+    asked=st.sampled_from(["Who buys walnut tables?", "Is Lisbon rainy?", "Priya", "and"]),
+)
+def test_words_are_scored_as_bm25_is_defined(said: list[tuple[str, int]], asked: str) -> None:
+    turn, passages, index = 0, list[tuple[str, int]](), WordIndex(telling_by(babbler().tokenizer))
+    for text, step in said:
+        turn += step
+        passages.append((text, turn))
+        index.add(text, turn)
+    assert index.scores([asked]) == pytest.approx(bm25(passages, asked), rel=1e-4, abs=1e-5)
+
+
+def test_each_sentence_counts_by_itself() -> None:
+    index = WordIndex(telling_by(babbler().tokenizer))
+    for number, text in enumerate(TEXTS):
+        index.add(text, number)
+    both = index.scores(["Who is Priya?", "Tables of walnut."])
+    parts = [index.scores([one]) for one in ("Who is Priya?", "Tables of walnut.")]
+    assert both == pytest.approx(np.hypot(*parts))
+
+
+def test_words_that_are_frequent_in_the_language_tell_nothing() -> None:
+    class Ranked:
+        """A tokenizer with a token for these words, by rank."""
+
+        ranks: ClassVar[dict[str, int]] = {" and": 270, " walnut": 40_000}
+
+        def __len__(self) -> int:
+            return 49_152
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [self.ranks[text]] if text in self.ranks else [5, 6]
+
+    telling = telling_by(Ranked())
+    assert telling("and") == 0 < telling("walnut") < telling("quixbert") == 1
+    ranks = math.log((40_000 - 256) / word_index.COMMON), math.log(49_152 / word_index.COMMON)
+    assert telling("walnut") == pytest.approx(ranks[0] / ranks[1])
+
+
+def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
+    ledger = Ledger()
+    read(ledger, TEXTS)
+    made = search(ledger)
+    vector = made.passages.vectors[3].astype(np.float32)
+    words = made._index.scores(["walnut"])
+    cosines = [
+        float(sum(a * b for a, b in zip(one, vector.tolist(), strict=True)))
+        for one in made.passages.vectors.tolist()
+    ]
+
+    def z(values: Sequence[float], usual: float, least: float) -> list[float]:
+        filled = [*values, *[usual] * max(0, 100 - len(values))]
+        mean = sum(filled) / len(filled)
+        variance = sum((one - mean) ** 2 for one in filled) / len(filled)
+        return [(one - mean) / math.sqrt(variance + least**2) for one in values]
+
+    fits = [max(0.0, one) for one in z(cosines, 0.15, 0.1)]
+    by_meaning = made._index.with_block(np.array(fits))
+    expected = np.array(z(words.tolist(), 0.0, passage_search.NATS))
+    expected += passage_search.MEANING * by_meaning
+    assert made.scores(Sought(("walnut",), vector)) == pytest.approx(expected, abs=1e-5)
+    assert made.scores(Sought(("walnut",))) == pytest.approx(
+        z(words.tolist(), 0.0, passage_search.NATS)
+    )
+
+
+def test_passages_without_a_vector_are_found_by_words_alone() -> None:
+    ledger = Ledger()
+    read(ledger, TEXTS)
+    made = search(ledger)
+    vector = made.passages.vectors[0].astype(np.float32)
+    made.passages.vectors[:] = np.nan
+    message = Sought(("walnut",), vector)
+    assert made.scores(message) == pytest.approx(made.scores(Sought(("walnut",))), abs=0.1)
+
+
+def test_what_the_model_wrote_itself_comes_after_what_was_told() -> None:
+    """Unless nothing told elsewhere than in the message it answered fits better."""
+    ledger = Ledger()
+    other = "What a rainy day it is."
+    read(ledger, ["I am called Priya Quixbert.", "Fine.", other, other, "Who is Priya Quixbert?"])
+    read(ledger, ["You are called Priya Ashton Quixbert."], 5)
+    made = search(ledger)
+    message = Sought(("Who is Priya Quixbert?",))
+    wrote = np.flatnonzero(made.passages.rows["turn"] == 5)
+    told = np.flatnonzero(made.passages.rows["turn"] == 0)
+    given, own = made.scores(message), made.scores(message, {1, 3, 5})
+    assert np.isfinite(given).all()
+    assert own[told].max() > own[wrote].max()
+    assert best_first(np.array([1.0, 3.0, 1.0, 0.0]), 0.5).tolist() == [1, 2, 0]
+
+
+def test_of_a_long_message_its_questions_are_looked_for() -> None:
+    pieces = [*["A long line of a file.\n"] * 9, *"Where is my train? Here is a file:", "\n"]
+    pieces += [*"It is a file with many words.\n"] * 9
+    asked = ["".join(pieces[slice(*one)]) for one in asked_spans(pieces)]
+    assert len(asked) == 1
+    assert "Where is my train?" in asked[0]
