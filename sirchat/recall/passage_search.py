@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sirchat.memory.key_values import Positions
@@ -119,9 +120,11 @@ class PassageSearch:
         scores = _standard(self._index.scores(message.sentences), 0.0, NATS)
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
             # Undefined cosines count as usual ones: these passages can be found by words.
-            cosines = np.nan_to_num(
-                (self.passages.vectors @ message.vector).astype(np.float64), nan=_USUAL_COSINE
-            )
+            # numpy takes twenty times as long for float16.
+            products = torch.from_numpy(self.passages.vectors) @ torch.from_numpy(
+                message.vector
+            ).to(torch.float16)
+            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
             fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
             scores += MEANING * self._index.with_block(fits)
         return scores
