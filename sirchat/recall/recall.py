@@ -74,31 +74,22 @@ class FoundPassages:
 class Recall:
     """Restores archived tokens that fit a new turn, to the KV cache of one engine.
 
-    `found` is what the last search for passages found; None if there was none.
+    `scores` are those of the tokens restored for the last turn, by stream position, and `turns`
+    their turns, in order; `found` is what the last search for passages found, or None.
     """
 
     def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
         self._engine, self._model, self._texts = engine, model, texts
-        self._scores: dict[int, float] = {}  # of the last recall, by position
+        self.scores: dict[int, float] = {}
         self._restored = _NONE  # by the last recall
-        self._turns: tuple[RecalledTurn, ...] = ()
+        self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None
         self.search = PassageSearch(texts, model.tokenizer)
         self._note_wish()
 
-    @property
-    def scores(self) -> dict[int, float]:
-        """The scores of the tokens restored for the last turn, by stream position."""
-        return self._scores
-
-    @property
-    def turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns with tokens restored for the last turn, in order."""
-        return self._turns
-
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
-        self._scores, self._restored, self._turns, self.found = {}, _NONE, (), None
+        self.scores, self._restored, self.turns, self.found = {}, _NONE, (), None
         self.search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
@@ -151,8 +142,8 @@ class Recall:
             restore(engine, result, len(ids))
         self._restored = restored = engine.residency.recalled_positions
         scores = _scores_of(restored, result)
-        self._scores = dict(zip(restored.tolist(), scores, strict=True))
-        self._turns = self._describe(restored)
+        self.scores = dict(zip(restored.tolist(), scores, strict=True))
+        self.turns = self._describe(restored)
         seconds = time.perf_counter() - start
         return Recollection(scores, self.turns, released, seconds, problem)
 
@@ -192,7 +183,8 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = asked_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not (self._by_meaning() and said):
+        # A text without a telling word, such as "and", means nothing.
+        if not (self._by_meaning() and self.search.telling_words("".join(sentences))):
             return Sought(sentences)
         asked = [ids[at] for start, end in spans for at in said[start:end]]
         header = list(ids[: said[0]])
@@ -244,11 +236,11 @@ class Recall:
     def _by_meaning(self) -> bool:
         recall: RecallSettings | None = self._engine.settings.recall
         found = None if recall is None else retriever(recall.retriever)
-        return isinstance(found, PassageRetriever) and found.by_meaning and self._has_encoder
-
-    @property
-    def _has_encoder(self) -> bool:
-        return bool(self._model.encoder.layers)
+        return (
+            isinstance(found, PassageRetriever)
+            and found.by_meaning
+            and bool(self._model.encoder.layers)
+        )
 
 
 def search(
