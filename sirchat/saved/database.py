@@ -27,8 +27,10 @@ SUFFIX = ".sqlite"  # of a session's file
 # only, and stays after a crash; SQLite's lock decides whether the session is open.
 HOLDER = ".open"
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 3  # of the tables, as SQLite's user version; files of format 1 have no check sums
+FORMAT = 4  # of the tables, as SQLite's user version; files of format 1 have no check sums
 _TIME = ", time INTEGER"  # a column that tables of formats 1 and 2 lack
+_PASSAGES = """CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
+    turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB)"""  # since format 4
 # All tables of a session's file; a file with other tables, or views, is damaged.
 TABLES = (
     "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -38,6 +40,7 @@ TABLES = (
     "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
+    _PASSAGES,
 )
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
@@ -48,6 +51,8 @@ _SUMS = {  # by table, what its check sum covers
     "turns": "SELECT turn, role, text, finish, time FROM turns WHERE turn >= ? ORDER BY turn",
     "rows": "SELECT start, data FROM rows WHERE start >= ? ORDER BY start",
     "head": "SELECT id, seen, held, logits, fields FROM head",
+    "passages": """SELECT start, end, turn, role, vector FROM passages
+    WHERE start >= ? ORDER BY start""",
 }
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
@@ -118,6 +123,8 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         )
     tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
     expected = [sql if version >= 3 else sql.replace(_TIME, "") for sql in TABLES]
+    if version < 4:
+        expected.remove(_PASSAGES)
     if sorted(str(sql) for (sql,) in tables) != sorted(expected):
         raise DamagedSessionError(path)
 
@@ -126,10 +133,11 @@ def check_contents(connection: sqlite3.Connection, path: Path) -> None:
     """Raise DamagedSessionError if SQLite, or the check sums, find the file damaged."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
-    written = _saved_sums(connection)
-    if written is None and format_of(connection) < 2:
+    written, version = _saved_sums(connection), format_of(connection)
+    if written is None and version < 2:
         return  # the first format has no sums
-    if written != {table: _sum(connection, table) for table in _SUMS}:
+    tables = [table for table in _SUMS if version >= 4 or table != "passages"]
+    if written != {table: _sum(connection, table) for table in tables}:
         raise DamagedSessionError(path)
 
 
@@ -143,6 +151,8 @@ def upgrade(connection: sqlite3.Connection) -> bool:
     version = format_of(connection)
     if version < 3:
         connection.execute(f"ALTER TABLE turns ADD COLUMN {_TIME.lstrip(', ')}")
+    if version < 4:
+        connection.execute(_PASSAGES)
     connection.execute(f"PRAGMA user_version={FORMAT}")
     return version < FORMAT
 
@@ -216,13 +226,15 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
+def put_sums(
+    connection: sqlite3.Connection, turns: int = 0, rows: int = 0, passages: int = 0
+) -> None:
     """Write the check sums of all tables to the file after a change.
 
-    Only turns from index `turns` on, and rows from position `rows` on, may have changed; earlier
-    ones are not read again.
+    Only turns from index `turns` on, and rows and passages from positions `rows` and `passages` on
+    may have changed; earlier ones are not read again.
     """
-    since = {"turns": turns, "rows": rows}
+    since = {"turns": turns, "rows": rows, "passages": passages}
     before = _saved_sums(connection)
     if before is None:  # a file of the first format has no sums
         since, before = {}, {}

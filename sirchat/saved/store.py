@@ -67,6 +67,21 @@ class SavedTurn:
     time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
 
 
+# The tokens of a passage, by stream position, and its turn and role, as recall has them.
+PASSAGE = np.dtype([("start", "<i8"), ("end", "<i8"), ("turn", "<i4"), ("role", "i1")])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPassages:
+    """The passages of a chat in stream order: `rows` [n] of `PASSAGE`, and `vectors` [n, D].
+
+    A vector that is not known is NaN.
+    """
+
+    rows: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, PASSAGE))
+    vectors: NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, 0), np.float16))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """The head of a session's file: the record of the session's state after its last turn."""
@@ -75,6 +90,9 @@ class Head:
     held: NDArray[np.int64]  # [n], stream positions of the tokens in the cache, ascending
     logits: NDArray[np.float32] | None  # [vocabulary], raw, after the last token
     fields: dict[str, Any]  # all other values of the state, as JSON values
+
+
+_NO_PASSAGES = SavedPassages()
 
 
 class SessionStore:
@@ -164,18 +182,26 @@ class SessionStore:
         if not is_there:
             raise SessionError(f"{self.path} was removed while it was in use")
 
-    def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
-        """Add turns, the ledger rows [k] of the k tokens read since the last call, and a head.
+    def append(
+        self,
+        turns: Sequence[SavedTurn],
+        rows: NDArray[Any],
+        head: Head,
+        passages: SavedPassages = _NO_PASSAGES,
+    ) -> None:
+        """Add turns, ledger rows [k] of the k tokens read since the last call, passages and a head.
 
         Saved rows never change: what can change, such as which rows are held, is in the head.
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
-        with self._transaction(first, head.seen - len(rows)):
+        passage = int(passages.rows["start"].min(initial=_NONE))
+        with self._transaction(first, head.seen - len(rows), passage):
             seen = self._count_rows()
             _check_count(rows, head.seen - seen)
             self._put_turns(turns)
             self._put_rows(seen, rows)
+            self._put_passages(passages)
             self._put_head(head)
 
     def save_state(self, head: Head) -> None:
@@ -183,7 +209,7 @@ class SessionStore:
 
         Raises ValueError if tokens were read since ledger rows were last saved.
         """
-        with self._transaction(_NONE, _NONE):
+        with self._transaction(_NONE, _NONE, _NONE):
             if head.seen != self._count_rows():
                 raise ValueError(
                     f"the state has {head.seen} tokens, but {self._count_rows()} rows are saved"
@@ -192,7 +218,7 @@ class SessionStore:
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
-        with self._transaction(_NONE, _NONE):
+        with self._transaction(_NONE, _NONE, _NONE):
             self._put_about("name", name)
         self.name = name
         remove_from_index(self.path)
@@ -200,7 +226,7 @@ class SessionStore:
     def branch(self, name: str, origin: str) -> None:
         """Mark this copy of the session `origin` (an id) as a branch called `name`."""
         meta = {"family": origin, **self.meta}
-        with self._transaction(_NONE, _NONE):
+        with self._transaction(_NONE, _NONE, _NONE):
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name
@@ -228,6 +254,26 @@ class SessionStore:
             _check_count(rows, self._count_rows())
             return _with_columns(rows, dtype)
 
+    def passages(self) -> SavedPassages:
+        """The passages of the chat; none in a file of an older format."""
+        if format_of(self._connection) < 4:
+            return _NO_PASSAGES
+        with as_damage_errors(self.path):
+            query = "SELECT start, end, turn, role, vector FROM passages ORDER BY start"
+            records, seen = self._all(query), self._count_rows()
+            rows = np.array([tuple(record[:4]) for record in records], PASSAGE)
+            known = [np.frombuffer(data or b"", "<f2") for *_, data in records]
+            size = max((len(one) for one in known), default=0)
+            vectors = np.full((len(rows), size), np.nan, np.float16)
+            for at, one in enumerate(known):
+                require(len(one) in (0, size))
+                vectors[at] = one if len(one) else np.nan
+            bounds = rows[["start", "end"]].tolist()
+            require(all(0 <= start < end <= seen for start, end in bounds))
+            require(bool((rows["start"][1:] >= rows["end"][:-1]).all()))
+            require(not np.isinf(vectors).any())
+            return SavedPassages(rows, vectors)
+
     def head(self) -> Head | None:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
@@ -245,6 +291,7 @@ class SessionStore:
                 )
             connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
+            connection.execute("DELETE FROM passages WHERE end > ?", (seen,))
             self._cut_last_rows(seen)
             self._put_head(head)
         remove_from_index(self.path)
@@ -255,6 +302,7 @@ class SessionStore:
         rows: NDArray[Any],
         head: Head,
         meta: Mapping[str, Any] | None = None,
+        passages: SavedPassages = _NO_PASSAGES,
     ) -> None:
         """Replace all contents, and `meta` if given; the old contents stay in no file.
 
@@ -265,10 +313,11 @@ class SessionStore:
         self.kv.drop()
         self.segments.drop()
         with self._transaction() as connection:
-            for table in ("turns", "rows", "head"):
+            for table in ("turns", "rows", "head", "passages"):
                 connection.execute(f"DELETE FROM {table}")
             self._put_turns(turns)
             self._put_rows(0, rows)
+            self._put_passages(passages)
             self._put_head(head)
             self._put_about("erasing", True)
             if meta is not None:
@@ -278,18 +327,17 @@ class SessionStore:
         remove_from_index(self.path)
 
     @contextmanager
-    def _transaction(self, turns: int = 0, rows: int = 0) -> Iterator[sqlite3.Connection]:
-        """A transaction, rolled back on an error.
-
-        It may change only turns from index `turns` on, and rows from position `rows` on.
-        """
+    def _transaction(
+        self, turns: int = 0, rows: int = 0, passages: int = 0
+    ) -> Iterator[sqlite3.Connection]:
+        """A transaction, rolled back on an error; it may change only what `put_sums` says."""
         self.check_place()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
             if upgrade(self._connection):
-                turns = rows = 0
+                turns = rows = passages = 0
             yield self._connection
-            put_sums(self._connection, turns, rows)
+            put_sums(self._connection, turns, rows, passages)
 
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
@@ -310,6 +358,13 @@ class SessionStore:
             self._put_about("row", _packed(rows.dtype).descr)
         data = rows.astype(_packed(rows.dtype)).tobytes()
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
+
+    def _put_passages(self, passages: SavedPassages) -> None:
+        values = [
+            (*row, None if np.isnan(vector).any() else vector.astype("<f2").tobytes())
+            for row, vector in zip(passages.rows.tolist(), passages.vectors, strict=True)
+        ]
+        self._connection.executemany("INSERT INTO passages VALUES (?, ?, ?, ?, ?)", values)
 
     def _add_columns(self, new: NDArray[Any]) -> None:
         """Give saved rows of an older sirchat the fields that they lack, as NaN."""

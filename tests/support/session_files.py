@@ -77,6 +77,7 @@ def without_sums(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DELETE FROM about WHERE name = 'sums'")
         connection.execute("ALTER TABLE turns DROP COLUMN time")
+        connection.execute("DROP TABLE passages")
         connection.execute("PRAGMA user_version = 1")
         connection.commit()
 
