@@ -21,11 +21,11 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.saved_state import make_head, session_metadata
+from sirchat.saved.saved_state import encoder_sum, make_head, passages_of, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
 from sirchat.saved.segments import FEWEST
 from sirchat.saved.session_list import remove_session, reveals_text
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.store import ALL, Head, SavedPassages, SavedTurn, SessionStore
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
 # those of evicted tokens that are saved before that.
@@ -42,9 +42,10 @@ class _Contents:
     turns: list[SavedTurn]
     rows: NDArray[np.void]
     head: Head | None
+    passages: NDArray[np.void]  # of `PASSAGE`
 
 
-_NOTHING = _Contents([], np.zeros(0, ROW), None)
+_NOTHING = _Contents([], np.zeros(0, ROW), None, SavedPassages().rows)
 
 
 class Autosave:
@@ -66,7 +67,10 @@ class Autosave:
         self._is_replaced = False  # whether `replace_session` was called since the last update
         self._file = _NOTHING
         if store:
-            self._file = _Contents(store.turns(), store.rows(ROW), store.head())
+            head, passages = store.head(), store.passages().rows
+            if head and head.fields.get("encoder") != encoder_sum(session.model):
+                passages["turn"] = -1  # so that all are written again
+            self._file = _Contents(store.turns(), store.rows(ROW), head, passages)
 
     @property
     def id(self) -> str:
@@ -88,7 +92,7 @@ class Autosave:
         """
         if self._epoch != self._session.epoch:
             self._leave_file()
-        saved = self._session.save()
+        saved, passages = self._session.save(), passages_of(self._session)
         turns = _turns_of(self._session)
         if not turns and self._store is None:
             return
@@ -101,19 +105,22 @@ class Autosave:
             )
             rewrite(store, self._session, facts, self.more)
             self._erasures, self._is_replaced = self._session.erasures, False
-            self._file = _Contents(turns, saved.rows, None)
+            self._file = _Contents(turns, saved.rows, None, passages.rows)
             self._save_evicted(store, saved.rows)
             return
         self._truncate(store, turns, saved)
         head = self._head(saved)
         new_turns, new_rows = turns[len(self._file.turns) :], saved.rows[len(self._file.rows) :]
-        if new_turns or len(new_rows):
-            store.append(new_turns, new_rows, head)
+        before, count = self._file.passages, _common_count(self._file.passages, passages.rows)
+        kept = int(before["start"][count]) if count < len(before) else ALL
+        new = SavedPassages(passages.rows[count:], passages.vectors[count:])
+        if new_turns or len(new_rows) or len(new.rows) or kept != ALL:
+            store.append(new_turns, new_rows, head, new, kept)
         elif _is_same_state(head, self._file.head):  # saved keys and values stay valid
             store.check_place()
         else:
             store.save_state(head)
-        self._file = _Contents(turns, saved.rows, head)
+        self._file = _Contents(turns, saved.rows, head, passages.rows)
         self._save_evicted(store, saved.rows)
 
     def save_kv(self) -> bool:
@@ -227,7 +234,9 @@ class Autosave:
         fields["conversation"] |= {"in_round": False, "pending_ids": []}
         store.kv.drop()
         store.truncate(count, seen, Head(seen, held, None, fields))
-        self._file = _Contents(self._file.turns[:count], self._file.rows[:seen], None)
+        passages = self._file.passages
+        passages = passages[passages["end"] <= seen]
+        self._file = _Contents(self._file.turns[:count], self._file.rows[:seen], None, passages)
 
 
 def rewrite(
@@ -243,7 +252,7 @@ def rewrite(
     saved = session.save()
     head = make_head(saved, session)
     head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts)
+    store.replace(_turns_of(session), saved.rows, head, facts, passages_of(session))
 
 
 def _turns_of(session: Session) -> list[SavedTurn]:
@@ -260,6 +269,13 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
     fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
     return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
+
+
+def _common_count(passages: NDArray[np.void], other: NDArray[np.void]) -> int:
+    """Count the passages that are equal in two arrays, up to the first difference."""
+    count = min(len(passages), len(other))
+    differs = passages[:count] != other[:count]
+    return int(differs.argmax()) if differs.any() else count
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:

@@ -22,6 +22,7 @@ from sirchat.saved.autosave import rewrite
 from sirchat.saved.saved_state import (
     check_model,
     decode_state,
+    load_passages,
     saved_pins,
     saved_turns,
     session_metadata,
@@ -56,6 +57,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     rows, received, state = _load_tensors(store, stamp, like, cache.state, head.seen)
     evicted = store.segments.load(saved.rows, like)
     session.load(replace(saved, state=state), conversation, rows, received, evicted=evicted)
+    load_passages(session, store, head)
 
 
 def _with_one_token(model: LoadedModel) -> BoundedCache:

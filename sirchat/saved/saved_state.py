@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
 from sirchat.saved.database import as_damage_errors, require
-from sirchat.saved.store import Head, SessionStore
+from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore
 
 _MOST = 2**53
 _Count = Annotated[int, Field(ge=0, le=_MOST)]
@@ -65,6 +66,8 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "pins": [list(astuple(text)) for text in pinned_text(session)],
         "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "kv": stamp,
+        "passages": int(session.recall.search.passages.state()["until"][0]),
+        "encoder": encoder_sum(session.model),
         "conversation": {
             "round": conversation.round,
             "in_round": conversation.in_round,
@@ -140,6 +143,43 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
         )
         for turn in store.turns()
     ]
+
+
+def passages_of(session: Session) -> SavedPassages:
+    """The passages of all complete turns; none where none has a vector."""
+    session.recall.update()
+    passages = session.recall.search.passages
+    if not passages.vectors.shape[1]:
+        return SavedPassages()
+    return SavedPassages(passages.rows.astype(PASSAGE), passages.vectors)
+
+
+def load_passages(session: Session, store: SessionStore, head: Head) -> None:
+    """Let recall go on with the saved passages, if the model's encoder made their vectors.
+
+    Else it makes passages of the ledger's tokens, which have none.
+    """
+    saved, until = store.passages(), head.fields.get("passages")
+    if not len(saved.rows) or head.fields.get("encoder") != encoder_sum(session.model):
+        return
+    with as_damage_errors(store.path):
+        require(isinstance(until, int) and int(saved.rows["end"][-1]) <= until <= head.seen)
+        require(saved.vectors.shape[1] == session.model.encoder.size)
+        require(
+            bool((saved.rows["turn"] == session.ledger.column("turn")[saved.rows["start"]]).all())
+        )
+        state = {"rows": saved.rows, "vectors": saved.vectors, "until": np.array([until])}
+        session.recall.search.passages.load(state)
+
+
+def encoder_sum(model: LoadedModel) -> int:
+    """A check sum of the model's sentence encoder."""
+    encoder = model.encoder
+    parts = (
+        str(encoder.layers).encode(),
+        *(tensor.cpu().numpy().tobytes() for tensor in (encoder.weight, encoder.bias)),
+    )
+    return crc32(b"".join(parts))
 
 
 def saved_pins(head: Head) -> list[PinnedText]:

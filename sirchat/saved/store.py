@@ -48,7 +48,7 @@ from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
 _END_OF_TIME = 253_370_764_800  # UNIX seconds of the year 9999, which dates can still show
-_NONE = 2**62  # larger than every index, so that no turn or row is changed
+ALL = 2**62  # larger than every index, so that no turn or row is changed
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
 _TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
@@ -188,19 +188,22 @@ class SessionStore:
         rows: NDArray[Any],
         head: Head,
         passages: SavedPassages = _NO_PASSAGES,
+        kept: int = ALL,
     ) -> None:
         """Add turns, ledger rows [k] of the k tokens read since the last call, passages and a head.
 
+        Of the saved passages only those that begin before stream position `kept` stay.
         Saved rows never change: what can change, such as which rows are held, is in the head.
         """
         self._add_columns(rows)
-        first = min((turn.index for turn in turns), default=_NONE)
-        passage = int(passages.rows["start"].min(initial=_NONE))
+        first = min((turn.index for turn in turns), default=ALL)
+        passage = int(passages.rows["start"].min(initial=kept))
         with self._transaction(first, head.seen - len(rows), passage):
             seen = self._count_rows()
             _check_count(rows, head.seen - seen)
             self._put_turns(turns)
             self._put_rows(seen, rows)
+            self._connection.execute("DELETE FROM passages WHERE start >= ?", (kept,))
             self._put_passages(passages)
             self._put_head(head)
 
@@ -209,7 +212,7 @@ class SessionStore:
 
         Raises ValueError if tokens were read since ledger rows were last saved.
         """
-        with self._transaction(_NONE, _NONE, _NONE):
+        with self._transaction(ALL, ALL, ALL):
             if head.seen != self._count_rows():
                 raise ValueError(
                     f"the state has {head.seen} tokens, but {self._count_rows()} rows are saved"
@@ -218,7 +221,7 @@ class SessionStore:
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
-        with self._transaction(_NONE, _NONE, _NONE):
+        with self._transaction(ALL, ALL, ALL):
             self._put_about("name", name)
         self.name = name
         remove_from_index(self.path)
@@ -226,7 +229,7 @@ class SessionStore:
     def branch(self, name: str, origin: str) -> None:
         """Mark this copy of the session `origin` (an id) as a branch called `name`."""
         meta = {"family": origin, **self.meta}
-        with self._transaction(_NONE, _NONE, _NONE):
+        with self._transaction(ALL, ALL, ALL):
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from chatting import babbler, session
+from scorers import random_encoder
 from session_files import head_at, new, refusal, rows_at, said
+from sirchat.chat.session import Session
 from sirchat.errors import DamagedSessionError
+from sirchat.models.model import LoadedModel
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore
 
 
@@ -68,3 +78,81 @@ def test_a_changed_vector_is_damage(tmp_path: Path) -> None:
         connection.execute("UPDATE passages SET vector = zeroblob(8) WHERE start = 1")
         connection.commit()
     assert "is damaged" in refusal(lambda: SessionStore.open(path))
+
+
+@cache
+def encoding() -> LoadedModel:
+    model = babbler()
+    return replace(model, encoder=random_encoder(model, (1,), 8))
+
+
+def talk(model: LoadedModel, *texts: str) -> tuple[Session, Autosave]:
+    chat = session(model, max_new_tokens=8, recall="meaning")
+    saving = Autosave(chat)
+    for text in texts:
+        list(chat.ask(text))
+        saving.update()
+    return chat, saving
+
+
+def resumed(saving: Autosave, model: LoadedModel) -> Session:
+    saving.close_without_saving()
+    assert saving._store is not None
+    with SessionStore.open(saving._store.path) as store:
+        again = session(model, recall="meaning")
+        resume_session(again, store)
+        return again
+
+
+def found(chat: Session) -> tuple[list[Any], NDArray[np.float16]]:
+    passages = chat.recall.search.passages
+    return passages.rows.tolist(), passages.vectors
+
+
+@pytest.mark.usefixtures("own_home")
+def test_a_killed_chat_finds_by_meaning_what_it_found_before() -> None:
+    chat, saving = talk(encoding(), "My name is Anna. I live in Rome.", "Tell me a joke.")
+    rows, vectors = found(chat)
+    assert len(rows) == len(vectors) >= 4
+    assert not np.isnan(vectors.astype(np.float32)).any()
+    again = found(resumed(saving, encoding()))
+    assert again[0] == rows
+    assert again[1].tobytes() == vectors.tobytes()
+
+
+@pytest.mark.usefixtures("own_home")
+def test_vectors_go_with_an_undone_turn_and_with_an_erased_word() -> None:
+    chat, saving = talk(encoding(), "My name is Anna. I live in Rome.", "Tell me a joke.")
+    before = found(chat)[1].copy()
+    chat.undo()
+    saving.update()
+    chat.erase("Anna")
+    saving.update()
+    assert saving._store is not None
+    content = saving._store.path.read_bytes()
+    assert not [one for one in (before[0], before[-1]) if one.tobytes() in content]
+    list(chat.ask("Who am I?"))
+    saving.update()
+    rows, vectors = found(chat)
+    again = found(resumed(saving, encoding()))
+    assert again[0] == rows
+    np.testing.assert_array_equal(again[1], vectors)
+    assert np.isnan(again[1][0]).all()
+
+
+@pytest.mark.usefixtures("own_home")
+def test_vectors_of_another_encoder_are_not_used_and_soon_gone() -> None:
+    chat, saving = talk(encoding(), "My name is Anna. I live in Rome.")
+    other = replace(babbler(), encoder=random_encoder(babbler(), (2,), 8))
+    before, again = found(chat)[1].copy(), resumed(saving, other)
+    assert not found(again)[1].size
+    assert saving._store is not None
+    with SessionStore.open(saving._store.path) as store:
+        saving = Autosave(again, store)
+        list(again.ask("Tell me a joke."))
+        saving.update()
+        rows, vectors = found(again)
+        saved = store.passages()
+        assert saved.rows.tolist() == rows
+        np.testing.assert_array_equal(saved.vectors, vectors)
+        assert before[0].tobytes() not in store.path.read_bytes()
