@@ -99,6 +99,7 @@ class Session:
         self.epoch += 1
         self.state = ConversationState()
         self.ledger = self._engine.ledger
+        # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points: list[UndoPoint] = []
         self.recall = Recall(self._engine, self.model, self._texts)
@@ -230,8 +231,6 @@ class Session:
         yield from self._events.moved(state.last_turn, moves)
         self._check_room(ids, system)
         self._note_undo_point(text)
-        if self._engine.settings.recall is None:  # else it drops them when it has pooled them
-            self.ledger.token_vectors.drop_before(self.seen)
         yield from self._read_pending()
         if system is not None:
             yield from self._read_system(system)

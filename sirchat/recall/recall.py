@@ -85,7 +85,6 @@ class Recall:
         self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None
         self.search = PassageSearch(texts, model.tokenizer)
-        self._note_wish()
 
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
@@ -100,7 +99,6 @@ class Recall:
     def update(self) -> None:
         """Take in the passages of the complete turns that were read since the last update."""
         ledger, encoder = self._engine.ledger, self._model.encoder
-        self._note_wish()
 
         def vector_of(start: int, end: int) -> Tensor | None:
             mean = ledger.token_vectors.mean(start, end)
@@ -228,10 +226,6 @@ class Recall:
             RecalledTurn(turn, count, *best.get(turn, ((), "")))
             for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
         )
-
-    def _note_wish(self) -> None:
-        """Have the encoder's numbers recorded of what is read next, if passages need them."""
-        self._engine.ledger.token_vectors.wanted = self._by_meaning()
 
     def _by_meaning(self) -> bool:
         recall: RecallSettings | None = self._engine.settings.recall
