@@ -43,8 +43,8 @@ def sessions_list(
     """List the saved chats, newest first."""
     from rich.console import Console
 
-    from sirchat.saved.session_list import MOST_LISTED, list_sessions
-    from sirchat.ui.lists import SessionLines, print_sessions
+    from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
+    from sirchat.ui.lists import SessionLines, in_bytes, print_sessions
 
     listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
     if listing.sessions:
@@ -53,6 +53,9 @@ def sessions_list(
         typer.echo("there are no saved chats", err=True)
     if listing.unread:
         typer.echo(f"and {listing.unread:,} older ones: sirchat sessions list --all", err=True)
+    if size := key_value_bytes(sessions_dir()):
+        limit = "each chat's at most 512 MiB, more or none with --save-kv on or off"
+        typer.echo(f"keys and values take {in_bytes(size)}: {limit}", err=True)
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 

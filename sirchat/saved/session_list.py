@@ -84,6 +84,16 @@ def list_sessions(folder: Path, most: int | None = None) -> Listing:
     return Listing(sessions, refused, len(files) - len(files[:most]))
 
 
+def key_value_bytes(folder: Path) -> int:
+    """The size of the files of keys and values beside the sessions in a folder, in bytes."""
+    files = *folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER}/*")
+    size = 0
+    for file in files:
+        with suppress(OSError):  # it was just removed
+            size += file.stat().st_size
+    return size
+
+
 def find_session(folder: Path, ident: str) -> Path:
     """The file of a saved session, given by its id, its name, or the beginning of its id.
 

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 from held_rows import contents, same
 from saved_chats import Chat, resumed
+from sirchat.cli.sessions import sessions_list
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import State
 from sirchat.saved import autosave
 from sirchat.saved.session_list import copy_session, list_sessions, remove_session
+from sirchat.ui.lists import in_bytes
 
 LONG = "some words and more of them, " * 24  # fills a file
 FEWEST = 64  # tokens in a file
@@ -82,6 +84,16 @@ def test_files_are_private_and_go_with_the_chat(chat: Chat, folder: Path) -> Non
     chat.crash()
     remove_session(folder / f"{only(folder)}.sqlite")
     assert not list(folder.glob("*.kv"))
+
+
+def test_the_list_of_chats_says_how_large_they_are_and_may_be(
+    chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = sum(file.stat().st_size for file in files(folder))
+    sessions_list()
+    assert (
+        f"keys and values take {in_bytes(size)}: each chat's at most 512" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}, {"save": False}])
