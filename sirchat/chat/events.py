@@ -157,6 +157,8 @@ class Recalled(Event):
     resident: int
     seen: int
     tokens: tuple[TokenRow, ...] | None = None
+    # All else but sinks, pins and the newest round has stepped aside for the reply.
+    focused: bool = False
 
 
 @dataclass(frozen=True)

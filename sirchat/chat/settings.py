@@ -22,6 +22,9 @@ from sirchat.text.anchors import anchor_detector
 from sirchat.text.detokenizer import word_continuation
 
 
+_FOCUS = {"auto": None, "off": 0}
+
+
 def build_policy(profile: Profile) -> Policy:
     """Make the eviction policy that a profile names, with the options that the profile sets.
 
@@ -243,4 +246,5 @@ def _recall(profile: Profile) -> RecallSettings | None:
         span=profile.recall_span,
         scope=profile.recall_scope,
         query=profile.recall_query,
+        focus=profile.focus if isinstance(profile.focus, int) else _FOCUS[profile.focus],
     )

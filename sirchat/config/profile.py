@@ -150,6 +150,10 @@ class Profile(BaseModel):
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
     """How many tokens are restored for a message at most; auto chooses by the budget,
     and words and bm25 then leave out turns that fit much less well than the best one."""
+    focus: Annotated[int, Field(ge=16, le=_MANY)] | Literal["auto", "off"] = "auto"
+    """Answer a question about what was told before from at most so many tokens that recall finds;
+    all else steps aside for this reply. auto does so, with 64 tokens, if the model's encoder file
+    says that it then answers better."""
     recall_weight: Literal["none", "surprisal"] = "surprisal"
     """surprisal multiplies a token's retrieval score by its surprisal, none leaves it unchanged."""
     recall_soft: bool = True

@@ -35,6 +35,8 @@ class RecallSettings:
     scope: Literal["token", "layer"] = "token"
     # Whether tokens are compared with the new turn or with the newest tokens before it.
     query: Literal["turn", "recent"] = "turn"
+    # Most tokens from which a question is answered; 0: all; None: as the model's encoder says.
+    focus: int | None = None
 
 
 @dataclass(frozen=True)

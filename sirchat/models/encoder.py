@@ -35,6 +35,8 @@ class Encoder(StateMap):
     # row with a bias at its end; empty if it was not trained.
     hidden: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     kinds: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    # Tells a message that asks for something told before: float32 [D + 1]; empty if not trained.
+    question: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def size(self) -> int:
@@ -55,10 +57,15 @@ class Encoder(StateMap):
             return torch.zeros(len(vectors), dtype=torch.bool)
         return kind_scores(vectors.float(), self.hidden, self.kinds)[:, KINDS.index(kind)] > 0
 
+    def asks_back(self, vector: Tensor) -> bool:
+        """Whether a message, by its vector [D], asks for something that was told before."""
+        weight = self.question
+        return len(weight) > 0 and float(vector.float() @ weight[:-1] + weight[-1]) > 0
+
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)
         rounded = (self.weight / scale).round().to(torch.int8)
-        network = {"hidden": self.hidden, "kinds": self.kinds}
+        network = {"hidden": self.hidden, "kinds": self.kinds, "question": self.question}
         return {"weight": rounded, "scale": scale, "bias": self.bias, **network}
 
     @classmethod
@@ -71,7 +78,16 @@ class Encoder(StateMap):
         shapes = (len(hidden), len(bias) + 1), (len(KINDS), len(hidden) + 1)
         if (hidden.shape, kinds.shape) != shapes and len(kinds):
             raise ValueError
-        return {"weight": weight, "bias": bias, "hidden": hidden, "kinds": kinds}
+        question = tensors.get("question", torch.zeros(0)).float()
+        if len(question) not in (0, len(bias) + 1):
+            raise ValueError
+        return {
+            "weight": weight,
+            "bias": bias,
+            "hidden": hidden,
+            "kinds": kinds,
+            "question": question,
+        }
 
 
 def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:

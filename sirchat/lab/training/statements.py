@@ -29,6 +29,9 @@ _HIDDEN = 16
 _PENALTY = 3e-5  # of the sum of the squares of all weights
 _OF_TALK = 0.1  # weight of a sentence of talk; of a written example 1
 
+_QUESTION_PENALTY = 2.0
+_DOUBT = 0.2  # how much more than even a message must seem to ask: else 5 % of talk does, now 2 %
+_LONGEST = 128  # tokens of a message that are read alone
 _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
 
@@ -97,6 +100,32 @@ def fit_kinds(vectors: Tensor, is_kind: Tensor, talk: Tensor, penalty: float = _
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     return hidden.detach(), kinds.detach()
+
+
+def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
+    """Fit `Encoder.question` [D + 1] for the encoder of `model`: a ridge regression.
+
+    `talk` are messages of people to each other, of which hardly any asks for what was told.
+    """
+    examples, _ = load_statements()
+    asks, others = examples["question"], [*examples["no_question"], *examples["other"], *talk]
+    x = torch.stack([_read_alone(model, text) for text in (*asks, *others)]).double()
+    x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+    is_asking = torch.arange(len(x)) < len(asks)
+    share = torch.where(is_asking, 1 / len(asks), 1 / len(others)).double() * len(x) / 2
+    penalty = _QUESTION_PENALTY * torch.eye(x.shape[1], dtype=torch.float64)
+    penalty[-1, -1] = 0
+    scaled = (x * share[:, None]).T
+    weight = torch.linalg.solve(scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double())
+    weight[-1] -= _DOUBT
+    return weight.float()
+
+
+def _read_alone(model: LoadedModel, text: str) -> Tensor:
+    """The vector of a message, as recall reads it to search: the first part of a long one."""
+    turn = Template(model.tokenizer, model.anchors).opening(text)[1]
+    start, end = turn.content
+    return model.encode(turn.ids[: min(end, start + _LONGEST)], start)
 
 
 def read_statements(model: LoadedModel, statements: Statements) -> tuple[Tensor, list[str]]:
