@@ -92,7 +92,7 @@ class EventBuilder:
     def recalled(self, turn: int, recollection: Recollection) -> list[Event]:
         """The events for what recall did for turn `turn`."""
         events: list[Event] = []
-        positions, recall = self.engine.residency.recalled_positions, self.engine.settings.recall
+        positions, recall = recollection.positions, self.engine.settings.recall
         if recollection.problem:
             why = f"no token can be restored: {recollection.problem}"
             events.append(Notice(f"{why}; choose another retriever with /recall"))
@@ -104,6 +104,7 @@ class EventBuilder:
                 scores=recollection.scores,
                 released=tuple(recollection.released.tolist()),
                 turns=recollection.turns,
+                focused=recollection.focused,
                 seconds=recollection.seconds,
                 resident=self.engine.resident,
                 seen=self.engine.ledger.seen,

@@ -21,7 +21,6 @@ from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import anchor_detector
 from sirchat.text.detokenizer import word_continuation
 
-
 _FOCUS = {"auto": None, "off": 0}
 
 

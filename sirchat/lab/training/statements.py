@@ -116,7 +116,9 @@ def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
     penalty = _QUESTION_PENALTY * torch.eye(x.shape[1], dtype=torch.float64)
     penalty[-1, -1] = 0
     scaled = (x * share[:, None]).T
-    weight = torch.linalg.solve(scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double())
+    weight = torch.linalg.solve(
+        scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double()
+    )
     weight[-1] -= _DOUBT
     return weight.float()
 
