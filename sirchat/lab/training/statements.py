@@ -120,7 +120,8 @@ def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
         scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double()
     )
     weight[-1] -= _DOUBT
-    return weight.float()
+    fitted: Tensor = weight.float()
+    return fitted
 
 
 def _read_alone(model: LoadedModel, text: str) -> Tensor:
