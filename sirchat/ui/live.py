@@ -21,7 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.ui.cells import take_rows
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_round, draw_bar
+from sirchat.ui.status import describe_recalled, describe_round, draw_bar
 from sirchat.ui.text import DisplayFilter
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class LiveView:
         gone, self._gone = sorted(self._gone), set()
         if not self._screen.is_quiet:
             words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
-            recalled = self._session.recall.turns
+            recalled = describe_recalled(self._session.recall, turn.seen)
             budget = self._session.budget
             self._note(describe_round(self._user, turn, budget, words, recalled))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:

@@ -13,7 +13,7 @@ from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_turn
+from sirchat.ui.status import describe_recalled, describe_turn
 
 
 @dataclass(frozen=True)
@@ -147,5 +147,6 @@ class _Dialogue:
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         self._screen.note(describe_excess(turn, self._session, "--budget"))
-        recalled = self._session.recall.turns if turn.role == "user" else ()
+        recall = self._session.recall
+        recalled = describe_recalled(recall, turn.seen) if turn.role == "user" else ""
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))

@@ -21,10 +21,11 @@ from sirchat.ui.theme import Theme
 if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
     from sirchat.chat.events import TurnDone
     from sirchat.chat.session import Session
-    from sirchat.recall import RecalledTurn
+    from sirchat.recall.recall import Recall
 
 _GAUGE = 8  # cells of the toolbar's bar
 _WIDE = 80  # least columns for that bar
+_QUOTED = 50  # characters of a passage in a line about recall
 _NAMED = 4  # most turns that a line about recalled tokens names
 _ENDINGS = {
     "length": "reply cut at the length limit",
@@ -55,11 +56,11 @@ def toolbar(session: Session, width: int) -> str:
     return " · ".join(parts)
 
 
-def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
+def describe_turn(turn: TurnDone, budget: int, recalled: str = "") -> str:
     """A line about one turn: tokens read, recalled and written, speed, evicted and held tokens."""
     parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
     if recalled:
-        parts.append(describe_recalled(recalled))
+        parts.append(recalled)
     if turn.tokens_out:
         parts.append(f"{turn.tokens_out:,} written, {_speed(turn)}")
     return ", ".join(parts + _cache(turn, turn.evicted, budget))
@@ -70,7 +71,7 @@ def describe_round(
     reply: TurnDone,
     budget: int,
     evicted_words: Sequence[str] = (),
-    recalled: Sequence[RecalledTurn] = (),
+    recalled: str = "",
 ) -> str:
     """A line about a user turn and its reply; `evicted_words` are words that the user had said."""
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
@@ -79,17 +80,29 @@ def describe_round(
     if reply.tokens_out:
         parts.append(_speed(reply))
     if recalled:
-        parts.append(describe_recalled(recalled))
+        parts.append(recalled)
     return ", ".join(parts + _cache(reply, evicted, budget, evicted_words))
 
 
-def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
-    """Such as "recalled 140 tokens of turns 3, 17"; only the turns with most tokens are named."""
-    most = sorted(turns, key=lambda turn: -turn.tokens)[:_NAMED]
-    named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
-    others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
-    tokens = sum(turn.tokens for turn in turns)
-    return f"recalled {counted(tokens, 'token')} of turn{'s' * (len(turns) > 1)} {named}{others}"
+def describe_recalled(recall: Recall, seen: int) -> str:
+    """Such as `recalled 14 tokens: "I drive a red Volvo." and 2 more`; empty if nothing was.
+
+    If a question was answered from them alone: `answered from 3 passages of 3,900 tokens`.
+    """
+    turns, found = recall.turns, recall.found
+    if not turns:
+        return ""
+    if found is not None and found.is_question:
+        return f"answered from {counted(len(found.passages), 'passage')} of {seen:,} tokens"
+    tokens = f"recalled {counted(sum(turn.tokens for turn in turns), 'token')}"
+    if not turns[0].text:  # single tokens were found
+        most = sorted(turns, key=lambda turn: -turn.tokens)[:_NAMED]
+        named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
+        others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
+        return f"{tokens} of turn{'s' * (len(turns) > 1)} {named}{others}"
+    most_of = max(turns, key=lambda turn: turn.tokens)
+    more = f" and {len(turns) - 1:,} more" if len(turns) > 1 else ""
+    return f'{tokens}: "{shorten(displayable_line(most_of.text), _QUOTED)}"{more}'
 
 
 def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:

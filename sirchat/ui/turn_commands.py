@@ -208,7 +208,7 @@ def _report(text: str, session: Session, screen: Screen, how: str = "", after: s
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     """What a reply under other settings than `as_usual` had; called while these are in force."""
     if session.profile.recall != as_usual.recall and session.recall.turns:
-        how = describe_recalled(session.recall.turns)
+        how = describe_recalled(session.recall, session.seen)
     elif session.profile.recall != "off":
         how = "recall found nothing to restore"
     elif session.resident == session.seen:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -146,14 +148,33 @@ def asked() -> Session:
     ],
 )
 def test_the_turns_that_gave_most_are_named(turns: list[tuple[int, int]], line: str) -> None:
-    assert describe_recalled([RecalledTurn(*turn) for turn in turns]) == line
+    recall = _Recall([RecalledTurn(*turn) for turn in turns], None)
+    assert describe_recalled(recall, 200) == line  # type: ignore[arg-type]
+
+
+class _Recall(NamedTuple):
+    """What `Recall` says of its last search."""
+
+    turns: list[RecalledTurn]
+    found: Any
+
+
+def test_what_passages_say_is_quoted() -> None:
+    told = [RecalledTurn(0, 14, ("drive",), "I drive a red Volvo.")]
+    more = [*told, RecalledTurn(4, 9, (), "My aunt has a boat.")]
+    for is_question, turns, line in (
+        (False, told, 'recalled 14 tokens: "I drive a red Volvo."'),
+        (False, more, 'recalled 23 tokens: "I drive a red Volvo." and 1 more'),
+        (True, more, "answered from 3 passages of 3,900 tokens"),
+    ):
+        found = SimpleNamespace(passages=(7, 1, 9), is_question=is_question)
+        assert describe_recalled(_Recall(turns, found), 3_900) == line  # type: ignore[arg-type]
 
 
 def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
     done = TurnDone(1, "assistant", "Yes.", 2, 3, 90, 200, 0, 40, 0.1, 0.1, "stop")
-    recalled = [RecalledTurn(0, 40, ("zebra",))]
-    for line in (describe_round(None, done, 96, (), recalled), describe_turn(done, 96, recalled)):
-        assert ", recalled 40 tokens of turn 0, " in line
+    for line in (describe_round(None, done, 96, (), "as said"), describe_turn(done, 96, "as said")):
+        assert ", as said, " in line
     assert "recalled" not in describe_round(None, done, 96)
 
 
