@@ -1,0 +1,120 @@
+"""A question about what was told is answered from what recall finds; then all is as before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import babbler, session
+from scorers import random_encoder
+from sirchat.chat.events import Event, Recalled, TurnDone
+from sirchat.chat.session import Session
+from sirchat.models.model import LoadedModel
+
+TOLD, ASKED = "Our zebra is called Quixbert.", "Who is our zebra Quixbert?"
+TALK = ("What a rainy day it is.", "Tell me a joke.", "The bus was late again.", "How are you?")
+SPAN = 64  # numbers in a vector
+
+
+@cache
+def asking(focus: str = "on") -> LoadedModel:
+    """A model with random weights whose encoder takes `ASKED` alone for a question."""
+    model = babbler()
+    model = replace(model, encoder=random_encoder(model, (1,), SPAN))
+    chat = session(model, policy="full")
+    turns = [chat.template.opening(text)[1] for text in (ASKED, TOLD, *TALK)]
+    x = torch.stack([model.encode(turn.ids[: turn.content[1]], turn.content[0]) for turn in turns])
+    x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+    wanted = torch.tensor([1.0, *[-1.0] * (len(turns) - 1)])
+    weight = torch.linalg.lstsq(x, wanted[:, None]).solution[:, 0]
+    return replace(model, encoder=replace(model.encoder, question=weight, about={"focus": focus}))
+
+
+def told(budget: int = 1024, focus: str = "on", **settings: object) -> Session:
+    chat = session(
+        asking(focus), policy="sink", budget=budget, recall="on", max_new_tokens=8, **settings
+    )
+    for text in (TOLD, *TALK * 4):
+        list(chat.read_user(text, before="assistant"))
+        list(chat.read_reply("Fine, thank you."))
+    return chat
+
+
+def contents(chat: Session) -> tuple[list[int], list[torch.Tensor]]:
+    """What the cache holds, and its keys and values as the model reads them."""
+    cache = chat._engine.cache
+    rows = cache.as_read(torch.arange(cache.length))
+    return chat.ledger.held_positions.tolist(), [one.clone() for one in rows]
+
+
+def held_in_reply(chat: Session, text: str) -> tuple[set[int], list[Event]]:
+    """The positions that are held when the reply begins, and all events."""
+    events, held = list[Event](), set[int]()
+    for event in chat.ask(text):
+        events.append(event)
+        if isinstance(event, TurnDone) and event.role == "user":
+            held = set(chat.ledger.held_positions.tolist())
+    return held, events
+
+
+def test_a_question_is_answered_from_sinks_newest_round_and_what_was_found() -> None:
+    chat = told()
+    seen, round_ = chat.seen, int(chat.ledger.column("round").max())
+    newest = np.flatnonzero(chat.ledger.column("round") == round_)
+    held, events = held_in_reply(chat, ASKED)
+    (recalled,) = [event for event in events if isinstance(event, Recalled)]
+    assert recalled.focused
+    assert TOLD.split()[-1] in "".join(row.text for row in chat.tokens(recalled.positions))
+    assert {at for at in held if at < seen} == {*range(4), *newest.tolist(), *recalled.positions}
+
+
+@pytest.mark.parametrize("budget", [1024, 96])
+def test_then_all_is_back_bit_for_bit(budget: int) -> None:
+    chat = told(budget)
+    before, seen = contents(chat), chat.seen
+    held_in_reply(chat, ASKED)
+    held, rows = contents(chat)
+    kept = [at for at in before[0] if at in held]
+    if budget == 1024:
+        assert kept == before[0]
+    at_now = [held.index(at) for at in kept]
+    at_then = [before[0].index(at) for at in kept]
+    if at_now == at_then:  # else their slots, and so their rotations, differ
+        for now, then in zip(rows, before[1], strict=True):
+            assert torch.equal(now[:, at_now], then[:, at_then])
+    assert max(held) == chat.seen - 1 >= seen
+
+
+def test_undone_it_never_was() -> None:
+    chat, other = told(), told()
+    held_in_reply(chat, ASKED)
+    chat.undo()
+    for now, then in zip(contents(chat)[1], contents(other)[1], strict=True):
+        assert torch.equal(now, then)
+    assert contents(chat)[0] == contents(other)[0]
+    assert held_in_reply(chat, TALK[0])[0] == held_in_reply(other, TALK[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [(TALK[0], {}), (ASKED, {"focus": "off"}), (ASKED, {"recall": "words"})],
+)
+def test_other_messages_and_settings_hold_everything(text: str, settings: dict[str, str]) -> None:
+    chat = told()
+    if settings:
+        chat.switch("test", **settings)
+    seen = chat.seen
+    assert held_in_reply(chat, text)[0] >= set(range(seen))
+
+
+def test_a_model_that_uses_its_whole_context_says_no_and_a_number_says_yes() -> None:
+    chat = told(focus="off")
+    seen = chat.seen
+    assert held_in_reply(chat, ASKED)[0] >= set(range(seen))
+    chat.undo()
+    chat.switch("test", focus=32)
+    assert not held_in_reply(chat, ASKED)[0] >= set(range(seen))
