@@ -34,10 +34,8 @@ def asking(focus: str = "on") -> LoadedModel:
     return replace(model, encoder=replace(model.encoder, question=weight, about={"focus": focus}))
 
 
-def told(budget: int = 1024, focus: str = "on", **settings: object) -> Session:
-    chat = session(
-        asking(focus), policy="sink", budget=budget, recall="on", max_new_tokens=8, **settings
-    )
+def told(budget: int = 1024, focus: str = "on") -> Session:
+    chat = session(asking(focus), policy="sink", budget=budget, recall="on", max_new_tokens=8)
     for text in (TOLD, *TALK * 4):
         list(chat.read_user(text, before="assistant"))
         list(chat.read_reply("Fine, thank you."))
