@@ -15,7 +15,8 @@ QUESTION = "At which gate does my flight leave? " + "Flight seven, gate four, at
 
 def told() -> Session:
     """A chat with a long reply that shares words with the `QUESTION`."""
-    chat = session(babbler(), budget=256, recall="words", max_new_tokens=8)
+    # No sentence of it fits much better than others: a number brings the best back all the same.
+    chat = session(babbler(), budget=256, recall="words", recall_n=64, max_new_tokens=8)
     list(chat.read_user("Write a long story about a fox."))
     list(chat.read_reply(STORY))
     return chat

@@ -74,8 +74,8 @@ def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "words"),
-        ({"policy": "entropy", "budget": 256}, "words"),
+        ({}, "meaning"),
+        ({"policy": "entropy", "budget": 256}, "meaning"),
         ({"recall": "off"}, "off"),
         ({"recall": "words"}, "words"),
         ({"policy": "full"}, "off"),

@@ -97,13 +97,13 @@ def test_what_comes_back_is_what_the_equations_choose(
     layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
+    still = np.flatnonzero(~np.isin(positions, engine.ledger.held_positions)).tolist()
     restore(engine, found, 6)
     if scope == "token":
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-        chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
+        chosen = [positions.index(at) for at in engine.residency.selection.wanted.tolist()]
         assert are_the_best(mean, chosen, 30)
         return
-    still = np.flatnonzero(~np.isin(positions, engine.ledger.held_positions)).tolist()
     for layer, scores in enumerate(layers):
         block = engine.cache.layer_values(layer)[0, :, 4:34]  # behind the sinks
         rotation = model.rotations[layer].value

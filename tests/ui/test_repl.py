@@ -92,7 +92,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     for _ in range(4):
         chat.ask("Tell me a joke.")
     assert chat.ask("/recall") == "recall is off"
-    assert "recall: off -> words" in chat.ask("/recall on")
+    assert "recall: off -> meaning" in chat.ask("/recall on")
     assert "holds" in chat.ask("/set recall_n 30")
     chat.ask("What is my name?")
     shown = chat.ask("/recall").splitlines()
@@ -116,7 +116,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
-        ("/recall on", "recall: off -> words"),
+        ("/recall on", "recall: off -> meaning"),
         ("/recall mips", "recall: off -> mips"),
         ("/recent 16", "recent: 32 -> 16"),
         ("/system You are kind.", "system: none -> You are kind."),
