@@ -30,7 +30,6 @@ _PENALTY = 3e-5  # of the sum of the squares of all weights
 _OF_TALK = 0.1  # weight of a sentence of talk; of a written example 1
 
 _QUESTION_PENALTY = 2.0
-_DOUBT = 0.2  # how much more than even a message must seem to ask: else 5 % of talk does, now 2 %
 _LONGEST = 128  # tokens of a message that are read alone
 _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
@@ -119,7 +118,6 @@ def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
     weight = torch.linalg.solve(
         scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double()
     )
-    weight[-1] -= _DOUBT
     fitted: Tensor = weight.float()
     return fitted
 
