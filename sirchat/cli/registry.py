@@ -100,6 +100,7 @@ EXAMPLES: dict[str, str] = {
     "eval": "sirchat eval facts-in-dialogue --help",
     "eval facts": "sirchat eval facts --policies entropy,sink --budgets 256 --out facts",
     "eval policies": "sirchat eval policies --policies entropy,sink,h2o --budgets 128,256",
+    "eval focus": "sirchat eval focus -m smollm2 --data talk.jsonl",
     "eval facts-in-dialogue": "sirchat eval facts-in-dialogue -m smollm2 --data talk.jsonl",
     "eval dailydialog": "sirchat eval dailydialog --data SirLLM/data --scoring text --limit 60",
     "eval grocery": "sirchat eval grocery --data SirLLM/data --policies entropy,sink --limit 40",

@@ -83,6 +83,28 @@ def policies(
 
 @study(
     eval_app,
+    "focus",
+    Defaults("salience", budgets="4096", limit=60, of=_QUESTIONS),
+    "facts_in_dialogue.question_study:focus_study",
+)
+def focus(
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Real conversations: SirLLM's DailyDialog, LoCoMo, Realtalk, or a transcript.",
+            metavar="PATH",
+        ),
+    ],
+) -> None:
+    """Measure whether a model answers better from what recall finds than from all that it holds.
+
+    The report compares the setting focus, off and on, by questions about facts that were told in
+    real conversations, and by the surprisal of ordinary replies.
+    """
+
+
+@study(
+    eval_app,
     "facts-in-dialogue",
     Defaults("full,entropy,sink", budgets="256", of="Number of questions for each length."),
     "facts_in_dialogue.question_study:facts_study",

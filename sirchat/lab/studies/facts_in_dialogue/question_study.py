@@ -18,6 +18,7 @@ import numpy as np
 from sirchat.chat.events import Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import Woven, weave
 from sirchat.lab.studies.facts_in_dialogue.questions import (
@@ -35,6 +36,7 @@ from sirchat.lab.studies.study import Cell, Findings, refuse_unknown
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
+from sirchat.recall.recall import FOCUS
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
 
@@ -125,6 +127,18 @@ def facts_study(
     if half != "all":
         raise SettingError(f"half {half} has no effect without --questions", hint="leave half out")
     return FactsInDialogue(settings, **options)
+
+
+def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> QuestionStudy:
+    """Whether a model answers better from what recall finds (setting `focus`) than from all."""
+    both = tuple(
+        changed_profile(one, "eval focus", recall="meaning", focus=focus)
+        for one in settings
+        for focus in ("off", FOCUS)
+    )
+    fixed: dict[str, Any] = {"facts": 10, "lengths": (3500,), "reply_tokens": 24}
+    questions = ("shared", "paraphrase")
+    return QuestionStudy(both, data=data, questions=questions, **fixed, **options)
 
 
 def _read(session: Session, talk: Woven) -> float:
