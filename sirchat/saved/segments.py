@@ -79,7 +79,7 @@ class SavedSegments:
 
         from sirchat.saved.saved_tensors import key_value_tensors
 
-        self.written, size = np.union1d(self.written, new), 0
+        size, before = 0, self.written
         with as_session_errors(self._folder):
             paths.private_dir(self._folder)
         for end in range(len(new), 0, -_MOST):
@@ -92,6 +92,7 @@ class SavedSegments:
             named["text"] = torch.tensor(_text_sum(rows, tokens.positions))
             KeysAndValues(self._folder / f"{number:06}").save(named, _STAMP)
             self._note(number, tokens)
+        self.written = np.union1d(before, new)  # after an error, the chat's end saves the others
         while limit is not None and sum(size for _, size in self._files.values()) > limit:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
 

@@ -121,7 +121,9 @@ def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
     """Draw a table of the turns with recalled tokens, the words that found them, and the text."""
-    texts = ["".join(row.text for row in rows if row.turn == turn.turn) for turn in turns]
+    texts = [
+        turn.text or "".join(row.text for row in rows if row.turn == turn.turn) for turn in turns
+    ]
     columns: Columns = {
         "turn": [str(turn.turn) for turn in turns],
         "tokens": [f"{turn.tokens:,}" for turn in turns],

@@ -43,7 +43,11 @@ def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
         list(chat.ask(text))
         assert chat.resident > 256 - 16, "but for the block that a reply evicts"
         assert chat.snapshot().recalled == 0
-        assert chat.recall.turns, "what it was answered from is still known"
+        found, ended = chat.recall.found, chat._engine.residency.before_end
+        assert found is not None
+        assert ended is not None
+        assert set(ended.wanted.tolist()) >= set(ended.recalled.tolist()) == set(chat.recall.scores)
+        assert found.passages, "what it was answered from is still known"
 
 
 def test_attention_is_paid_to_what_was_recalled_and_nothing_changes() -> None:

@@ -86,7 +86,7 @@ def test_retry_recall_restores_for_one_reply() -> None:
     reply, (note,) = retried(chat, "recall")
     assert "Rex" in reply
     assert note.startswith("recalled ")
-    assert "of turn" in note
+    assert '"My dog is called Rex."' in note
     assert chat.profile.recall == "off"
     assert not chat.recall.scores
     with pytest.raises(SettingError, match="recall"):

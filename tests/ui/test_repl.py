@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -97,12 +98,13 @@ def test_recalled_tokens_are_listed_by_score(chat: Terminal) -> None:
     chat.ask("What is my name?")
     shown = chat.ask("/recall").splitlines()
     assert shown[0].split() == ["turn", "tokens", "by", "the", "words", "recalled", "text"]
-    assert any(line.split()[2:] == ["name,", "is,", "my", "is", "Anna."] for line in shown)
+    assert any(line.split()[2:] == ["name", "My", "name", "is", "Anna."] for line in shown)
     columns = ["position", "turn", "token", "surprisal", "fits"]
     table = shown[next(at for at, line in enumerate(shown) if line.split() == columns) :]
     scores = [float(line.split()[-1]) for line in table[1:]]
     assert scores == sorted(scores, reverse=True)
-    assert len(scores) == 30
+    counts = [int(line.split()[1]) for line in itertools.takewhile(str.strip, shown[1:])]
+    assert len(scores) == sum(counts) <= 30
     assert any("Anna" in line for line in table[1:])
     assert "recalled for" in chat.ask("/panel full")
 

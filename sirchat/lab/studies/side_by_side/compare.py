@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, TranscriptError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 from sirchat.text.transcript import TranscriptTurn
@@ -95,6 +97,16 @@ class HeldSpans:
         elif isinstance(event, Recalled):
             self._evict(event.released, event.seen)
             self._restore(event.positions, event.seen)
+
+    def correct(self, held: Positions, seen: int) -> None:
+        """Record which tokens are `held` after a round: of those that step aside no event tells."""
+        is_held = np.isin(np.arange(seen), held)
+        before_end = seen - 1  # they moved before the round's end, not for what is read next
+        for spans in self._ended.values():
+            if spans[-1][1] == seen:
+                spans[-1] = spans[-1][0], before_end
+        self._evict(np.flatnonzero(~is_held).tolist(), before_end)
+        self._restore(np.flatnonzero(is_held).tolist(), before_end)
 
     def spans(self, seen: int) -> list[tuple[Span, ...]]:
         """The spans of time in which each of the first `seen` tokens was held, in stream order.
@@ -418,6 +430,7 @@ class ComparedSession:
         expected = reference.answer
         differs_at = first_difference(expected.ids, answer.ids) if expected else None
         turns = len(self._session.turns)
+        self._spans.correct(self._session.ledger.held_positions, self._session.seen)
         self._rounds.append(
             RoundResult(
                 answer=answer,
