@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -42,6 +44,12 @@ class Encoder(StateMap):
     def size(self) -> int:
         """D, the length of a sentence's vector; 0 if there is no encoder."""
         return len(self.bias)
+
+    @cached_property
+    def check_sum(self) -> int:
+        """A number that tells this map from others; what vectors mean depends on no other part."""
+        tensors = (tensor.cpu().numpy().tobytes() for tensor in (self.weight, self.bias))
+        return crc32(b"".join((str(self.layers).encode(), *tensors)))
 
     def numbers(self, states: Tensor) -> Tensor:
         """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""

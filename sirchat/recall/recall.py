@@ -67,16 +67,14 @@ class Recollection:
 class FoundPassages:
     """The passages that fit a message: their tokens, held or archived, and how well they fit.
 
-    `best` is the highest score of any passage, in standard deviations, and `best_per_word` the same
-    by the words of the message that tell something. `is_question`: whether the message asks for
-    what they tell, so that it is answered from them alone.
+    `best` is the highest score of any passage, in standard deviations. `is_question`: whether the
+    message asks for what they tell, so that it is answered from them alone.
     """
 
     result: SearchResult
     passages: tuple[int, ...]  # numbers, best first
     message: Sought
     best: float
-    best_per_word: float
     is_question: bool
 
 
@@ -90,14 +88,13 @@ class Recall:
     def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
         self._engine, self._model, self._texts = engine, model, texts
         self.scores: dict[int, float] = {}
-        self._restored = _NONE  # by the last recall
         self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None
         self.search = PassageSearch(texts, model.tokenizer)
 
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
-        self.scores, self._restored, self.turns, self.found = {}, _NONE, (), None
+        self.scores, self.turns, self.found = {}, (), None
         self.search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
@@ -132,25 +129,32 @@ class Recall:
         self.update()
         if recall is None:
             return None
-        start, released, result, problem = time.perf_counter(), self._restored, None, ""
-        self.found = None
+        start, result, problem = time.perf_counter(), None, ""
+        released, self.found = np.fromiter(self.scores, np.int64), None
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at)
-            elif self._focus() or engine.resident != engine.ledger.seen:
+            elif len(self.search.passages) and (
+                self._focus() or engine.resident != engine.ledger.seen
+            ):
                 room = engine.residency.recall_room(len(ids))
                 self.found = self.find(ids, roles, room, generated)
                 result = self.found.result
         except LookupError as error:
             problem = str(error)
-        is_focused = self.found is not None and self.found.is_question
-        if result is not None:
-            restore(engine, result, len(ids), focused=is_focused)
+        found = self.found
+        if found is not None:
+            positions, scores_of = found.result.positions, found.result.scores.numpy()
+            engine.residency.begin_recall(
+                positions, incoming=len(ids), focused=found.is_question, scores=scores_of
+            )
+        elif result is not None:
+            restore(engine, result, len(ids))
+        is_focused = found is not None and found.is_question
         restored = engine.residency.recalled_positions
-        if result is not None and is_focused:
-            restored = result.positions
-        self._restored = restored
+        if found is not None and is_focused:
+            restored = found.result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
@@ -174,10 +178,10 @@ class Recall:
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
         message, is_auto = self._message(ids, roles), recall is None or recall.n is None
         scores = search.scores(message, generated)
-        asks = self._asks_back(message)
-        is_question = asks and bool(self._focus()) and scores.max(initial=-np.inf) >= FLOOR
+        asks, focus, best = self._asks_back(message), self._focus(), scores.max(initial=0.0)
+        is_question = bool(asks and focus and best >= FLOOR)
         if is_question:
-            room = min(room, self._focus())
+            room = min(room, focus)
         chosen = self._take(scores, FLOOR if is_auto else -np.inf, room)
         left = room - sum(len(rows) for rows, _ in chosen.values())
         if chosen and is_auto and left > 0 and asks:
@@ -189,17 +193,16 @@ class Recall:
         result = SearchResult(
             positions[order], torch.from_numpy(np.concatenate([np.zeros(0), *of_rows])[order])
         )
-        best = float(scores.max(initial=0.0))
-        words = max(1, len(search.telling_words(message.text)))
-        return FoundPassages(result, tuple(chosen), message, best, best / words, is_question)
+        return FoundPassages(result, tuple(chosen), message, float(best), is_question)
 
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer it from all that is held."""
         recall, encoder = self._engine.settings.recall, self._model.encoder
         if not (self._by_meaning() and len(encoder.question)) or recall is None:
             return 0
-        is_better = encoder.about.get("focus") == "on"
-        return FOCUS * is_better if recall.focus is None else recall.focus
+        if recall.focus is not None:
+            return recall.focus
+        return FOCUS if encoder.about.get("focus") == "on" else 0
 
     def _asks_back(self, message: Sought) -> bool:
         """Whether the message asks for something told before; true if no encoder can tell."""
@@ -341,7 +344,7 @@ class SearchResult:
     layers: Tensor | None = None
 
 
-def restore(engine: Engine, result: SearchResult, incoming: int, *, focused: bool = False) -> None:
+def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
     """Restore the best of these tokens for a turn of `incoming` ids."""
     recall, residency = engine.settings.recall, engine.residency
     room, span = residency.recall_room(incoming), recall.span if recall else 0
@@ -349,8 +352,7 @@ def restore(engine: Engine, result: SearchResult, incoming: int, *, focused: boo
     if result.layers is None:
         chosen = pick(result.scores)
         at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-        scores = result.scores[at].numpy()
-        residency.begin_recall(chosen, incoming=incoming, focused=focused, scores=scores)
+        residency.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
     else:
         layers = tuple(pick(scores) for scores in result.layers)
         residency.begin_recall(np.zeros(0, np.int64), layers, incoming=incoming)

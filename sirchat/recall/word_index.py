@@ -39,15 +39,9 @@ _MOST = 50_000  # postings that a search looks at; the rarest terms come first
 _NAMED = 3  # most words that `shared_words` returns
 _BYTES = 256  # a vocabulary begins with single bytes
 _WORD = re.compile(r"\w+")
-_SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
 
 Floats = NDArray[np.float32]
 Telling = Callable[[str], float]  # how much a word tells by its rarity in the language; 0: nothing
-
-
-def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, each with the marks at its end."""
-    return _SENTENCE.findall(text)
 
 
 def terms_of(text: str) -> list[str]:

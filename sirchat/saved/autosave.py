@@ -21,7 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.saved_state import encoder_sum, make_head, passages_of, session_metadata
+from sirchat.saved.saved_state import make_head, passages_of, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
 from sirchat.saved.segments import FEWEST
 from sirchat.saved.session_list import remove_session, reveals_text
@@ -68,7 +68,7 @@ class Autosave:
         self._file = _NOTHING
         if store:
             head, passages = store.head(), store.passages().rows
-            if head and head.fields.get("encoder") != encoder_sum(session.model):
+            if head and head.fields.get("encoder") != session.model.encoder.check_sum:
                 passages["turn"] = -1  # so that all are written again
             self._file = _Contents(store.turns(), store.rows(ROW), head, passages)
 

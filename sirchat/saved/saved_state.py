@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": encoder_sum(session.model),
+        "encoder": session.model.encoder.check_sum,
         "conversation": {
             "round": conversation.round,
             "in_round": conversation.in_round,
@@ -160,7 +159,7 @@ def load_passages(session: Session, store: SessionStore, head: Head) -> None:
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, until = store.passages(), head.fields.get("passages")
-    if not len(saved.rows) or head.fields.get("encoder") != encoder_sum(session.model):
+    if not len(saved.rows) or head.fields.get("encoder") != session.model.encoder.check_sum:
         return
     with as_damage_errors(store.path):
         require(isinstance(until, int) and int(saved.rows["end"][-1]) <= until <= head.seen)
@@ -170,16 +169,6 @@ def load_passages(session: Session, store: SessionStore, head: Head) -> None:
         )
         state = {"rows": saved.rows, "vectors": saved.vectors, "until": np.array([until])}
         session.recall.search.passages.load(state)
-
-
-def encoder_sum(model: LoadedModel) -> int:
-    """A check sum of the model's sentence encoder."""
-    encoder = model.encoder
-    parts = (
-        str(encoder.layers).encode(),
-        *(tensor.cpu().numpy().tobytes() for tensor in (encoder.weight, encoder.bias)),
-    )
-    return crc32(b"".join(parts))
 
 
 def saved_pins(head: Head) -> list[PinnedText]:

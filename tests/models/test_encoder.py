@@ -125,13 +125,7 @@ def test_several_conversations_in_one_pass_get_their_own() -> None:
         close(part[0], one)
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
-
-
-def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(files: Path) -> None:
+def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(own_home: Path) -> None:
     model = loaded("llama")
     made = replace(random_encoder(model, (2, 4), 40), about={"teacher": "x"})
     path = state_map_files("encoder", "some/model")[0]
@@ -145,7 +139,7 @@ def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(files:
 
 
 def test_an_encoder_of_another_model_and_a_damaged_one_are_refused_by_their_path(
-    files: Path,
+    own_home: Path,
 ) -> None:
     path, model = state_map_files("encoder", "model")[0], loaded("llama")
     right = random_encoder(model, (1, 2))

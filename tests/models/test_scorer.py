@@ -68,13 +68,7 @@ def test_no_hook_stays_behind() -> None:
     assert [len(layer._forward_hooks) for layer in layers] == before
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
-
-
-def test_a_saved_scorer_is_found_by_the_models_name(files: Path) -> None:
+def test_a_saved_scorer_is_found_by_the_models_name(own_home: Path) -> None:
     model = loaded("llama")
     made = replace(random_scorer(model, (2, 4)), about={"r2": "0.8"})
     made.save(state_map_files("scorer", "some/model")[0])
@@ -86,7 +80,7 @@ def test_a_saved_scorer_is_found_by_the_models_name(files: Path) -> None:
     assert wrap_model("other/model", model.module, None).scorer.layers == ()
 
 
-def test_the_users_own_scorer_comes_before_the_bundled_one(files: Path) -> None:
+def test_the_users_own_scorer_comes_before_the_bundled_one(own_home: Path) -> None:
     assert state_map_files("scorer", "tiny")[1].is_file()
     own = random_scorer(tiny(), (2,))
     own.save(state_map_files("scorer", "tiny")[0])
@@ -94,19 +88,19 @@ def test_the_users_own_scorer_comes_before_the_bundled_one(files: Path) -> None:
 
 
 def test_two_folders_of_the_same_name_have_scorers_of_their_own(
-    files: Path, monkeypatch: pytest.MonkeyPatch
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = set()
     for name in ("one", "two"):
-        (files / name / "model").mkdir(parents=True)
-        monkeypatch.chdir(files / name)
+        (own_home / name / "model").mkdir(parents=True)
+        monkeypatch.chdir(own_home / name)
         found.add(state_map_files("scorer", "./model")[0])
-        folder = str(files / name / "model")
+        folder = str(own_home / name / "model")
         assert state_map_files("scorer", "./model") == state_map_files("scorer", folder)
     assert len(found) == 2
 
 
-def test_a_scorer_of_another_model_is_refused_by_its_path(files: Path) -> None:
+def test_a_scorer_of_another_model_is_refused_by_its_path(own_home: Path) -> None:
     path, model = state_map_files("scorer", "model")[0], loaded("llama")
     right = random_scorer(model, (1, 2))
     wrong = [
@@ -122,7 +116,7 @@ def test_a_scorer_of_another_model_is_refused_by_its_path(files: Path) -> None:
         assert str(path) in str(error.value)
 
 
-def test_a_damaged_scorer_is_refused_by_its_path(files: Path) -> None:
+def test_a_damaged_scorer_is_refused_by_its_path(own_home: Path) -> None:
     path, weight = state_map_files("scorer", "model")[0], torch.ones(64)
     path.parent.mkdir(parents=True)
     about = {"layers": "[1]"}
