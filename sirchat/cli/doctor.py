@@ -51,13 +51,14 @@ def doctor(
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
     """
-    model = resolve(None, {}, os.environ).model if model is None else model
+    profile = resolve(None, {}, os.environ)
+    model = profile.model if model is None else model
     require_available(model)
     with without_garbage_collection():
         from sirchat.models.doctor import run_checks
 
     results = []
-    for result in run_checks(model, device_map):
+    for result in run_checks(model, device_map, profile.recall_encoder):
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

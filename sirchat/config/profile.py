@@ -25,7 +25,7 @@ _AtLeastOne = Annotated[int, Field(ge=1, le=_MANY)]
 # The settings that can't change during a conversation.
 FIXED = (
     *("description", "model", "device", "device_map", "dtype", "quantize", "unpack_dtype"),
-    *("cache_dtype", "compile", "threads", "seed", "save"),
+    *("cache_dtype", "compile", "threads", "recall_encoder", "seed", "save"),
 )
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
@@ -144,6 +144,10 @@ class Profile(BaseModel):
         f"on means {BEST_RETRIEVER}, off restores none. If not set, a chat with a real model uses "
         f"{BEST_RETRIEVER}.",
     )
+    recall_encoder: str = "auto"
+    """What recall compares by meaning: auto is the model's own encoder; or a sentence encoder of
+    yours, such as sentence-transformers/all-MiniLM-L6-v2: a folder, or a name of the hub after
+    `sirchat models pull NAME`."""
     recall_from: Literal["chat", "all"] = "chat"
     """all quotes passages of your other saved chats that fit a message before it, in a chat at the
     prompt."""
@@ -191,7 +195,7 @@ class Profile(BaseModel):
     """Show a reply's reasoning (<think>) in full, as one line, or not at all; `ask` prints it in
     full, replaces it by a note, or leaves it out."""
 
-    @field_validator("description", "model", "device_map", "policy", "system")
+    @field_validator("description", "model", "device_map", "policy", "system", "recall_encoder")
     @classmethod
     def _text(cls, text: str | None) -> str | None:
         """Refuse lone surrogates, which are not UTF-8."""

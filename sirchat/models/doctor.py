@@ -24,6 +24,7 @@ from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.measuring import head_shape, measure_attention, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.packed import matmul_method_of
+from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
@@ -48,7 +49,9 @@ class Finding:
     problem: str = ""
 
 
-def run_checks(model_name: str, device_map: str = "off") -> Iterator[Finding]:
+def run_checks(
+    model_name: str, device_map: str = "off", recall_encoder: str = "auto"
+) -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
@@ -59,6 +62,8 @@ def run_checks(model_name: str, device_map: str = "off") -> Iterator[Finding]:
     yield Finding("GPU", _gpu())
     for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
         yield _folder(f"{name} folder", folder)
+    if recall_encoder != "auto":
+        yield _own_encoder(recall_encoder)
     yield from _model(model_name, device_map)
 
 
@@ -139,6 +144,19 @@ def _encoder(model: LoadedModel) -> str:
     layers = ", ".join(map(str, encoder.layers))
     learned = f", learned from {encoder.about['teacher']}" if "teacher" in encoder.about else ""
     return f"the model's own states after layers {layers}, {encoder.size} numbers{learned}"
+
+
+def _own_encoder(name: str) -> Finding:
+    """The sentence encoder that recall uses instead, and how long it takes for a sentence."""
+    try:
+        encoder = SentenceEncoder(name)
+        encoder.vectors(["a warm-up"])
+    except SirchatError as error:
+        return Finding("recall encoder", name, str(error))
+    begun = time.perf_counter()
+    encoder.vectors(["What did I say about the red car that my sister lent me?"])
+    took = 1000 * (time.perf_counter() - begun)
+    return Finding("recall encoder", f"{name}, {encoder.size} numbers, {took:.0f} ms a sentence")
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
 )
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
+from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import weights_in_folder
 from sirchat.models.whole_files import StoredPlace
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -56,10 +57,12 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load the model of a profile, with its compiled decode step if the setting allows it.
+    """Load the model of a profile, with the sentence encoder and compiled step that it asks for.
 
-    Raises ModelError if the model can't be loaded, or if `compile` is `on` and fails.
+    Raises ModelError if one of them can't be loaded, or if `compile` is `on` and fails.
     """
+    name = profile.recall_encoder
+    own = None if name == "auto" else SentenceEncoder(name)
     model = load_model(
         profile.model,
         device=profile.device,
@@ -74,6 +77,7 @@ def load_model_of(
         device_map=profile.device_map,
         rows=max(profile.budget, MOST_ROWS),
     )
+    model = replace(model, sentence_encoder=own)
     use_compiled(model, profile.compile, progress)
     return model
 

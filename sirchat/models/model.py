@@ -43,6 +43,7 @@ from sirchat.models.probe import (
 )
 from sirchat.models.readout import Readings, Readout
 from sirchat.models.scorer import Scorer
+from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.state_map import recorded_states, side_by_side
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
@@ -62,6 +63,7 @@ class LoadedModel:
         window: width of the sliding-window layers, in cache slots; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
         encoder: makes vectors of sentences, by which recall finds them.
+        sentence_encoder: the user's own, by which recall finds them instead.
         kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
             only.
         reads_singly: whether a recurrent state can be continued only with one token at a time.
@@ -79,6 +81,7 @@ class LoadedModel:
     reads_singly: bool
     cache_type: CacheTypeName = "auto"
     encoder: Encoder = field(default_factory=Encoder)
+    sentence_encoder: SentenceEncoder | None = None
 
     def forward(
         self,
@@ -330,6 +333,11 @@ class LoadedModel:
     def readout(self) -> Readout:
         """Computes what the model's maps, scorer and encoder, read from hidden states."""
         return Readout(self.scorer, self.encoder)
+
+    @property
+    def passage_encoder(self) -> Encoder | SentenceEncoder:
+        """What makes the vectors of passages, the user's own encoder or the model's."""
+        return self.sentence_encoder or self.encoder
 
     @cached_property
     def exposes_attention(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -31,10 +33,13 @@ class SentenceEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         folder, self.name = _folder(name), name
+        options = {"trust_remote_code": False}  # transformers would ask on standard input
         try:
             with quiet_libraries():
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-                self._module: Any = AutoModel.from_pretrained(folder, use_safetensors=True).eval()
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+                self._module: Any = AutoModel.from_pretrained(
+                    folder, use_safetensors=True, **options
+                ).eval()
         except Exception as error:  # whatever transformers raises
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ModelError(f"sentence encoder {name!r} can't be loaded: {why}") from error
@@ -43,6 +48,12 @@ class SentenceEncoder:
     def size(self) -> int:
         """D, the length of a vector."""
         return int(self._module.config.hidden_size)
+
+    @cached_property
+    def check_sum(self) -> int:
+        """A check sum of some of the weights of each kind."""
+        weights = (one.flatten()[::997].float() for one in self._module.parameters())
+        return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes())
 
     @torch.inference_mode()
     def vectors(self, texts: Sequence[str]) -> Tensor:

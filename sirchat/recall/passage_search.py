@@ -39,10 +39,14 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sought:
-    """What is looked for: the sentences of a message, and its vector [D] if meaning counts."""
+    """What is looked for: the sentences of a message, and its vector [D] if meaning counts.
+
+    `by_model` is that of the model's own encoder, which tells whether the message is a question.
+    """
 
     sentences: tuple[str, ...]
     vector: NDArray[np.float32] | None = None
+    by_model: NDArray[np.float32] | None = None
 
     @property
     def text(self) -> str:

@@ -105,8 +105,12 @@ class Recall:
     def update(self) -> None:
         """Take in the passages of the complete turns that were read since the last update."""
         ledger, encoder = self._engine.ledger, self._model.encoder
+        own, ids = self._model.sentence_encoder, ledger.column("token_id")
 
         def vector_of(start: int, end: int) -> Tensor | None:
+            if own is not None:
+                text = "".join(self._texts(ids[start:end].tolist(), range(start, end)))
+                return own.vectors([text])[0]
             mean = ledger.token_vectors.mean(start, end)
             return None if mean is None else encoder.pooled(mean.cpu())
 
@@ -207,9 +211,9 @@ class Recall:
     def _asks_back(self, message: Sought) -> bool:
         """Whether the message asks for something told before; true if no encoder can tell."""
         encoder = self._model.encoder
-        if message.vector is None or not len(encoder.question):
+        if message.by_model is None or not len(encoder.question):
             return True
-        return encoder.asks_back(torch.from_numpy(message.vector))
+        return encoder.asks_back(torch.from_numpy(message.by_model))
 
     def _message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
         """What is looked for in a turn; its vector is that of its text, read by itself."""
@@ -222,7 +226,11 @@ class Recall:
             return Sought(sentences)
         asked = [ids[at] for start, end in spans for at in said[start:end]]
         header = list(ids[: said[0]])
-        return Sought(sentences, self._model.encode([*header, *asked], len(header)).numpy())
+        own, by_model = self._model.sentence_encoder, None
+        if self._model.encoder.layers:
+            by_model = self._model.encode([*header, *asked], len(header)).numpy()
+        vector = by_model if own is None else own.vectors(["".join(sentences)])[0].numpy()
+        return Sought(sentences, vector, by_model)
 
     def _take(self, scores: Scores, floor: float, room: int) -> dict[int, tuple[Positions, float]]:
         """The best passages that fit into the room, by number: their tokens, and their scores.
@@ -269,7 +277,7 @@ class Recall:
         return (
             isinstance(found, PassageRetriever)
             and found.by_meaning
-            and bool(self._model.encoder.layers)
+            and (self._model.sentence_encoder is not None or bool(self._model.encoder.layers))
         )
 
 

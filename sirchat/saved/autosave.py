@@ -68,7 +68,7 @@ class Autosave:
         self._file = _NOTHING
         if store:
             head, passages = store.head(), store.passages().rows
-            if head and head.fields.get("encoder") != session.model.encoder.check_sum:
+            if head and head.fields.get("encoder") != session.model.passage_encoder.check_sum:
                 passages["turn"] = -1  # so that all are written again
             self._file = _Contents(store.turns(), store.rows(ROW), head, passages)
 

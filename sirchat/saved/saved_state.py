@@ -66,7 +66,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": session.model.encoder.check_sum,
+        "encoder": session.model.passage_encoder.check_sum,
         "conversation": {
             "round": conversation.round,
             "in_round": conversation.in_round,
@@ -159,11 +159,12 @@ def load_passages(session: Session, store: SessionStore, head: Head) -> None:
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, until = store.passages(), head.fields.get("passages")
-    if not len(saved.rows) or head.fields.get("encoder") != session.model.encoder.check_sum:
+    encoder = session.model.passage_encoder
+    if not len(saved.rows) or head.fields.get("encoder") != encoder.check_sum:
         return
     with as_damage_errors(store.path):
         require(isinstance(until, int) and int(saved.rows["end"][-1]) <= until <= head.seen)
-        require(saved.vectors.shape[1] == session.model.encoder.size)
+        require(saved.vectors.shape[1] == encoder.size)
         require(
             bool((saved.rows["turn"] == session.ledger.column("turn")[saved.rows["start"]]).all())
         )

@@ -1,0 +1,85 @@
+"""Recall compares by the sentence encoder that the setting `recall_encoder` names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import babbler, session
+from scorers import random_encoder
+from sentence_encoders import SIZE, write_sentence_encoder
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed_profile
+from sirchat.errors import ModelError
+from sirchat.models.load import load_model_of
+from sirchat.models.model import LoadedModel
+from sirchat.models.sentence_encoder import SentenceEncoder
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
+from sirchat.saved.store import SessionStore
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> SentenceEncoder:
+    return SentenceEncoder(str(write_sentence_encoder(tmp_path_factory.mktemp("encoder"))))
+
+
+def with_question(model: LoadedModel, size: int = 8) -> LoadedModel:
+    """With an encoder of the model's own that takes every message for a question."""
+    encoder = replace(random_encoder(model, (1,), size), question=torch.eye(size + 1)[size])
+    return replace(model, encoder=encoder)
+
+
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_passages_and_messages_have_the_vectors_of_their_text(
+    own: SentenceEncoder, has_encoder: bool
+) -> None:
+    model = with_question(babbler()) if has_encoder else babbler()
+    chat = session(replace(model, sentence_encoder=own), max_new_tokens=8, recall="meaning")
+    for text in ("I drive a red car. My sister lives in Rome.", "Which vehicle is mine?"):
+        list(chat.ask(text))
+    passages = chat.recall.search.passages
+    chat.recall.update()
+    texts = passages.texts(chat.ledger)
+    assert "I drive a red car." in texts[0]
+    expected = own.vectors(texts).numpy()
+    np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
+    turn = chat.template.opening("Which vehicle is mine?")[1]
+    found = chat.recall.find(turn.ids, turn.roles, 40)
+    assert found.message.vector is not None
+    asked = own.vectors([found.message.text])[0].numpy()
+    np.testing.assert_allclose(found.message.vector, asked, atol=1e-5)
+    assert len(found.message.vector) == SIZE
+
+
+@pytest.mark.usefixtures("own_home")
+def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceEncoder) -> None:
+    usual = with_question(babbler(), SIZE)  # vectors of the same length
+    other = replace(usual, sentence_encoder=own)
+    assert usual.passage_encoder.check_sum != other.passage_encoder.check_sum
+    chat = session(usual, max_new_tokens=8, recall="meaning")
+    saving = Autosave(chat)
+    list(chat.ask("My name is Anna. I live in Rome."))
+    saving.update()
+    saving.close_without_saving()
+    assert saving._store is not None
+    with SessionStore.open(saving._store.path) as store:
+        again = session(other, recall="meaning")
+        resume_session(again, store)
+    again.recall.update()
+    passages = again.recall.search.passages
+    expected = own.vectors(passages.texts(again.ledger)).numpy()
+    np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
+
+
+def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEncoder) -> None:
+    named = changed_profile(Profile(compile="off"), "", recall_encoder="some/encoder", model="no")
+    with pytest.raises(ModelError, match="'some/encoder' is neither a folder nor a model"):
+        load_model_of(named)
+    there = load_model_of(Profile(compile="off", recall_encoder=own.name))
+    assert there.sentence_encoder is not None
+    assert there.sentence_encoder.check_sum == own.check_sum
+    assert load_model_of(Profile(compile="off")).sentence_encoder is None
