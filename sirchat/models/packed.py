@@ -325,12 +325,19 @@ class SharedEmbedding(nn.Module):
         return (self._head[0].rows(ids) * self._scale).to(self._dtype)
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`."""
-    largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
+def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`.
+
+    With `out`, q is written there, and `weight`, of float32, is overwritten.
+    """
+    # Twice over the weights, but without a copy of them.
+    largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
     # By a tensor: to divide by a number, a GPU multiplies by its inverse, which rounds.
-    scale = (largest.clamp_min(1e-12) / torch.full_like(largest, 127)).bfloat16()
-    return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
+    of_float = largest.float().clamp_min(1e-12)  # [N, 1]
+    scale = (of_float / torch.full_like(of_float, 127)).bfloat16()
+    steps = weight / scale if out is None else weight.div_(scale)
+    steps.round_().clamp_(-127, 127)
+    return steps.to(torch.int8) if out is None else out.copy_(steps), scale[:, 0]
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,6 +77,9 @@ def test_eight_bits_multiply_like_the_weights_that_they_stand_for(rows: int) -> 
     assert relative(stored, weight) < 0.01
     assert relative(layer(x), x @ stored.T) < 0.01
     assert torch.equal(layer.rows(torch.tensor([[3, 7]])), stored[[3, 7]][None])
+    in_place = torch.empty_like(q)
+    assert torch.equal(quantize_int8(weight, in_place)[1], scale)
+    assert torch.equal(in_place, q)
 
 
 @pytest.mark.parametrize("rows", FEW_AND_MANY)

@@ -5,14 +5,21 @@ https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor
+from sirchat.models.gguf.header import GgufTensor
 from sirchat.models.packed import GROUP
+
+# In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
+_ONES = 0x0101_0101_0101_0101
+_DIAGONAL = 0x8040_2010_0804_0201 - (1 << 64)
+_UP_TO_HIGHEST = 0x0040_6070_787C_7E7F
 
 
 class FourBit(NamedTuple):
@@ -26,7 +33,7 @@ class FourBit(NamedTuple):
     @property
     def q(self) -> Tensor:
         """The values q of all weights, uint8 [N, K]."""
-        return _nibbles(self.nibbles).flatten(1)
+        return torch.cat((self.nibbles & 15, self.nibbles >> 4), -1).flatten(1)
 
 
 def split_four_bit(tensor: GgufTensor) -> FourBit:
@@ -45,28 +52,62 @@ def unpack_floats(tensor: GgufTensor) -> Tensor:
     if tensor.type in ("F32", "F16"):
         kind = np.float32 if tensor.type == "F32" else np.float16
         return torch.from_numpy(np.array(tensor.data).view(kind)).reshape(tensor.shape)
-    if tensor.type in FOUR_BIT and len(tensor.shape) == 2:
-        taken = split_four_bit(tensor)
-        scale, minimum = taken.scale[..., None], taken.minimum[..., None]
-        return (_nibbles(taken.nibbles) * scale + minimum).view(tensor.shape)
-    if tensor.type == "Q8_0":
-        blocks = torch.from_numpy(np.array(tensor.blocks))
-        return (blocks[:, 2:].view(torch.int8) * _half(blocks, 0)).reshape(tensor.shape)
-    if tensor.type == "Q6_K":  # the embeddings of most four-bit files
-        return _q6_k(torch.from_numpy(np.array(tensor.blocks))).view(tensor.shape)
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize  # for the rarer formats
+    blocks = np.array(tensor.blocks)
+    if (split := _SPLITS.get(tensor.type)) is None:
+        return torch.from_numpy(_by_package(tensor.type, blocks)).reshape(tensor.shape)
+    q, scale, minimum = split(torch.from_numpy(blocks))
+    floats = q.float().view(*scale.shape, -1).mul_(scale[..., None])
+    if minimum is not None:
+        floats.add_(minimum[..., None])
+    return floats.view(tensor.shape)
 
-    kind = GGMLQuantizationType(BLOCKS[tensor.type][0])
-    return torch.from_numpy(dequantize(tensor.blocks, kind)).reshape(tensor.shape)
+
+def _by_package(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Unpack blocks of the rarer formats."""
+    from gguf import quants
+
+    # Not by `dequantize`, which makes a call for each 16 blocks.
+    of_kind = getattr(quants, kind)
+    of_kind.init_grid()
+    floats: NDArray[np.float32] = of_kind.dequantize_blocks(blocks)
+    return floats
+
+
+class _Split(NamedTuple):
+    """Weights of b blocks: in g groups, each weight is `q * scale + minimum`."""
+
+    q: Tensor  # int8 or uint8, as many for each group
+    scale: Tensor  # float32 [b, g]
+    minimum: Tensor | None = None  # float32 [b, g]
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [b, 1]
 
 
-def _nibbles(bytes_: Tensor) -> Tensor:
-    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)  # [..., 2 n]
+def _words(blocks: Tensor, start: int, end: int, run: int = 32) -> Tensor:
+    """Bytes of blocks in runs of `run` bytes, as int64 [b, runs, run / 8]."""
+    # Operations on eight bytes at once, without strides, are several times as fast.
+    return blocks[:, start:end].contiguous().view(torch.int64).view(len(blocks), -1, run // 8)
+
+
+def _fields(words: Tensor, width: int, to: int = 0) -> Tensor:
+    """Cut each byte into fields of `width` bits, the lowest one first, which move to bit `to`.
+
+    The result is uint8 [b, runs, 8 / width, run].
+    """
+    at = range(0, 8, width)
+    moved = [words >> bit - to if bit > to else words << to - bit for bit in at]
+    mask = ((1 << width) - 1 << to) * _ONES
+    return torch.stack(moved, 2).bitwise_and_(mask).view(torch.uint8)
+
+
+def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+    """The 32 bits of four bytes as the fifth bits of 32 weights, [b, 1, 2, 16]."""
+    copies = blocks[:, at : at + 4].long() * _ONES  # eight copies of each byte
+    # Keep one bit in each copy; if it is set, the sum has the highest bit of its byte.
+    high = copies.bitwise_and_(_DIAGONAL).add_(_UP_TO_HIGHEST) >> 3
+    return high.bitwise_and_(0x10 * _ONES).view(torch.uint8).view(-1, 1, 2, 16)
 
 
 def _q4_0(blocks: Tensor) -> FourBit:
@@ -79,27 +120,96 @@ def _q4_1(blocks: Tensor) -> FourBit:
 
 
 def _q4_k(blocks: Tensor) -> FourBit:
-    """Split Q4_K blocks [b, bytes], of eight groups of 32 weights, into values, scales and minima.
-
-    Each scale and each minimum is a six-bit multiple of a float that the block has.
-    """
-    packed = blocks[:, 4:16].view(-1, 3, 4)
-    low, high, mixed = packed.unbind(1)  # [b, 4] each
-    scale = torch.cat((low & 63, (mixed & 15) | (low >> 6 << 4)), -1)
-    minimum = torch.cat((high & 63, (mixed >> 4) | (high >> 6 << 4)), -1)
-    first, second = blocks[:, 16:].view(-1, 4, 2, 16).unbind(2)  # of two groups of 32: low, high
-    pairs = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
-    return FourBit(torch.stack(pairs, 2), scale * _half(blocks, 0), minimum * -_half(blocks, 2))
+    words = _words(blocks, 16, 144).view(-1, 4, 2, 2)  # of two groups of 32: low, high
+    nibbles = torch.empty_like(words)
+    for group, shift in enumerate((0, 4)):
+        first, second = (words >> shift).bitwise_and_(0xF * _ONES).unbind(2)  # halves of a group
+        torch.bitwise_or(first, second << 4, out=nibbles[:, :, group])
+    return FourBit(nibbles.view(torch.uint8), *_scales_and_minima(blocks))
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
-    """Unpack Q6_K blocks [b, bytes], of sixteen groups of 16 weights, to floats.
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima, [b, 8] each, of Q4_K and Q5_K: six-bit multiples of a block's floats."""
+    low, high, mixed = _three_words(blocks, 4)
+    scale = low & 0x3F3F3F3F, mixed & 0xF0F0F0F | low >> 2 & 0x30303030
+    minimum = high & 0x3F3F3F3F, mixed >> 4 & 0xF0F0F0F | high >> 2 & 0x30303030
+    q = torch.stack((*scale, *minimum), -1).view(torch.uint8).view(-1, 2, 8)
+    factors = blocks[:, :4].contiguous().view(torch.float16).float() * torch.tensor([1.0, -1.0])
+    found, subtracted = (q.float() * factors[..., None]).unbind(1)
+    return found.contiguous(), subtracted.contiguous()
 
-    The scale of each group is an eight-bit multiple of a float that the block has.
-    """
-    low = _nibbles(blocks[:, :128].view(-1, 2, 64))  # [b, 2, 128]
-    pairs = blocks[:, 128:192].view(-1, 2, 32)
-    high = torch.cat([pairs >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # [b, 2, 128]
-    q = (low | high << 4).view(torch.int8).sub_(32).view(-1, 16, 16)
-    scale = blocks[:, 192:208].contiguous().view(torch.int8) * _half(blocks, 208)  # [b, 16]
-    return q * scale[..., None]
+
+def _three_words(blocks: Tensor, at: int) -> Tensor:
+    """Twelve bytes of each block, which hold its groups' scales, as int32 [3, b]."""
+    return blocks[:, at : at + 12].contiguous().view(torch.int32).T.contiguous()
+
+
+def _split_q4_0(blocks: Tensor) -> _Split:
+    return _Split(_fields(_words(blocks, 2, 18, 16), 4).view(torch.int8).sub_(8), _half(blocks, 0))
+
+
+def _split_q4_1(blocks: Tensor) -> _Split:
+    return _Split(_fields(_words(blocks, 4, 20, 16), 4), _half(blocks, 0), _half(blocks, 2))
+
+
+def _split_q5_0(blocks: Tensor) -> _Split:
+    q = _fifth_bits(blocks, 2).bitwise_or_(_fields(_words(blocks, 6, 22, 16), 4))
+    return _Split(q.view(torch.int8).sub_(16), _half(blocks, 0))
+
+
+def _split_q5_1(blocks: Tensor) -> _Split:
+    q = _fifth_bits(blocks, 4).bitwise_or_(_fields(_words(blocks, 8, 24, 16), 4))
+    return _Split(q, _half(blocks, 0), _half(blocks, 2))
+
+
+def _split_q8_0(blocks: Tensor) -> _Split:
+    return _Split(blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0))
+
+
+def _split_q2_k(blocks: Tensor) -> _Split:
+    scale, minimum = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    q = _fields(_words(blocks, 16, 80), 2)
+    return _Split(q, scale * _half(blocks, 80), minimum * -_half(blocks, 82))
+
+
+def _split_q3_k(blocks: Tensor) -> _Split:
+    q = _fields(_words(blocks, 0, 32), 1, 2)  # [b, 1, 8, 32]
+    q |= _fields(_words(blocks, 32, 96), 2).view_as(q)
+    first, second, high = _three_words(blocks, 96)
+    low = (first, second, first >> 4, second >> 4)
+    upper = (high << 4, high << 2, high, high >> 2)
+    words = [a & 0xF0F0F0F | b & 0x30303030 for a, b in zip(low, upper, strict=True)]
+    scale = torch.stack(words, -1).view(torch.int8).sub_(32)  # [b, 16]
+    return _Split(q.view(torch.int8).sub_(4), scale * _half(blocks, 108))
+
+
+def _split_q4_k(blocks: Tensor) -> _Split:
+    return _Split(_fields(_words(blocks, 16, 144), 4), *_scales_and_minima(blocks))
+
+
+def _split_q5_k(blocks: Tensor) -> _Split:
+    q = _fields(_words(blocks, 16, 48), 1, 4)  # [b, 1, 8, 32]
+    q |= _fields(_words(blocks, 48, 176), 4).view_as(q)
+    return _Split(q, *_scales_and_minima(blocks))
+
+
+def _split_q6_k(blocks: Tensor) -> _Split:
+    q = _fields(_words(blocks, 128, 192), 2, 4)  # [b, 2, 4, 32]
+    q |= _fields(_words(blocks, 0, 128, 64), 4).view_as(q)
+    scale = blocks[:, 192:208].contiguous().view(torch.int8)
+    return _Split(q.view(torch.int8).sub_(32), scale * _half(blocks, 208))
+
+
+# How blocks of each format are split into values and scales; others are read by the package gguf.
+_SPLITS: dict[str, Callable[[Tensor], _Split]] = {
+    "Q4_0": _split_q4_0,
+    "Q4_1": _split_q4_1,
+    "Q5_0": _split_q5_0,
+    "Q5_1": _split_q5_1,
+    "Q8_0": _split_q8_0,
+    "Q2_K": _split_q2_k,
+    "Q3_K": _split_q3_k,
+    "Q4_K": _split_q4_k,
+    "Q5_K": _split_q5_k,
+    "Q6_K": _split_q6_k,
+}

@@ -30,7 +30,7 @@ from sirchat.models.packed import (
 from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
 from sirchat.models.progress import Progress, switch_off_bars
 
-_NUMBERS = 2**18  # weights that are unpacked at a time: they fit the processor's cache
+_NUMBERS = 2**20  # weights that are unpacked at a time: few calls, little memory
 _MUCH = 2**26  # bytes to read before memory is given back again
 _CPU = torch.device("cpu")
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
@@ -183,7 +183,7 @@ class _Loader:
         scale = torch.empty(len(q), dtype=torch.bfloat16)
         for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
             rows = slice(start, start + most)
-            q[rows], scale[rows] = quantize_int8(unpack_floats(part))
+            scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
         return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))
 
 
