@@ -41,6 +41,7 @@ from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
+from sirchat.recall.retrievers import retriever
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,21 @@ class ReadTalk:
         session, most = self.session, max(counts)
         own = session.profile
         found: dict[int, Record] = {}
-        for retriever in retrievers:
+        for name in retrievers:
             budget = max(own.budget, most + _QUESTION)
-            switch(session, budget=budget, recall=retriever, recall_n=most)
+            # The question itself may be answered from fewer tokens (focus): all n are measured.
+            switch(session, budget=budget, recall=name, recall_n=most, focus="off")
             held = session.ledger.held_positions.copy()
             for question in questions:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
                 missing = [one for one in missing if len(one)]
                 if missing and question.category != ADVERSARIAL:
-                    ranked = ranked_by_recall(session, question_and_options(question)[0])
-                    found.setdefault(question.number, {})[retriever] = {
-                        str(n): _restored_shares(missing, ranked[:n]) for n in counts
+                    back = recalled_positions(session, question_and_options(question)[0], counts)
+                    found.setdefault(question.number, {})[name] = {
+                        str(n): _restored_shares(missing, chosen) for n, chosen in back.items()
                     }
-        switch(session, budget=own.budget, recall=own.recall, recall_n=own.recall_n)
+        unchanged = {"recall": own.recall, "recall_n": own.recall_n, "focus": own.focus}
+        switch(session, budget=own.budget, **unchanged)
         return found
 
     def _without_name(self, reply: str) -> str:
@@ -123,13 +126,22 @@ def question_and_options(
     return f"{question.text} Answer with {wanted}.", options
 
 
-def ranked_by_recall(session: Session, text: str) -> Positions:
-    """The stream positions that the session recalls for a user turn, best first."""
+def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> dict[int, Positions]:
+    """The stream positions that the session recalls for a user turn, by how many it may recall.
+
+    The setting `recall_n` must be at least the largest of `counts`.
+    """
+    recall = session.recall
+    if retriever(session.profile.recall).finds_passages:  # which fill the room: no rank says how
+        turn = session.template.user(text)
+        recall.update()
+        return {n: recall.find(turn.ids, turn.roles, n).result.positions for n in counts}
     for _ in session.read_user(text):
         pass
-    scores = session.recall.scores
+    scores = recall.scores
     session.undo()
-    return np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
+    ranked = np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
+    return {n: ranked[:n] for n in counts}
 
 
 def _surprisal(session: Session, question: TalkQuestion) -> Record:
@@ -249,8 +261,8 @@ class Locomo(Grid):
                     f"conversations is {number}, must be numbers from 0 to {len(self.talks) - 1}, "
                     "with commas"
                 )
-        for retriever in self.retrievers:
-            changed_profile(self.settings[0], "--retrievers", recall=retriever)
+        for name in self.retrievers:
+            changed_profile(self.settings[0], "--retrievers", recall=name)
         for setting in self.settings if self.retrievers else ():
             most, bounded = setting.budget - setting.sinks, policy_class(setting.policy).bounded
             if bounded and not 1 <= max(self.counts, default=0) <= most:

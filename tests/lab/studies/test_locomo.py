@@ -144,6 +144,31 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
             }
 
 
+def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_room(
+    tmp_path: Path,
+) -> None:
+    one = study(tmp_path, conversations=(0,), retrievers=("words",), counts=(12, 40))
+    talk, chat = one.talks[0], session(tiny(), policy="sink", budget=96)
+    read_before = ReadTalk(chat, talk, read_talk(chat, talk))
+    back = read_before.measure_restored_evidence(talk.questions, ("words",), (12, 40))
+    assert chat.profile.recall == "off"
+    held_before, shares = chat.ledger.held_positions, set[float]()
+    for question in talk.questions[:3]:
+        missing = [np.setdiff1d(each, held_before) for each in read_before.evidence(question)]
+        for n in (12, 40):
+            switch(chat, budget=168, recall="words", recall_n=n)
+            list(chat.read_user(question_and_options(question)[0]))
+            found = chat.recall.found
+            assert found is not None
+            assert len(found.result.positions) <= n
+            share = np.isin(np.concatenate(missing), found.result.positions).mean()
+            assert back[question.number]["words"][str(n)]["share"] == pytest.approx(share)
+            shares.add(float(share))
+            chat.undo()
+            switch(chat, budget=96, recall="off")
+    assert max(shares) > 0.5 > min(shares)
+
+
 @pytest.mark.slow
 def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
     one = study(tmp_path, more=4, retrievers=("mips",), counts=(20,))
