@@ -124,9 +124,8 @@ def _files_of(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
 def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Yield other settings than those of the profile: the option to type, and a changed profile."""
     packed = [("quantize", "packed")] if shape.stays_packed else []
-    four = [("quantize", "int4")] if packed_rows(profile) else []
     unpacked = [("dtype", "float32"), ("dtype", "bfloat16")]
-    for name, value in [*packed, *unpacked, ("quantize", "int8"), *four]:
+    for name, value in [*packed, *unpacked, ("quantize", "int8"), ("quantize", "int4")]:
         changes = {"dtype": "auto", "quantize": "auto", name: value}
         yield f"--{name} {value}", profile.model_copy(update=changes)
 

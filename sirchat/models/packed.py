@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
+from itertools import product
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -142,7 +143,7 @@ class Int4Linear(PackedLinear):
     def of_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
         """Make a layer without bias from `FourBit.nibbles`: a third of the time of unpacking q."""
         groups, half = nibbles.shape[1], four_bit_block() // 2
-        halves = nibbles.view(-1, 2, half, groups, 16)  # the rows of each block
+        halves = _halve_blocks(nibbles, 0)  # [N / block, 2, half, K / 32, 16]
         upper, lower = halves.permute(0, 1, 3, 4, 2).contiguous().unbind(1)
         packed = torch.empty(len(upper), groups, 2, 16, half, dtype=torch.uint8)
         torch.bitwise_or(upper & 15, lower << 4, out=packed[:, :, 0])
@@ -171,7 +172,7 @@ class Int4Linear(PackedLinear):
         columns, rows, size = self.in_features, self.out_features, four_bit_block() // 2
         blocks = self.packed.view(-1, columns, size)  # [N / block, K, size], two rows a byte
         out = torch.empty(columns, rows, dtype=dtype)
-        halves = out.view(columns, -1, 2, size)  # [K, N / block, 2, size]
+        halves = _halve_blocks(out, 1)  # [K, N / block, 2, size]
         for half, q in enumerate((blocks & 15, blocks >> 4)):
             halves[:, :, half] = q.view(torch.int8).sub_(8).transpose(0, 1)
         grouped = out.view(-1, GROUP, rows)  # [K / 32, 32, N]
@@ -404,22 +405,35 @@ def four_bit_kind(device: torch.device) -> type[Int4Linear]:
     return Int4Linear if device.type == "cpu" else Int4GpuLinear
 
 
-@cache
 def four_bit_block() -> int:
-    """Number of rows that torch's four-bit kernel packs together here: 64, 32, or 0 if unknown.
+    """Number of rows that torch's four-bit kernel packs together here: 64, 32, 16; 0 if unknown.
 
-    Each byte has a row of the first half in its low four bits, and one of the second in the others.
+    Each byte has a row in its low four bits and one in the others (`_halve_blocks`).
     """
-    # 64 with AVX-512, 32 with AVX2; other processors have another layout.
+    return _four_bit_layout()[0]
+
+
+@cache
+def _four_bit_layout() -> tuple[int, bool]:
+    """`four_bit_block`, and whether a byte has two rows that follow one another."""
+    # 64 rows with AVX-512, 32 with AVX2, each byte from both halves of them; 16 (32 with wider
+    # vectors) on ARM, and 32 on other processors, each byte with an even row and the next.
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
     with suppress(RuntimeError, AttributeError):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-        for block in (64, 32):
-            half = packed.view(-1, GROUP, block // 2)
-            unpacked = torch.cat((half & 15, half >> 4), -1).transpose(1, 2)  # [64 / block, ...]
-            if torch.equal(unpacked.reshape(64, GROUP).long(), q):
-                return block
-    return 0
+        for layout in product((64, 32, 16), (False, True)):
+            low, high = _halve_blocks(q, 0, layout).unbind(1)  # [64 / block, block / 2, 32]
+            if torch.equal((low | high << 4).transpose(1, 2).reshape(64, -1), packed.long()):
+                return layout
+    return 0, False
+
+
+def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -> Tensor:
+    """View a dimension of N rows as [N / block, 2, block / 2]: in low four bits, in high ones."""
+    block, follow = layout or _four_bit_layout()
+    pair = (block // 2, 2) if follow else (2, block // 2)
+    blocks = x.view(*x.shape[:dim], -1, *pair, *x.shape[dim + 1 :])
+    return blocks.transpose(dim + 1, dim + 2) if follow else blocks
 
 
 class _Shared(NamedTuple):

@@ -131,7 +131,7 @@ def precision(shape: ModelShape, profile: Profile) -> str:
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
     unasked = profile.quantize == "auto" and profile.dtype == "auto"
-    if unasked and shape.stays_packed and packed_rows(profile):
+    if unasked and shape.stays_packed:
         return "packed"
     return unpacked_type(profile)
 
@@ -165,8 +165,9 @@ def packed_rows(profile: Profile) -> int:
         return 1
     with suppress(OSError):
         processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
-        return 64 if "avx512f" in processors else 32 if "avx2" in processors else 0
-    return 0
+        if "avx512f" in processors:
+            return 64
+    return 16 if platform.machine().lower() in ("aarch64", "arm64") else 32
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[Any]:

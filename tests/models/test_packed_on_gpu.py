@@ -34,7 +34,6 @@ from sirchat.models.packed import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
-    four_bit_block,
     matmul_method_of,
     quantize_int4,
     quantize_int8,
@@ -92,7 +91,6 @@ def test_each_byte_has_two_weights_and_each_group_a_scale_and_a_zero() -> None:
             assert weights[n, 32 * g : 32 * g + 32].tolist() == wanted
 
 
-@pytest.mark.skipif(not four_bit_block(), reason="needs a processor with AVX2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [*FOUR_BIT, "int4"])
 def test_the_weights_are_those_of_a_cpu_to_the_last_bit(kind: str, dtype: torch.dtype) -> None:
@@ -235,7 +233,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_case(path.with_suffix(".gguf"), request.param, kind)
 
 
-@pytest.mark.skipif(not four_bit_block(), reason="needs a processor with AVX2")
 def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> None:
     here, there = load_model(str(case), device="cpu"), load_model(str(case))
     check_same_weights(there, here)
@@ -254,7 +251,6 @@ def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> 
         assert load_model(str(case), dtype="bfloat16").precision == "bfloat16"  # as is asked for
 
 
-@pytest.mark.skipif(not four_bit_block(), reason="needs a processor with AVX2")
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_any_model_is_rounded_as_on_a_cpu_before_it_is_moved(
     quantize: Any, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -320,8 +316,7 @@ def test_a_folder_on_a_gpu_is_read_without_transformers(gpu: torch.device) -> No
 def test_on_a_gpu_the_logits_are_those_of_the_cpu(quantize: Any, tmp_path: Path) -> None:
     name = "tiny" if quantize != "packed" else str(write_gguf(tmp_path / "a.gguf", tiny(), "Q4_0"))
     here, there = (load_model(name, device=at, quantize=quantize) for at in ("cpu", "cuda"))
-    if four_bit_block():
-        check_same_weights(there, here)
+    check_same_weights(there, here)
     assert {one.device.type for one in tensors(there)} == {"cuda"}
     assert held_bytes(there) <= held_bytes(here)
     assert relative(logits(there), logits(here)) < 0.05
