@@ -105,6 +105,9 @@ class Session:
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of the sentences that `facts` looked at
+        # By round and text: the instructions that were pinned, and of these what the user unpinned.
+        self._instructions = dict[tuple[int, str], Positions]()
+        self._unpinned = set[tuple[int, str]]()
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
 
     @property
@@ -360,6 +363,9 @@ class Session:
         """
         positions = self._positions_of(target, self._engine.store.recallable(), around)
         moves = self._engine.residency.pin(positions, pinned)
+        for rule, at in self._instructions.items():
+            if np.isin(at, positions).any():
+                self._unpinned = self._unpinned - {rule} if pinned else self._unpinned | {rule}
         events = self._events.moved(self.state.last_turn, moves)
         events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]
         if not self._engine.settings.policy.honours_pins:
@@ -525,8 +531,13 @@ class Session:
         encoder, policy = self.model.encoder, self._engine.settings.policy
         if not (self.profile.pin_instructions and len(encoder.kinds) and policy.honours_pins):
             return
-        turn = self.state.last_turn
+        turn, round = self.state.last_turn, self.state.round
+        for rule in [rule for rule in self._instructions if rule[0] >= round]:
+            del self._instructions[rule]  # it was undone
         for text, positions in instructions_in(self.ledger, self._texts, encoder, turn):
+            self._instructions[round, text] = positions
+            if (round, text) in self._unpinned:  # before the message was read again
+                continue
             short = format_value(text)
             what = short if short[1:-1] == text else f"turn {turn}"
             try:

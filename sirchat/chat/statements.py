@@ -16,7 +16,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.recall.word_index import words_of
-from sirchat.text.detokenizer import SENTENCE_END, Texts
+from sirchat.text.detokenizer import Texts, sentence_bounds
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MOST_PINNED = 2  # sentences of one message
@@ -88,9 +88,7 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
     is_erased = ledger.column("flags")[first:end] & np.uint8(Flag.ERASED) != 0
     said = np.flatnonzero((ledger.column("role")[first:end] == Role.USER) & ~is_erased) + first
     pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
-    marks = [match.end() for match in SENTENCE_END.finditer("".join(pieces))]
-    ends = np.searchsorted(np.cumsum([len(piece) for piece in pieces]), marks) + 1
-    bounds = sorted({0, *ends.tolist(), len(said)})
+    bounds = sentence_bounds(pieces)
     if len(bounds) <= _MOST_SENTENCES + 1:
         for start, stop in pairwise(bounds):
             if text := "".join(pieces[start:stop]).strip():

@@ -199,6 +199,8 @@ def models_pull(
     from rich.console import Console
 
     from sirchat.models.hub import pull
+    from sirchat.models.names import cached_folder, snapshot_of
+    from sirchat.models.shape import shape_of_folder
     from sirchat.ui.lists import in_bytes
     from sirchat.ui.status import pull_progress
 
@@ -211,6 +213,12 @@ def models_pull(
         )
         raise
     use = f"to chat with this model: sirchat -m {pulled.name}"
+    folder = snapshot_of(cached_folder(name))
+    if file is None and folder is not None:
+        try:
+            shape_of_folder(folder)
+        except ModelError as error:
+            use = str(error.args[0]).replace(str(folder), "it")
     _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
 
 

@@ -339,6 +339,18 @@ class LoadedModel:
         """What makes the vectors of passages, the user's own encoder or the model's."""
         return self.sentence_encoder or self.encoder
 
+    @property
+    def encoder_in_words(self) -> str:
+        """By what recall finds what is said in other words."""
+        own, encoder = self.sentence_encoder, self.encoder
+        if own is not None:
+            return f"sentence encoder {own.name}, {own.size} numbers"
+        if not encoder.layers:
+            return f"none; sirchat train encoder --model {self.name} makes one"
+        layers = ", ".join(map(str, encoder.layers))
+        learned = f", learned from {encoder.about['teacher']}" if "teacher" in encoder.about else ""
+        return f"the model's own states after layers {layers}, {encoder.size} numbers{learned}"
+
     @cached_property
     def exposes_attention(self) -> bool:
         """Whether the model's attention weights can be observed; tested once, by a forward pass."""

@@ -79,7 +79,8 @@ def shape_of_folder(folder: Path) -> ModelShape:
     config = load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
-        raise ModelError(f"{folder} has a {str(names[0])[:60]}, which does not generate text")
+        what = f"a {str(names[0])[:60]}, which does not generate text"
+        raise ModelError(f"{folder} has {what}, but may serve as --recall-encoder")
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     kind = text.get("model_type") or config.get("model_type")

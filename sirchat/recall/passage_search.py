@@ -32,6 +32,7 @@ NATS = 1.0  # least standard deviation of scores by words
 _USUAL_COSINE, _COSINES_DIFFER = 0.15, 0.1
 # A chat of fewer passages is judged as if there were so many, of which the others do not fit.
 _USUAL_PASSAGES = 100
+_BLOCK = 2048  # passages that are compared at once: what fits into a core's cache
 _SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
@@ -62,10 +63,20 @@ class PassageSearch:
         self._telling = telling_by(tokenizer)
         self._index = WordIndex(self._telling)
 
-    def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
-        """Take in the complete turns that were read since the last update."""
+    def update(
+        self,
+        ledger: Ledger,
+        vector_of: VectorOf = lambda start, end: None,
+        with_words: bool = True,
+    ) -> None:
+        """Take in the complete turns that were read since the last update.
+
+        Without words, the next update with words takes in theirs.
+        """
         self.passages.update(ledger, vector_of)
         self._index.truncate(len(self.passages))
+        if not with_words:
+            return
         known = len(self._index)
         turns = self.passages.rows["turn"][known:].tolist()
         for text, turn in zip(self.passages.texts(ledger, known), turns, strict=True):
@@ -99,13 +110,13 @@ class PassageSearch:
         known = set(self._index.telling_words(message.text))
         best = np.full(len(self.passages), -np.inf)
         found = list(found)
-        for number in found:
+        by_meaning = np.zeros((len(found), len(self.passages)))
+        if message.vector is not None:
+            by_meaning = self._fits(self.passages.vectors[found])
+        for number, fits in zip(found, by_meaning, strict=True):
             text = self.passages.texts(ledger, number, number + 1)[0]
             new = " ".join(word for word in self._index.telling_words(text) if word not in known)
-            vector = self.passages.vectors[number].astype(np.float32)
-            has_vector = message.vector is not None and not np.isnan(vector).any()
-            fits = self._scores(Sought((new,), vector if has_vector else None))
-            best = np.maximum(best, fits)
+            best = np.maximum(best, self._by_words([new]) + fits)
         best = LESS * self._discounted(best, generated)
         best[found] = -np.inf
         return best
@@ -121,17 +132,27 @@ class PassageSearch:
     def _scores(self, message: Sought) -> Scores:
         if not len(self.passages):
             return np.zeros(0)
-        scores = _standard(self._index.scores(message.sentences), 0.0, NATS)
+        scores = self._by_words(message.sentences)
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
-            # Undefined cosines count as usual ones: these passages can be found by words.
-            # numpy takes twenty times as long for float16.
-            products = torch.from_numpy(self.passages.vectors) @ torch.from_numpy(
-                message.vector
-            ).to(torch.float16)
-            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
-            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
-            scores += MEANING * self._index.with_block(fits)
+            scores += self._fits(message.vector[None])[0]
         return scores
+
+    def _by_words(self, sentences: Sequence[str]) -> Scores:
+        return _standard(self._index.scores(sentences), 0.0, NATS)
+
+    def _fits(self, vectors: NDArray[np.floating]) -> Scores:
+        """How well each passage [k, n] fits vectors [k, D] by meaning; 0 by an undefined one."""
+        wanted = torch.from_numpy(vectors).float().T  # [D, k]
+        blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
+        products = torch.cat([block.float() @ wanted for block in blocks]).T
+        fits = np.zeros(products.shape)
+        for at, row in enumerate(products.double().numpy()):
+            if not np.isnan(vectors[at]).any():
+                # Undefined cosines count as usual ones: these passages can be found by words.
+                cosines = np.nan_to_num(row, nan=_USUAL_COSINE)
+                standard = _standard(cosines, _USUAL_COSINE, _COSINES_DIFFER)
+                fits[at] = MEANING * self._index.with_block(np.maximum(standard, 0))
+        return fits
 
     def _discounted(self, scores: Scores, generated: Collection[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.

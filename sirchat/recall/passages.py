@@ -6,7 +6,6 @@ chat template, or of a reply's reasoning.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -15,14 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.text.detokenizer import Texts
+from sirchat.text.detokenizer import Texts, sentence_bounds
 
 LEAST, MOST = 8, 48  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
 
 PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
 
 _NO_TEXT = np.uint8(Flag.ERASED | Flag.THINKING)
-_SENTENCE_END = re.compile(r"[.!?\u2026]+[\"')\]\u201d\u2019]*(?=\s|$)|[\u3002\uff01\uff1f]+|\n+")
 
 # The unit vector [D] of the tokens from one stream position to another; None if it is not known
 VectorOf = Callable[[int, int], Tensor | None]
@@ -111,11 +109,8 @@ class Passages:
 
 def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
     """Divide the tokens of a text, given as the text of each, into passages of whole sentences."""
-    ends = np.cumsum([len(piece) for piece in pieces])
-    marks = [match.end() for match in _SENTENCE_END.finditer("".join(pieces))]
-    bounds = (np.searchsorted(ends, marks) + 1).tolist()
     found, start = list[tuple[int, int]](), 0
-    for end in dict.fromkeys([*bounds, len(pieces)]):
+    for end in sentence_bounds(pieces):
         size = end - start
         if not size or (size < LEAST and end < len(pieces)):
             continue

@@ -92,6 +92,17 @@ class Recall:
         self.found: FoundPassages | None = None
         self.search = PassageSearch(texts, model.tokenizer)
 
+    @property
+    def by_meaning(self) -> bool:
+        """Whether passages are found by meaning, too, not by their words alone."""
+        recall: RecallSettings | None = self._engine.settings.recall
+        found = None if recall is None else retriever(recall.retriever)
+        return (
+            isinstance(found, PassageRetriever)
+            and found.by_meaning
+            and self._model.passage_encoder.size > 0
+        )
+
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
         self.scores, self.turns, self.found = {}, (), None
@@ -114,7 +125,7 @@ class Recall:
             mean = ledger.token_vectors.mean(start, end)
             return None if mean is None else encoder.pooled(mean.cpu())
 
-        self.search.update(ledger, vector_of)
+        self.search.update(ledger, vector_of, self._engine.settings.recall is not None)
         ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
@@ -199,10 +210,20 @@ class Recall:
         )
         return FoundPassages(result, tuple(chosen), message, float(best), is_question)
 
+    def held_anyway(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
+        """The scores of tokens that fit the last turn but needed no restoring, and their turns."""
+        if self.found is None:
+            return {}, ()
+        positions, scores = self.found.result.positions, self.found.result.scores
+        is_held = ~np.isin(positions, list(self.scores))
+        held = positions[is_held]
+        of_held = scores[torch.from_numpy(is_held)].tolist()
+        return dict(zip(held.tolist(), of_held, strict=True)), self._describe(held)
+
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer it from all that is held."""
         recall, encoder = self._engine.settings.recall, self._model.encoder
-        if not (self._by_meaning() and len(encoder.question)) or recall is None:
+        if not (self.by_meaning and len(encoder.question)) or recall is None:
             return 0
         if recall.focus is not None:
             return recall.focus
@@ -222,7 +243,7 @@ class Recall:
         spans = asked_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
         # A text without a telling word, such as "and", means nothing.
-        if not (self._by_meaning() and self.search.telling_words("".join(sentences))):
+        if not (self.by_meaning and self.search.telling_words("".join(sentences))):
             return Sought(sentences)
         asked = [ids[at] for start, end in spans for at in said[start:end]]
         header = list(ids[: said[0]])
@@ -256,7 +277,7 @@ class Recall:
         return there
 
     def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
-        """The turns of restored tokens, with the words and the text of each one's best passage."""
+        """The turns of found tokens, with the words and the text of each one's best passage."""
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str]]()
@@ -269,15 +290,6 @@ class Recall:
         return tuple(
             RecalledTurn(turn, count, *best.get(turn, ((), "")))
             for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
-        )
-
-    def _by_meaning(self) -> bool:
-        recall: RecallSettings | None = self._engine.settings.recall
-        found = None if recall is None else retriever(recall.retriever)
-        return (
-            isinstance(found, PassageRetriever)
-            and found.by_meaning
-            and (self._model.sentence_encoder is not None or bool(self._model.encoder.layers))
         )
 
 

@@ -131,6 +131,13 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
     return mask
 
 
+def sentence_bounds(pieces: Sequence[str]) -> list[int]:
+    """Where sentences begin and end in a text of n tokens, given as the text of each: 0 to n."""
+    ends = np.cumsum([len(piece) for piece in pieces])
+    marks = [match.end() for match in SENTENCE_END.finditer("".join(pieces))]
+    return sorted({0, *(np.searchsorted(ends, marks) + 1).tolist(), len(pieces)})
+
+
 class SentenceEnds:
     """A callable that says of each id of a text, in order, whether it ends a sentence."""
 

@@ -265,19 +265,30 @@ class Commands:
         messages; alone, show what was restored; WORDS of the chat, or what you said at a TIME, such
         as yesterday or first, are restored now and pinned; all looks for WORDS in your other saved
         chats, and your next message quotes what fits."""
-        recalled, (where, words) = self._session.recall.scores, [*rest.split(None, 1), "", ""][:2]
+        where, words = [*rest.split(None, 1), "", ""][:2]
         if where == "all" and words:
             self.quoting.search(without_quotes(words))
         elif (asked := time_range(rest, time())) and asked.words == rest:
             self._switching.pin_time(asked)
         elif rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
-        elif rest or not recalled:
+        elif rest or not self._show_recalled():
             self._switching.change_setting("/recall", "recall", rest)
-        else:
-            rows, theme = self._session.tokens(list(recalled)), self._screen.theme
-            turns = draw_recalled_turns(rows, self._session.recall.turns, theme)
-            self._screen.page(Group(turns, Text(), draw_recalled(rows, recalled, theme)))
+
+    def _show_recalled(self) -> bool:
+        """Show what was restored for the last message, or else what fits it and was held."""
+        recall, theme, screen = self._session.recall, self._screen.theme, self._screen
+        held, held_turns = recall.held_anyway()
+        if shown := recall.scores or held:
+            rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
+            table = draw_recalled_turns(rows, turns, theme)
+            screen.page(Group(table, Text(), draw_recalled(rows, shown, theme)))
+        if held:
+            more = counted(len(held), "more token") if recall.scores else "all of this"
+            screen.note(f"held anyway, and found for your message, too: {more}")
+        if recall.by_meaning:
+            screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
+        return bool(shown)
 
     def _are_words(self, rest: str) -> bool:
         """Whether `rest` is words of the chat, not a value of the setting `recall`."""

@@ -10,6 +10,7 @@ import pytest
 from chatting import babbler, session
 from saved_chats import Chat
 from sirchat.chat.events import Event, Notice
+from sirchat.chat.retry import retry_under
 from sirchat.chat.session import Session
 from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
@@ -67,6 +68,22 @@ def test_undo_and_unpin_let_go() -> None:
     ask(chat, RULE)
     chat.pin(f'"{RULE}"', pinned=False)
     assert not pinned(chat)
+
+
+def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_again() -> None:
+    chat = chat_of()
+    ask(chat, "Hello.")
+    ask(chat, RULE)
+    for _ in range(2):
+        chat.pin("turn 2", pinned=False)
+        list(chat.retry())
+        list(retry_under(chat, {"temperature": 0.5}, lambda _: "warmer"))
+        assert not pinned(chat)
+        chat.pin("turn 2")
+        list(chat.retry())
+        assert RULE in pinned(chat)
+    chat.pin("turn 2", pinned=False)
+    assert LINE in ask(chat, RULE)
 
 
 def test_a_chat_without_an_encoder_and_a_policy_without_pins_pin_nothing() -> None:

@@ -31,6 +31,7 @@ FILES = {
     "README.md": b"# A model",
 }
 GGUFS = {"q4.gguf": LARGE[: 9 * 2**20], "q8.gguf": LARGE, "README.md": b""}
+ENCODER = FILES | {"config.json": b'{"architectures": ["BertModel"], "model_type": "bert"}'}
 PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"a pickle"}
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    with fake_hub({"me/small": FILES, "me/ggufs": GGUFS, "me/old": PICKLED}) as hub:
+    models = {"me/small": FILES, "me/ggufs": GGUFS, "me/old": PICKLED, "me/encoder": ENCODER}
+    with fake_hub(models) as hub:
         yield hub
 
 
@@ -85,6 +87,13 @@ def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
     assert (snapshot / "model.safetensors").read_bytes() == LARGE
     listed = sirchat(cache, hub.url, "models").stdout
     assert any(line.lstrip().startswith("me/small") for line in listed.splitlines()), listed
+
+
+def test_a_sentence_encoder_comes_and_its_use_is_named(hub: FakeHub, cache: Path) -> None:
+    done = sirchat(cache, hub.url, "models", "pull", "me/encoder")
+    assert done.returncode == 0, done.stderr
+    assert "sirchat -m" not in done.stderr
+    assert "it has a BertModel, which does not generate text, but may serve as --rec" in done.stderr
 
 
 def test_a_download_starts_without_a_library_for_models() -> None:

@@ -21,7 +21,6 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.doctor import _encoder
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
@@ -163,7 +162,7 @@ def test_the_bundled_encoder_fits_smollm2() -> None:
 def test_doctor_says_by_what_recall_finds_what_is_said_in_other_words() -> None:
     model = encoding("llama")
     about = replace(model.encoder, about={"teacher": "all-MiniLM-L6-v2"})
-    assert _encoder(replace(model, encoder=about)) == (
+    assert replace(model, encoder=about).encoder_in_words == (
         "the model's own states after layers 2, 5 numbers, learned from all-MiniLM-L6-v2"
     )
-    assert "sirchat train encoder --model tiny" in _encoder(tiny())
+    assert "sirchat train encoder --model tiny" in tiny().encoder_in_words

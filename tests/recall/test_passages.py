@@ -83,10 +83,10 @@ def test_passages_are_all_of_a_text_in_order_and_none_is_long(pieces: list[str])
     assert all(end - start >= LEAST for start, end in spans[:-1])
 
 
-def test_a_passage_ends_with_its_sentence_and_a_number_has_no_end() -> None:
-    pieces = [*"It is 7", ".", *"5 and ten long.", *" Then another sentence follows it."]
+def test_a_passage_ends_with_its_sentence_but_not_with_a_title_or_in_a_number() -> None:
+    pieces = [*"Mr. Ng is 7", ".", *"5 and ten long.", *" Then another sentence follows it."]
     assert ["".join(pieces[slice(*one)]) for one in divided(pieces)] == [
-        "It is 7.5 and ten long.",
+        "Mr. Ng is 7.5 and ten long.",
         " Then another sentence follows it.",
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from chatting import babbler, session
@@ -14,6 +16,10 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.recall.passage_search import FLOOR
+from sirchat.ui.commands import Commands
+from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.screen import Screen
+from sirchat.ui.typed_input import InMemory
 
 BY_WORDS = ["words", "meaning"]
 TOLD = "Our zebra is called Quixbert."
@@ -162,3 +168,22 @@ def test_settings_that_can_not_work_are_refused(settings: dict[str, object], wor
 @pytest.mark.parametrize("retriever", BY_WORDS)
 def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
     check_recall(changed_profile(Profile(), "flag", recall=retriever), loaded(family), "--recall")
+
+
+def test_what_was_read_with_recall_off_is_found_once_it_is_on() -> None:
+    one = chat("words")
+    one.switch("/recall", recall="off")
+    tell(one, "My zebra is called Wimbledon.", *["What a rainy day it is."] * 6)
+    one.switch("/recall", recall="words")
+    assert "Wimbledon" in ask(one, "How do you call a zebra?")
+
+
+def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
+    one, out, notes = roomy(), io.StringIO(), io.StringIO()
+    tell(one, *["What a rainy day it is."] * 20, TOLD)
+    assert one.resident < one.seen
+    list(one.read_user("What is the name of Quixbert's species?"))
+    screen = Screen(out, notes)
+    Commands(one, screen, InMemory(), SavedChat(one, screen)).run("/recall")
+    assert "Quixbert" in out.getvalue()
+    assert "held anyway, and found for your message, too: all of this" in notes.getvalue()
