@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,20 +103,27 @@ def train_encoder_with_progress(options: EncoderOptions) -> None:
             trainer.read(conversation)
             done += len(conversation.ids)
             show(min(done, options.tokens), options.tokens, "tokens")
-    path, test, told = trainer.finish()
-    console.print(
+    path, test, told, focus = trainer.finish()
+    lines = [
         f"finds {test.found:.2f} of paraphrases among {test.sentences:,} sentences; the teacher "
-        f"finds {test.by_teacher:.2f}",
-        markup=False,
-        soft_wrap=True,
-    )
+        f"finds {test.by_teacher:.2f}"
+    ]
     for one in told:
-        console.print(
-            f"tells {one.hits:.2f} of sentences of the kind {one.kind}; wrong in {one.in_talk:.2f} "
-            "of the sentences that were read",
-            markup=False,
-            soft_wrap=True,
+        wrong = "" if math.isnan(one.in_talk) else f", {one.in_talk:.2f} of talk"
+        lines.append(
+            f"tells {one.hits:.2f} of sentences of the kind {one.kind}; wrong in "
+            f"{one.false_alarms:.2f} of others{wrong}"
         )
+    if focus is None:
+        lines.append("focus: auto is off: whether it wins is measured with --data")
+    else:
+        lines.append(
+            f"focus: auto is {'on' if focus.wins else 'off'}: right {focus.right.value:+.2f} "
+            f"({focus.right.low:.2f} to {focus.right.high:.2f}), ordinary replies "
+            f"{focus.nats.value:+.3f} nats a token"
+        )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
     Console().print(str(path), soft_wrap=True, highlight=False, markup=False)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, cycle
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -18,9 +20,12 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
+from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest, measure_focus
 from sirchat.lab.studies.reading import ask, whole_round
 from sirchat.lab.training.paraphrases import PARAPHRASES
 from sirchat.lab.training.scorer import (
+    LENGTH,
     Ridge,
     ScorerConversation,
     ScorerOptions,
@@ -28,7 +33,7 @@ from sirchat.lab.training.scorer import (
     collect_conversations,
     cut_into_conversations,
 )
-from sirchat.lab.training.statements import StatementTest, learn_kinds
+from sirchat.lab.training.statements import StatementTest, learn_kinds, learn_question
 from sirchat.memory.ledger import Role
 from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
@@ -38,6 +43,7 @@ from sirchat.models.state_map import layer_count, recorded_states, side_by_side
 from sirchat.paths import state_map_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
 from sirchat.text.template import Template
+from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 TEACHER = "sentence-transformers/all-MiniLM-L6-v2"
 SIZE = 192  # numbers in a vector: of the map's outputs, the directions in which sentences differ
@@ -127,8 +133,9 @@ class EncoderOptions:
 
     model: str  # name of the model whose states are encoded
     teacher: str = TEACHER  # folder or name of the sentence encoder to learn from
-    # files of conversations; if they have fewer than `tokens` tokens, half of the rest is synthetic
-    # dialogue, and the model writes the other half
+    # files of conversations, of which every second dialogue is kept back for tests; if the others
+    # have fewer than `tokens` tokens, half of the rest is synthetic dialogue, and the model writes
+    # the other half
     data: tuple[Path, ...] = ()
     # numbers (from 1) of the layers whose states are mapped; empty for those of `encoder_layers`
     layers: tuple[int, ...] = ()
@@ -171,23 +178,29 @@ class EncoderTrainer:
         size = model.module.config.get_text_config(decoder=True).hidden_size
         self._ridge = Ridge(len(self._layers) * size, teacher.size)
         self._others = list[Sentence]()  # among which the questions search
-        self._total = options.tokens
+        self._given = [one for file in options.data for one in load_dialogues(file)]
+        Random(f"encoder/{options.seed}").shuffle(self._given)
 
     def conversations(self) -> Iterator[ScorerConversation]:
-        """Yield what is to be read, about `tokens` tokens in all; the model writes a part of it."""
-        options, model = self._options, self._model
-        most = ScorerOptions(model.name, options.data, tokens=options.tokens, seed=options.seed)
-        given = [one for one in collect_conversations(most, model) if one.source == "given"]
-        yield from given
-        left = options.tokens - sum(len(one.ids) for one in given)
-        half = ScorerOptions(model.name, tokens=left // 2, seed=options.seed)
-        yield from collect_conversations(half, model)
+        """Yield what is to be read, about `tokens` tokens in all; the model writes a part of it.
+
+        Of the data, every second dialogue is kept back.
+        """
+        options, model, left = self._options, self._model, self._options.tokens
         template, rng = Template(model.tokenizer, model.anchors), Random(f"{options.seed}")
-        for rounds in cut_into_conversations(written(model, rng), template, 1000):
+        rounds = (pair for one in self._given[::2] for pair in one)
+        for one in cut_into_conversations(rounds, template, LENGTH):
             if left <= 0:
                 return
-            yield ScorerConversation(rounds, "generated")
-            left -= 2 * sum(len(one.ids) for one in rounds)
+            yield ScorerConversation(one, "given")
+            left -= sum(len(turn.ids) for turn in one)
+        half = ScorerOptions(model.name, tokens=left // 2, seed=options.seed)
+        yield from collect_conversations(half, model)
+        for one in cut_into_conversations(written(model, rng), template, LENGTH):
+            if left <= 0:
+                return
+            yield ScorerConversation(one, "generated")
+            left -= 2 * sum(len(turn.ids) for turn in one)
 
     def read(self, conversation: ScorerConversation) -> None:
         """Let the model read a conversation, and learn from its sentences."""
@@ -198,10 +211,10 @@ class EncoderTrainer:
         self._ridge.add(torch.stack([one.states for one in found]), wanted)
         self._others += found[::4]
 
-    def finish(self) -> tuple[Path, EncoderTest, list[StatementTest]]:
+    def finish(self) -> tuple[Path, EncoderTest, list[StatementTest], FocusTest | None]:
         """Fit the encoder and what tells statements by its vectors, and write its file.
 
-        Returns the path of the file, and the results of the tests.
+        Returns the path of the file, and the results of the tests; that of focus needs data.
         """
         ridge = self._ridge
         weight, bias = ridge.solve(PENALTY * ridge.count)
@@ -214,12 +227,31 @@ class EncoderTrainer:
             "sentences": str(ridge.count),
             "found": f"{test.found:.2f}",
         }
-        talk = _encoded(encoder, self._others)
-        (hidden, kinds), told = learn_kinds(replace(self._model, encoder=encoder), talk)
-        encoder = replace(encoder, about=about, hidden=hidden, kinds=kinds)
+        talk, model = _encoded(encoder, self._others), replace(self._model, encoder=encoder)
+        (hidden, kinds), told = learn_kinds(model, talk)
+        question, asking = learn_question(model, self._messages(0), self._messages(1))
+        encoder = replace(encoder, about=about, hidden=hidden, kinds=kinds, question=question)
+        focus = self._measured_focus(encoder)
+        if focus is not None:
+            about["focus"] = "on" if focus.wins else "off"
         path = self._options.out or state_map_files("encoder", self._model.name)[0]
         encoder.save(path)
-        return path, test, told
+        return path, test, [*told, asking], focus
+
+    def _messages(self, place: int) -> list[str]:
+        return [user for one in self._given[place::2] for user, _ in one]
+
+    def _measured_focus(self, encoder: Encoder) -> FocusTest | None:
+        """What focus changes with this encoder in talk that was kept back; None without any."""
+        if len(self._given) < 2:
+            return None
+        turns = [turn for one in self._given[1::2] for pair in one for turn in pair]
+        roles: Iterator[RoleName] = cycle(("user", "assistant"))
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "kept-back.jsonl"
+            with path.open("wb") as file:
+                write_jsonl(map(TranscriptTurn, roles, turns, count(1)), file)
+            return measure_focus(replace(self._model, encoder=encoder), str(path))
 
     def _tested(self, encoder: Encoder) -> EncoderTest:
         model, others = self._model, self._others[:1000]

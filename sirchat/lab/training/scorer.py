@@ -39,7 +39,7 @@ PENALTY = 100.0
 # KVzip's prompt asks for the same
 REQUEST = "Repeat everything that was said before, word for word."
 
-_LENGTH = 1000  # largest number of tokens of a conversation
+LENGTH = 1000  # largest number of tokens of a conversation
 _ROOM = 64  # tokens of the context that stay free for the request
 _HELD_OUT = 4  # every fourth conversation is held out
 _LEAST = 1e-9  # lower bound of attention weights, so that their logarithms are finite
@@ -225,7 +225,7 @@ def collect_conversations(
 ) -> Iterator[ScorerConversation]:
     """Yield conversations for training a scorer, until they have `options.tokens` tokens in all."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
-    length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
+    length, left = min(LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
     rng.shuffle(given)
     talk: dict[Source, Iterator[tuple[str, str]]] = {

@@ -6,18 +6,21 @@ hand. Sentences of given talk are further examples of what is no instruction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from random import Random
 
 import torch
 import yaml
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
 from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
 from sirchat.engine.types import TurnRef
+from sirchat.lab.studies.facts_in_dialogue.questions import TYPES, draw_fact, entries
 from sirchat.lab.studies.reading import whole_round
 from sirchat.memory.ledger import Role
 from sirchat.models.encoder import KINDS, kind_scores
@@ -33,6 +36,8 @@ _QUESTION_PENALTY = 2.0
 _LONGEST = 128  # tokens of a message that are read alone
 _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
+
+_TOLD = tuple(dict.fromkeys(TYPES.values()))  # in the ways that `facts-in-dialogue` asks for
 
 Statements = dict[str, list[str]]  # by kind: those in `KINDS`, and `other`
 Network = tuple[Tensor, Tensor]  # `Encoder.hidden` and `Encoder.kinds`
@@ -101,15 +106,17 @@ def fit_kinds(vectors: Tensor, is_kind: Tensor, talk: Tensor, penalty: float = _
     return hidden.detach(), kinds.detach()
 
 
-def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
-    """Fit `Encoder.question` [D + 1] for the encoder of `model`: a ridge regression.
+def learn_question(
+    model: LoadedModel, talk: Sequence[str], kept_talk: Sequence[str]
+) -> tuple[Tensor, StatementTest]:
+    """Fit `Encoder.question` [D + 1] for the encoder of `model` by ridge regression, and test it.
 
-    `talk` are messages of people to each other, of which hardly any asks for what was told.
+    `talk` are messages of people to each other, of which hardly any asks for what was told;
+    `kept_talk` and the questions of `facts-in-dialogue` are kept back for the test.
     """
-    examples, _ = load_statements()
+    examples, kept = load_statements()
     asks, others = examples["question"], [*examples["no_question"], *examples["other"], *talk]
-    x = torch.stack([_read_alone(model, text) for text in (*asks, *others)]).double()
-    x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+    x = _with_one(model, [*asks, *others])
     is_asking = torch.arange(len(x)) < len(asks)
     share = torch.where(is_asking, 1 / len(asks), 1 / len(others)).double() * len(x) / 2
     penalty = _QUESTION_PENALTY * torch.eye(x.shape[1], dtype=torch.float64)
@@ -118,8 +125,24 @@ def learn_question(model: LoadedModel, talk: Sequence[str]) -> Tensor:
     weight = torch.linalg.solve(
         scaled @ x + penalty, scaled @ torch.where(is_asking, 1.0, -1.0).double()
     )
-    fitted: Tensor = weight.float()
-    return fitted
+    rng = Random(0)
+    facts = [
+        draw_fact(rng, told, one)
+        for told in dict.fromkeys(TYPES.values())
+        for one in entries(told, "all")
+    ]
+    asked = list(dict.fromkeys(text for fact in facts for text in fact.asked.values()))
+    shares = [
+        (_with_one(model, texts) @ weight > 0).double().mean().item() if texts else math.nan
+        for texts in (asked, kept["other"], kept_talk)
+    ]
+    return weight.float(), StatementTest("question", *shares)
+
+
+def _with_one(model: LoadedModel, messages: Sequence[str]) -> Tensor:
+    """The vectors of messages, and a one: float64 [n, D + 1]."""
+    vectors = torch.stack([_read_alone(model, text) for text in messages]).double()
+    return pad(vectors, (0, 1), value=1.0)
 
 
 def _read_alone(model: LoadedModel, text: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,17 @@ from chatting import tiny
 from sentence_encoders import write_sentence_encoder
 from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
+from sirchat.lab.studies.facts_in_dialogue.dialogue import Dialogue, load_dialogues
+from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest
 from sirchat.lab.studies.reading import whole_round
+from sirchat.lab.studies.report import Estimate
 from sirchat.lab.training import encoder as training
+from sirchat.lab.training import statements
 from sirchat.lab.training.encoder import EncoderOptions, open_trainer, sentences
 from sirchat.lab.training.scorer import Ridge, ScorerConversation
+from sirchat.lab.training.statements import load_statements
 from sirchat.models.load import load_model
+from sirchat.models.model import LoadedModel
 from sirchat.paths import state_map_files, tiny_dir
 from sirchat.text.template import Template
 
@@ -76,17 +83,44 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     monkeypatch.setattr(
         training, "written", lambda model, rng: iter([("Say something.", "I like tea. Do you?")])
     )
+    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
+    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    monkeypatch.setattr(statements, "_TOLD", ("steps",))
+    measured = list[list[Dialogue]]()
+    monkeypatch.setattr(training, "measure_focus", partial(focus_test, measured))
+    talk = tmp_path / "talk.txt"
+    talk.write_text("".join(f"USER: I saw {n} ships.\nASSISTANT: I see {n}.\n" for n in range(40)))
     teacher = write_sentence_encoder(tmp_path / "teacher")
-    ran = CliRunner().invoke(
-        train_app,
-        ["encoder", "--model", "tiny", "--teacher", str(teacher), "--tokens", "1000"],
-    )
+    flags = ["--teacher", str(teacher), "--data", str(talk), "--tokens", "1000"]
+    ran = CliRunner().invoke(train_app, ["encoder", "--model", "tiny", *flags])
     assert ran.exception is None
     path = state_map_files("encoder", "tiny")[0]
     assert ran.stdout == f"{path}\n"
     assert "of paraphrases among" in ran.stderr
+    assert "of the kind question" in ran.stderr
+    assert "focus: auto is on: right +0.25" in ran.stderr
     encoder = load_model("tiny").encoder
-    assert (encoder.size, encoder.about["teacher"]) == (8, "teacher")
+    assert (encoder.size, encoder.about["teacher"], encoder.about["focus"]) == (8, "teacher", "on")
+    assert encoder.question.shape == (9,)
+    kept_back = {user for dialogues in measured for one in dialogues for user, _ in one}
+    assert 0 < len(kept_back) < 40, "measured in every second dialogue"
+
+
+def focus_test(measured: list[list[Dialogue]], model: LoadedModel, data: str) -> FocusTest:
+    """In place of a study of half an hour: focus wins with a model that has been trained."""
+    assert len(model.encoder.question) == model.encoder.size + 1
+    measured.append(load_dialogues(Path(data)))
+    return FocusTest(Estimate(0.25, 0.1, 0.4), Estimate(0.01, -0.01, 0.03))
+
+
+@pytest.mark.parametrize(
+    ("right", "nats", "wins"),
+    [((0.2, 0.01), 0.019, True), ((0.2, -0.01), -0.1, False), ((0.2, 0.1), 0.03, False)],
+)
+def test_focus_wins_if_more_is_right_and_ordinary_replies_cost_little(
+    right: tuple[float, float], nats: float, wins: bool
+) -> None:
+    assert FocusTest(Estimate(*right, 0.4), Estimate(nats, -1.0, 1.0)).wins == wins
 
 
 def test_layers_that_the_model_lacks_are_refused(tmp_path: Path) -> None:

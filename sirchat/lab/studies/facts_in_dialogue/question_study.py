@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
 from typing import Any, ClassVar
@@ -31,17 +31,22 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, says, spans
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import switch
-from sirchat.lab.studies.report import Record, Report, Table, Value
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
+from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Cell, Findings, refuse_unknown
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
+from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import FOCUS
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
 
 # Of a fact's statements, those whose tokens are held to this share count as found
 _FOUND = 0.5
+
+_ASKED = 40  # questions of each type by which it is decided whether focus wins
+_MOST_COST = 0.02  # nats a token that it may cost ordinary replies
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,32 @@ def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> Que
     fixed: dict[str, Any] = {"facts": 10, "lengths": (3500,), "reply_tokens": 24}
     questions = ("shared", "paraphrase")
     return QuestionStudy(both, data=data, questions=questions, **fixed, **options)
+
+
+@dataclass(frozen=True)
+class FocusTest:
+    """What the setting `focus` changes, paired: positive numbers are more with it."""
+
+    right: Estimate  # share of questions with the right reply
+    nats: Estimate  # nats a token of ordinary replies
+
+    @property
+    def wins(self) -> bool:
+        """Whether replies are better with it, and ordinary ones as good."""
+        return self.right.low > 0 and self.nats.value <= _MOST_COST
+
+
+def measure_focus(model: LoadedModel, data: str) -> FocusTest:
+    """Measure what `focus` changes for a model with an encoder, in the talk of a file."""
+    profile = Profile(policy="salience", budget=min(4096, model.context_length))
+    study = replace(focus_study((profile,), data, limit=_ASKED), reply_tokens=0)
+    off, on = study.findings(run_units(study, model))
+    right = [
+        [[answer["right"] for answer in record["answers"]] for record in one.records]
+        for one in (on, off)
+    ]
+    nats = [[[record["nats"]] for record in one.records] for one in (on, off)]
+    return FocusTest(paired_interval(*right), paired_interval(*nats))
 
 
 def _read(session: Session, talk: Woven) -> float:
