@@ -22,7 +22,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import compiled_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
-from sirchat.models.measuring import head_shape, measure_attention, processor
+from sirchat.models.measuring import choices_for, choose_matmul_method, measure_choices, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.sentence_encoder import SentenceEncoder
@@ -51,9 +51,16 @@ class Finding:
 
 
 def run_checks(
-    model_name: str, device_map: str = "off", recall_encoder: str = "auto"
+    model_name: str,
+    device_map: str = "off",
+    recall_encoder: str = "auto",
+    *,
+    measures: bool = False,
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last."""
+    """Yield the result of each check; the model's, the slowest, come last.
+
+    If `measures`, what is fastest on this processor is measured, and kept for later starts.
+    """
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -65,7 +72,7 @@ def run_checks(
         yield _folder(f"{name} folder", folder)
     if recall_encoder != "auto":
         yield _own_encoder(recall_encoder)
-    yield from _model(model_name, device_map)
+    yield from _model(model_name, device_map, measures)
 
 
 def _version(distribution: str) -> str:
@@ -73,16 +80,6 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "is missing"
-
-
-def _cache_type(model: LoadedModel) -> str:
-    """The cache's number type, and why: how long attention takes, if it is not the model's."""
-    kind = str(model.cache_dtype).removeprefix("torch.")
-    if model.cache_dtype == model.dtype:
-        return kind
-    times = measure_attention(head_shape(model.module.config))
-    of_each = (f"{str(dtype).removeprefix('torch.')} {1e6 * s:.0f}" for dtype, s in times.items())
-    return f"{kind} (microseconds that a layer's attention takes: {', '.join(of_each)})"
 
 
 def _processor() -> str:
@@ -110,7 +107,7 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str, device_map: str) -> Iterator[Finding]:
+def _model(name: str, device_map: str, measures: bool) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(name, device_map=device_map, rows=MOST_ROWS)
@@ -126,12 +123,8 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)
-    yield Finding("cache", _cache_type(model))
+    yield from _choices(model, measures)
     yield from _memory(model)
-    if (how := matmul_method_of(model.module)) is not None:
-        yield Finding(
-            "unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once"
-        )
     use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
@@ -147,6 +140,26 @@ def _own_encoder(name: str) -> Finding:
     asked = ["What did I say about the red car that my sister lent me?"]
     took = 1000 * min(repeat(lambda: encoder.vectors(asked), number=1, repeat=3))
     return Finding("recall encoder", f"{name}, {encoder.size} numbers, {took:.0f} ms a sentence")
+
+
+def _choices(model: LoadedModel, measures: bool) -> Iterator[Finding]:
+    """What was chosen by speed, and the times by which it was chosen."""
+    is_packed = matmul_method_of(model.module) is not None
+    if is_packed and measures:
+        measure_choices(model.module)
+        choose_matmul_method(model.module, "auto")
+    yield Finding("cache", str(model.cache_dtype).removeprefix("torch."))
+    how = matmul_method_of(model.module)
+    if how is None:
+        return
+    yield Finding("unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once")
+    times = choices_for(model.module).times
+    shown = (
+        f"{work}: {', '.join(f'{way} {ms:.3g}' for way, ms in ways.items())}"
+        for work, ways in times.items()
+    )
+    usual = "nothing yet, the processor's features decide; sirchat doctor --measure measures"
+    yield Finding("measured, in ms", "; ".join(shown) or usual)
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ from sirchat.models.devices import input_device, is_spread, pick_dtype, stored_w
 from sirchat.models.encoder import Encoder
 from sirchat.models.hub_step import HubStep
 from sirchat.models.llama_step import LlamaStep
-from sirchat.models.measuring import CacheTypeName, fastest_type, head_shape
+from sirchat.models.measuring import CacheTypeName, choices_for
 from sirchat.models.model_config import context_length, sliding_window
 from sirchat.models.packed import SharedWeights, packed_buffers
 from sirchat.models.probe import (
@@ -303,7 +303,7 @@ class LoadedModel:
         on_cpu = self.device.type == "cpu"
         if not (on_cpu and self._is_packed and self.dtype == torch.float32):
             return self.dtype
-        return fastest_type(head_shape(self.module.config))
+        return pick_dtype(choices_for(self.module).cache_type, self.device)
 
     @cached_property
     def row_bytes(self) -> int:
