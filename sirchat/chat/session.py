@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import time
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
+from sirchat.text.times import TimeRange, time_range
 from sirchat.text.transcript import split_tagged
 
 __all__ = ("Interrupted", "Session")
@@ -246,7 +248,10 @@ class Session:
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *closing]
         with self._recall_ends_at_error():
-            recollection = self.recall.restore_for_turn(ids.ids, ids.roles, turn.ref, generated)
+            recollection = self.recall.restore_for_turn(
+                *(ids.ids, ids.roles, turn.ref, generated),
+                lambda text: self.user_turns_at(time_range(text, time()), turn.stats.index),
+            )
             if recollection is not None:
                 turn.stats.seconds_prefill += recollection.seconds
                 yield from self._events.recalled(turn.stats.index, recollection)
@@ -412,6 +417,14 @@ class Session:
             return self._vectors[text]
 
         return facts_in(self.ledger, self._texts, model.encoder, self.turns, vector_of, words)
+
+    def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
+        """The user's turns at a time, of those before a turn; the first or the newest first."""
+        said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
+        if asked is None or not said:
+            return []
+        found = asked.turns([self.turns[at].time for at in said]).nonzero()[0].tolist()
+        return [said[at] for at in (found if asked.place == "first" else reversed(found))]
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""

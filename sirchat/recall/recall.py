@@ -7,7 +7,7 @@ is then undone, or nothing with the setting `recall_query: recent`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,9 @@ from sirchat.text.detokenizer import Texts
 FOCUS = 96
 
 _NONE = np.zeros(0, np.int64)
+
+# The user's turns at the time that a text asks for, such as yesterday, those most wanted first.
+TurnsAt = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Recall:
         roles: Sequence[Role],
         at: TurnRef,
         generated: Collection[int] = (),
+        turns_at: TurnsAt = lambda text: (),
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
@@ -154,7 +158,7 @@ class Recall:
                 self._focus() or engine.resident != engine.ledger.seen
             ):
                 room = engine.residency.recall_room(len(ids))
-                self.found = self.find(ids, roles, room, generated)
+                self.found = self.find(ids, roles, room, generated, turns_at)
                 result = self.found.result
         except LookupError as error:
             problem = str(error)
@@ -184,22 +188,32 @@ class Recall:
         roles: Sequence[Role],
         room: int,
         generated: Collection[int] = (),
+        turns_at: TurnsAt = lambda text: (),
     ) -> FoundPassages:
         """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
 
-        If they leave some room, those that fit the first ones get it. With a number in the setting
-        `recall_n`, the best come back however low they score.
+        If it asks by a time, what the user said then fits. Else, if they leave some room, those
+        that fit the first ones get it. With a number in the setting `recall_n`, the best come back
+        however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
         message, is_auto = self._message(ids, roles), recall is None or recall.n is None
         scores = search.scores(message, generated)
-        asks, focus, best = self._asks_back(message), self._focus(), scores.max(initial=0.0)
+        asks, focus = self._asks_back(message), self._focus()
+        at_time: Sequence[int] = ()
+        # Without an encoder that tells, a message that ends with no question mark does not ask.
+        if asks and (len(self._model.encoder.question) or "?" in message.text):
+            at_time = turns_at(message.text)
+            for rank, turn in enumerate(at_time):
+                of_turn = search.passages.rows["turn"] == turn
+                scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
+        best = scores.max(initial=0.0)
         is_question = bool(asks and focus and best >= FLOOR)
         if is_question:
             room = min(room, focus)
         chosen = self._take(scores, FLOOR if is_auto else -np.inf, room)
         left = room - sum(len(rows) for rows, _ in chosen.values())
-        if chosen and is_auto and left > 0 and asks:
+        if chosen and is_auto and left > 0 and asks and not at_time:
             second = search.scores_of_second_round(ledger, chosen, message, generated)
             chosen |= self._take(second, FLOOR, left)
         positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])

@@ -153,9 +153,8 @@ class Switching:
         Of a long time, only the newest messages that take a quarter of the budget.
         """
         session, room = self._session, self._session.budget // 4
-        is_asked = asked.turns([turn.time for turn in session.turns])
         chosen = dict[int, Positions]()
-        for index in is_asked.nonzero()[0][::-1].tolist():
+        for index in session.user_turns_at(asked):
             column = session.ledger.column
             said = np.flatnonzero((column("turn") == index) & (column("role") == Role.USER))
             if len(said) and room > 0:  # of a message that is too long, its end
