@@ -52,11 +52,11 @@ def served_dir() -> Path:
     return data_dir() / "served"
 
 
-def server_socket(model: str) -> Path:
-    """The Unix socket at which the user's server for this model (a name or a path) answers."""
+def server_file(model: str) -> Path:
+    """The file that says where the user's server for this model (a name or a path) answers."""
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
-    return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.sock"
+    return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.port"
 
 
 def models_dir() -> Path:

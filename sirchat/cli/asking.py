@@ -2,23 +2,19 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from sirchat.cli.own_server import connect_to_own_server
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import is_path
-from sirchat.paths import server_socket
 
 if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
-
-_SECONDS = 2.0  # within which a server must accept a connection
 
 
 def ask_server(
@@ -29,13 +25,16 @@ def ask_server(
     With `auto`, returns False if no server can give the reply that `ask` would generate itself.
     SirchatError if the server at a URL refuses. Ctrl-C ends the reply.
     """
-    connection = _connection(server, profile.model)
-    if connection is None or (server == "auto" and is_path(profile.policy)):
+    if server != "auto":
+        connection, access = _connection(server), dict[str, str]()
+    elif is_path(profile.policy) or (found := connect_to_own_server(profile.model)) is None:
         return False
+    else:
+        connection, access = found
     own = {"settings": profile.model_dump(exclude_unset=True), "holds_all": holds_all}
     messages = [{"role": "user", "content": text}]
     body = json.dumps({"messages": messages, "stream": True, "sirchat_ask": own})
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **access}
     if key := os.environ.get("SIRCHAT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     try:
@@ -54,11 +53,8 @@ def ask_server(
         connection.close()  # the server then ends the reply
 
 
-def _connection(server: str, model: str) -> HTTPConnection | None:
-    """A connection to the server, not yet open; None if `auto` finds none with this model."""
-    if server == "auto":
-        path = server_socket(model)
-        return _SocketConnection(path) if path.exists() else None
+def _connection(server: str) -> HTTPConnection:
+    """A connection to the server at a URL, not yet open."""
     parts = urlsplit(server)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
@@ -66,20 +62,6 @@ def _connection(server: str, model: str) -> HTTPConnection | None:
             hint="such as http://127.0.0.1:8080",
         )
     return (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
-
-
-class _SocketConnection(HTTPConnection):
-    """An HTTP connection through a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(_SECONDS)
-        self.sock.connect(str(self._path))
-        self.sock.settimeout(None)
 
 
 def _why_refused(response: HTTPResponse) -> str:

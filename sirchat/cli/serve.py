@@ -7,10 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +21,7 @@ from sirchat.cli.flags import (
     with_settings,
     without_garbage_collection,
 )
+from sirchat.cli.own_server import own_port
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import policy_class
@@ -98,35 +96,13 @@ def serve(
             "recall_from can't be 'all' in a server: its conversations are of several users",
             hint="start sirchat with --recall-from all, without serve",
         )
-    with _bind_tcp_socket(host, port) as listener, private_socket(profile.model) as private:
+    with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
         limits = conversations, saved, queue
         server = load_server(profile, trust_remote_code, limits, host, api_key)
-        sockets = [listener, *([private] if private is not None else [])]
-        _run(server, sockets, host, idle=seconds, debug=debug)
-
-
-@contextmanager
-def private_socket(model: str) -> Iterator[socket.socket | None]:
-    """Context manager: a Unix socket by which `ask` of the same user finds the server.
-
-    None if it can't be made, or if another server with this model has it.
-    """
-    path = paths.server_socket(model)
-    listener = None
-    if hasattr(socket, "AF_UNIX") and not _is_server_listening(path):
-        with suppress(OSError):
-            listener = _bind_unix_socket(path)
-    if listener is None:
-        yield None
-        return
-    inode = path.stat().st_ino
-    try:
-        with listener:
-            yield listener
-    finally:
-        with suppress(OSError):
-            if path.stat().st_ino == inode:
-                path.unlink()
+        app, sockets = server.app, [listener]
+        if own is not None:
+            app, sockets = own[0].opened(app), [listener, own[1]]
+        _run(server, _Activity(app), sockets, host, idle=seconds, debug=debug)
 
 
 def load_server(
@@ -183,33 +159,6 @@ def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _bind_unix_socket(path: Path) -> socket.socket:
-    """A Unix socket at `path`, to which only its owner can connect; OSError if this fails."""
-    paths.private_dir(path.parent)
-    path.unlink(missing_ok=True)  # of a server that was killed
-    listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
-
-
-def _is_server_listening(path: Path) -> bool:
-    """Whether a server listens at the Unix socket `path`."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(1)
-        try:
-            client.connect(str(path))
-        except OSError:
-            return False
-        return True
-
-
 class _Activity:
     """ASGI middleware that measures how long the server has had no request.
 
@@ -236,12 +185,16 @@ class _Activity:
 
 
 def _run(
-    server: "ChatServer", sockets: list[socket.socket], host: str, *, idle: float, debug: bool
+    server: "ChatServer",
+    activity: _Activity,
+    sockets: list[socket.socket],
+    host: str,
+    *,
+    idle: float,
+    debug: bool,
 ) -> None:
     """Run the server until a signal, or no request for `idle` seconds; SIGTERM exits with 0."""
     import uvicorn
-
-    activity = _Activity(server.app)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

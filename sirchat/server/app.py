@@ -32,7 +32,7 @@ from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.measuring import check_in_background
 from sirchat.models.model import LoadedModel
-from sirchat.paths import server_socket
+from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.completions import CompletionShape, Part
 from sirchat.server.conversation import History
@@ -213,7 +213,7 @@ class ChatServer:
         if is_path(profile.policy):
             raise RequestError("a question can't name a policy of your own")
         other = [n for n in _LOADED if getattr(profile, n) != getattr(self._profile, n)]
-        if server_socket(profile.model) != server_socket(self._profile.model):
+        if server_file(profile.model) != server_file(self._profile.model):
             other.insert(0, "model")
         if other:
             value = getattr(self._profile, other[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ import uvicorn
 from chatting import babbler, tiny
 from command import Done, refused, run
 from serving import Served, served
-from sirchat.cli.serve import private_socket
+from sirchat.cli.own_server import own_port
 from sirchat.engine.sampling import Sampler
-from sirchat.paths import server_socket
+from sirchat.paths import server_file
 from speaking import saying
 from terminal import Terminal
 from warm_python import warm_python
@@ -33,7 +35,6 @@ from warm_python import warm_python
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a short path, as that of a Unix socket must be."""
     folder = tmp_path_factory.mktemp("h")
     monkeypatch.setenv("SIRCHAT_HOME", str(folder))
     monkeypatch.setenv("SIRCHAT_MODEL", "tiny")
@@ -204,10 +205,10 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
     asked: list[str] = []
     with (
         served(model, key="secret", name=name, compile="off", **settings) as server,
-        private_socket(name) as private,
+        own_port(name) as own,
     ):
-        assert private is not None
-        private.listen()
+        assert own is not None
+        own[1].listen()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             async def noting(message: Any) -> None:
@@ -217,8 +218,8 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
 
             await server.server.app(scope, receive, noting)
 
-        running = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [private]})
+        running = uvicorn.Server(uvicorn.Config(own[0].opened(app), log_level="error"))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [own[1]]})
         thread.start()
         try:
             yield asked, server
@@ -282,48 +283,94 @@ def test_nothing_of_a_question_is_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_socket_that_a_killed_server_left_is_no_obstacle() -> None:
-    path = server_socket("tiny")
+def test_what_a_killed_server_left_is_no_obstacle() -> None:
+    path = server_file("tiny")
     path.parent.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    assert run("ask", JOKE).returncode == 0
-    with private_socket("tiny") as mine:
+    for left in ("", "no port", "1 token", "99999999 token"):
+        path.write_text(left, encoding="ascii")
+        assert run("ask", JOKE).returncode == 0
+    with own_port("tiny") as mine, own_port("tiny") as next_one:
         assert mine is not None
-        mine.listen()
-        with private_socket("tiny") as second:
-            assert second is None
-        assert path.exists()
+        assert next_one is not None  # as the first does not listen yet
     assert not path.exists()
+
+
+def test_a_server_that_listens_keeps_its_file(asked: list[str]) -> None:
+    with own_port("tiny") as second:
+        assert second is None
+    assert run("ask", JOKE).stdout
+    assert asked == ANSWERED
+
+
+@contextmanager
+def answering(listener: socket.socket, *answers: Callable[[bytes], bytes]) -> Iterator[list[bytes]]:
+    """A program that answers one client's requests; yields what it was sent."""
+    sent: list[bytes] = []
+
+    def answer() -> None:
+        client, _ = listener.accept()
+        for reply in answers:
+            sent.append(client.recv(65536))
+            end = b"\r\n\r\n" if sent[-1].startswith(b"GET") else b"}"
+            while not sent[-1].endswith(end):  # what is unread would reset the connection
+                sent[-1] += client.recv(65536)
+            client.sendall(b"HTTP/1.1 200 OK\r\n" + reply(sent[-1]))
+        client.shutdown(socket.SHUT_WR)
+        sent.append(client.recv(65536))
+        client.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield sent
+    thread.join()
+
+
+@pytest.mark.parametrize("proof", [b"", b"a" * 64, "\u00e9".encode() * 32])
+def test_a_program_at_the_port_of_a_killed_server_learns_nothing(proof: bytes) -> None:
+    with own_port("tiny") as left:
+        assert left is not None
+        port, old = server_file("tiny"), server_file("tiny").read_text("ascii")
+    port.write_text(old, encoding="ascii")
+    empty = b"Content-Length: 0\r\nSirchat-Proof: " + proof + b"\r\n\r\n"
+    with (
+        socket.create_server(("127.0.0.1", left[0].port)) as taken,
+        answering(taken, lambda _: empty) as sent,
+    ):
+        done = run("ask", JOKE)
+    assert done == run("ask", JOKE, "--server", "off")
+    assert b"joke" not in sent[0]
+    assert left[0].token.encode() not in sent[0]
+    assert sent[1:] == [b""]
 
 
 def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() -> None:
     said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
-    with private_socket("tiny") as private:
-        assert private is not None
-        private.listen()
+    with own_port("tiny") as own:
+        assert own is not None
+        own[1].listen()
 
-        def answer() -> None:
-            client, _ = private.accept()
-            body = b""
-            while not body.endswith(b"}"):  # what is unread would reset the connection
-                body += client.recv(65536)
-            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + said)
-            client.close()
+        def prove(request: bytes) -> bytes:
+            (challenge,) = re.findall(rb"sirchat-challenge: (\w+)", request)
+            proof = hmac.new(own[0].token.encode(), challenge, "sha256").hexdigest()
+            return f"Content-Length: 0\r\nSirchat-Proof: {proof}\r\n\r\n".encode()
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        done = run("ask", JOKE)
-        answering.join()
+        with answering(own[1], prove, lambda _: b"Content-Length: 1000\r\n\r\n" + said) as sent:
+            done = run("ask", JOKE)
     assert (done.returncode, done.stdout) == (1, "Half a")
     assert done.stderr == "sirchat: the server ended before the reply was complete\n"
+    assert b"joke" in sent[1]
 
 
-def test_only_the_user_can_open_the_socket() -> None:
-    with private_socket("tiny"):
-        path = server_socket("tiny")
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
+    path = server_file("tiny")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    port, token = path.read_text("ascii").split()
+    for given, status in (("", 401), (token[:-1], 401), ("é" * 32, 401), (token, 200)):
+        client = HTTPConnection("127.0.0.1", int(port))
+        client.request("GET", "/v1/models", headers={"Sirchat-Token": given.encode()})
+        assert client.getresponse().status == status
+        client.close()
 
 
 @pytest.mark.parametrize(

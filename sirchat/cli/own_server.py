@@ -1,0 +1,121 @@
+"""How `sirchat ask` finds a server of the same user, and each knows that the other is of that user.
+
+The server has a port of this machine for it, and a file, which only the user can read, with the
+port and a token. A server that was killed leaves its file, and another program may take the port:
+so a server first proves that it knows the token, without sending it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sirchat import paths
+
+_HOST = "127.0.0.1"
+_SECONDS = 2.0  # within which a server must prove itself
+_TOKEN, _CHALLENGE, _PROOF = "sirchat-token", "sirchat-challenge", "sirchat-proof"  # headers
+
+
+class OwnPort(NamedTuple):
+    """The port of a server for `ask`, and the token that programs of its user can read."""
+
+    port: int
+    token: str
+
+    def proof(self, challenge: bytes) -> str:
+        """The answer to a challenge that only those who know the token can give."""
+        return hmac.new(self.token.encode(), challenge, "sha256").hexdigest()
+
+    def opened(self, app: Any) -> Any:
+        """The ASGI app `app`, which at this port answers challenges, and takes the token as key."""
+
+        async def opened(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http" and scope["server"] == (_HOST, self.port):
+                headers = dict(scope["headers"])
+                if (challenge := headers.get(_CHALLENGE.encode())) is not None:
+                    proof = _PROOF.encode(), self.proof(challenge).encode()
+                    await send({"type": "http.response.start", "status": 204, "headers": [proof]})
+                    await send({"type": "http.response.body"})
+                    return
+                if hmac.compare_digest(headers.get(_TOKEN.encode(), b""), self.token.encode()):
+                    scope = {**scope, "server": (_HOST, None)}  # `Access` then asks for no key
+            await app(scope, receive, send)
+
+        return opened
+
+
+@contextmanager
+def own_port(model: str) -> Iterator[tuple[OwnPort, socket.socket] | None]:
+    """Context manager: the port by which `ask` of the same user finds the server; its socket.
+
+    None if there can be none, or if another server with this model has one.
+    """
+    path, opened = paths.server_file(model), None
+    if (other := connect_to_own_server(model)) is not None:
+        other[0].close()
+    else:
+        with suppress(OSError):
+            opened = _open_port(path)
+    if opened is None:
+        yield None
+        return
+    try:
+        with opened[1]:
+            yield opened
+    finally:
+        with suppress(OSError):
+            if _read(path) == opened[0]:
+                path.unlink()
+
+
+def connect_to_own_server(model: str) -> tuple[HTTPConnection, dict[str, str]] | None:
+    """An open connection to this user's server for the model, and headers that give access.
+
+    None if there is no such server.
+    """
+    own = _read(paths.server_file(model))
+    if own is None:
+        return None
+    connection, challenge = HTTPConnection(_HOST, own.port, timeout=_SECONDS), secrets.token_hex()
+    try:
+        connection.request("GET", "/", headers={_CHALLENGE: challenge})
+        response = connection.getresponse()
+        response.read()
+        given = response.headers.get(_PROOF, "").encode()
+        if connection.sock and hmac.compare_digest(given, own.proof(challenge.encode()).encode()):
+            connection.sock.settimeout(None)
+            connection.auto_open = 0  # a later connection might reach another program
+            return connection, {_TOKEN: own.token}
+    except (OSError, HTTPException):
+        pass
+    connection.close()
+    return None
+
+
+def _open_port(path: Path) -> tuple[OwnPort, socket.socket]:
+    """Bind a free port, and write it to the file `path` with a new token; OSError if this fails."""
+    listener = socket.socket()
+    try:
+        listener.bind((_HOST, 0))
+        own = OwnPort(listener.getsockname()[1], secrets.token_hex())
+        paths.private_dir(path.parent)
+        paths.write_private(path, f"{own.port} {own.token}", replaces=True)
+    except OSError:
+        listener.close()
+        raise
+    return own, listener
+
+
+def _read(path: Path) -> OwnPort | None:
+    try:
+        port, token = path.read_text("ascii").split()
+        return OwnPort(int(port), token)
+    except (OSError, ValueError):
+        return None
