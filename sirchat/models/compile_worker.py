@@ -40,8 +40,8 @@ def main(path: Path, niceness: int, parent: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent))
     # Deleted by a process that writes nothing itself, as compiling may crash, and after the
     # compilers have ended: what they write meanwhile would stay.
-    fork = multiprocessing.get_context("fork")
-    work = fork.Process(target=_compile, args=(pickled, folder, path))
+    multiprocessing.set_start_method("fork", force=True)  # not on Windows, see `has_compiler`
+    work = multiprocessing.Process(target=_compile, args=(pickled, folder, path))
     try:
         work.start()
         while work.exitcode is None and not asked_to_end and os.getppid() == parent:
@@ -56,7 +56,8 @@ def main(path: Path, niceness: int, parent: int) -> None:
 
 
 def _compile(pickled: bytes, folder: Path, path: Path) -> None:
-    os.setpgrp()  # with the compilers, but without the process that waits
+    if sys.platform != "win32":
+        os.setpgrp()  # with the compilers, but without the process that waits
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
@@ -82,7 +83,8 @@ def is_temporary(error: Exception) -> bool:
 
 def lower_priority(niceness: int) -> None:
     """Lower the priority of this process, so that a chat's replies stay fast."""
-    os.nice(niceness)
+    if sys.platform != "win32":
+        os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
         # Linux shares processors among sessions first, each with a priority of its own.
         with suppress(OSError):
@@ -91,8 +93,9 @@ def lower_priority(niceness: int) -> None:
 
 def _end(work: multiprocessing.process.BaseProcess) -> None:
     assert work.pid is not None
-    with suppress(OSError):  # it has just begun, or nobody is left
-        os.killpg(work.pid, signal.SIGKILL)
+    if sys.platform != "win32":
+        with suppress(OSError):  # it has just begun, or nobody is left
+            os.killpg(work.pid, signal.SIGKILL)
     work.kill()
     work.join()
 

@@ -111,8 +111,8 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
 
 
 def has_compiler() -> bool:
-    """Whether this machine has a C++ compiler."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    """Whether this machine has a C++ compiler, and can compile as `compile_worker` does."""
+    return sys.platform != "win32" and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def compiled_in_words(model: LoadedModel) -> str:
@@ -209,7 +209,7 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
     if process.returncode == 0 and path.exists():
         return ""
     code = process.returncode if process.returncode < 128 else 128 - process.returncode
-    ended_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
+    ended_from_outside = code in (-9, -15)  # SIGKILL, which Windows lacks, and SIGTERM
     if code < 0 and not ended_from_outside:
         said = [f"the process crashed ({signal.Signals(-code).name})"]
     else:

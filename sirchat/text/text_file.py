@@ -104,8 +104,8 @@ def without_surrogates(text: str) -> str:
 
 def _open_without_waiting(path: Path) -> IO[bytes]:
     """Open a file without waiting, even if it is a pipe to which nobody writes."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-    return open(path, "rb", opener=lambda file, _: os.open(file, flags))
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    return open(path, "rb", opener=lambda file, usual: os.open(file, usual | flags))
 
 
 def _hint_for_missing(path: Path) -> str:

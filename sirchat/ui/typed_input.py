@@ -199,6 +199,8 @@ class Keyboard:
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: erase the panel, restore the terminal, stop, and be quiet afterwards."""
+        if sys.platform == "win32":  # which has no such key
+            return
         self._restore()
         self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)

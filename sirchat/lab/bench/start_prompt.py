@@ -11,7 +11,6 @@ import select
 import statistics
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,8 +82,7 @@ class _Chat:
 
     def __init__(self, settings: Sequence[str], home: str) -> None:
         self.raw = b""
-        self._ours, its = os.openpty()
-        termios.tcsetwinsize(its, (24, 80))
+        self._ours, its = _open_terminal()
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "SIRCHAT_HOME": home,
@@ -152,3 +150,14 @@ class _Chat:
         self._process.kill()
         self._process.communicate()
         os.close(self._ours)
+
+
+def _open_terminal() -> tuple[int, int]:
+    """Open a pseudo-terminal; returns the descriptors of its two ends."""
+    if sys.platform == "win32":
+        raise ModelError("a prompt is measured in a pseudo-terminal, which Windows lacks")
+    import termios
+
+    ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, 80))
+    return ours, its

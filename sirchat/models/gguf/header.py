@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,7 +141,7 @@ class GgufFile:
 
     def leave_pages(self) -> None:
         """Give back the memory of the file's pages that were read; they can be read again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+        if sys.platform != "win32" and hasattr(mmap, "MADV_DONTNEED"):
             for part in self.mapped:
                 part.madvise(mmap.MADV_DONTNEED)
 
