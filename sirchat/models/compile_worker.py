@@ -1,8 +1,9 @@
 """Compiles a decode step: `python -m sirchat.models.compile_worker FILE NICENESS PARENT`.
 
-Reads the graph from standard input and writes the program to FILE, in a process of its own, which
-ends with this one, and both with the process PARENT. Exit status: 0, `TEMPORARY`, 1 if this program
-can't be compiled, or 128 + the number of the signal that ended the compiling process.
+Reads the graph from standard input and writes the program to FILE (without a graph: the library of
+products), in a process of its own, which ends with this one, and both with the process PARENT. Exit
+status: 0, `TEMPORARY`, 1 if this program can't be compiled, or 128 + the number of the signal that
+ended the compiling process.
 """
 
 from __future__ import annotations
@@ -62,10 +63,18 @@ def _compile(pickled: bytes, folder: Path, path: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
         from sirchat.models.compiled_step import compile_graph, load_program
+        from sirchat.models.products import build_library, library_name, load_library
 
-        made = folder / path.name
-        compile_graph(pickled, made)
-        load_program(made)  # one that crashes ends this process, and not a chat
+        # What crashes while it is loaded ends this process, and not a chat.
+        made, library = folder / path.name, path.with_name(library_name())
+        if pickled:
+            if library.exists():
+                load_library(library)
+            compile_graph(pickled, made)
+            load_program(made)
+        else:
+            build_library(made)
+            load_library(made)
         os.replace(made, path)
     except Exception as error:
         if is_temporary(error):

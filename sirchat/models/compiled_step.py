@@ -18,19 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.memory.cache import BoundedCache
+from sirchat.models import products
 from sirchat.models.packed import GROUP
 
-_DIGEST = 32  # bytes of the SHA-256 at the end of a program's file
 _CACHED = 8  # rows of the cache in the example for making and checking a program
 _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong program are near 1
-
-
-class DamagedProgramError(Exception):
-    """The file of a compiled decode step is incomplete, or was changed."""
-
-
-class WrongProgramError(Exception):
-    """A compiled decode step computes other logits than the model from which it was compiled."""
 
 
 class CompiledStep:
@@ -41,9 +33,7 @@ class CompiledStep:
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
-        written = path.read_bytes()  # loading an incomplete file can kill the process
-        if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
-            raise DamagedProgramError
+        products.refuse_damaged(path)
         self._program = load_program(path)
         weights = graph.state_dict(prefix="step.")
         # The only other constant is the size of the groups, an argument of the four-bit products.
@@ -91,7 +81,7 @@ class CompiledStep:
                 continue
             error = (compiled - plain).norm() / plain.norm()
             if not error < _TOLERANCE:  # NaN, too
-                raise WrongProgramError(
+                raise products.WrongProgramError(
                     f"the logits of the compiled step and of the model differ by {error:.2g}"
                 )
 
@@ -100,7 +90,8 @@ def program_name(graph: nn.Module) -> str:
     """The name of the program's file: a hash of all that the program depends on."""
     weights = [(name, w.dtype, tuple(w.shape)) for name, w in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-    code = [Path(inspect.getfile(kind)).read_bytes() for kind in (type(graph), CompiledStep)]
+    of_classes: list[str] = [inspect.getfile(kind) for kind in (type(graph), CompiledStep)]
+    code = [Path(file).read_bytes() for file in (*of_classes, str(products.SOURCE))]
     about = repr((str(graph), weights, machine, code))
     return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
@@ -138,6 +129,7 @@ def compile_graph(pickled: bytes, path: Path) -> None:
         "always_keep_tensor_constants": True,
         "aot_inductor.precompile_headers": False,  # no other program could use such headers
         "cpp.dynamic_threads": True,  # as many as the process has when the program runs
+        "aot_inductor.custom_ops_to_c_shims": products.declarations(),
     }
     package = path.with_suffix(".pt2")
     torch._inductor.aoti_compile_and_package(
@@ -146,7 +138,8 @@ def compile_graph(pickled: bytes, path: Path) -> None:
     with zipfile.ZipFile(package) as files:
         (library,) = (name for name in files.namelist() if name.endswith(".so"))
         code = files.read(library)
-    path.write_bytes(code + hashlib.sha256(code).digest())
+    path.write_bytes(code)
+    products.sign(path)
 
 
 def load_program(path: Path) -> Any:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -21,14 +22,19 @@ from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
-from sirchat.models.compiled_step import (
+from sirchat.models.compiled_step import pickle_without_weights, program_name
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.measuring import own_rows
+from sirchat.models.model import LoadedModel
+from sirchat.models.packed import matmul_method_of, set_matmul_method
+from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
-    pickle_without_weights,
-    program_name,
+    compiler,
+    library_name,
+    load_library,
+    suits_processor,
 )
-from sirchat.models.decode_step import DecodeStep
-from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
 
@@ -49,8 +55,13 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
         return
     if how == "off":
         return
-    step = _step_of(model)
     _delete_leftovers(compiled_dir())
+    if how == "on" and _wants_products(model) and has_compiler():
+        if progress is not None:
+            progress("compiling products of packed weights, some seconds", 0, None)
+        _compile_products()
+    _use_products(model)
+    step = _step_of(model)
     if how == "auto":
         if step is not None:
             _use_program(step, _program_path(step))
@@ -89,21 +100,25 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
 
 
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Compile a model's decode step in a process of low priority; the model uses it when ready.
+    """Compile products and decode step of a model in processes of low priority, and use them.
 
-    Returns the thread that waits for the process; None if there is no compiler, or if the step is
-    compiled, can't be compiled, or failed to compile before.
+    Returns the thread that waits for them; None if there is no compiler, or if all is compiled,
+    can't be compiled, or failed to compile before.
     """
-    step = _step_of(model)
-    if step is None or step.compiled is not None or not has_compiler():
+    step, library = _step_of(model), compiled_dir() / library_name()
+    if not has_compiler():
         return None
-    path = _program_path(step)
-    if _read_failure(path) or path.exists():  # it failed before, or can't be used now
+    lacks_products = _wants_products(model) and _is_to_be_made(library)
+    if not lacks_products and not _is_step_to_be_made(step):
         return None
 
     def work() -> None:
-        if not _compile_program(step, path, niceness=19):
-            _use_program(step, path)
+        if lacks_products and not _compile_products(niceness=19):
+            _use_products(model)
+        if step is not None and _is_step_to_be_made(step):
+            path = _program_path(step)
+            if not _compile_program(step, path, niceness=19):
+                _use_program(step, path)
 
     thread = threading.Thread(target=work, name="compiling", daemon=True)
     thread.start()
@@ -112,7 +127,7 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
 
 def has_compiler() -> bool:
     """Whether this machine has a C++ compiler, and can compile as `compile_worker` does."""
-    return sys.platform != "win32" and shutil.which(os.environ.get("CXX", "g++")) is not None
+    return sys.platform != "win32" and compiler() is not None
 
 
 def compiled_in_words(model: LoadedModel) -> str:
@@ -144,12 +159,43 @@ def _captured_in_words(model: LoadedModel) -> str:
     return f"a CUDA graph of {step.body.about}" + (f" ({problems})" if problems else "")
 
 
+def _is_to_be_made(path: Path) -> bool:
+    """Whether a file does not exist, and did not fail to be compiled before."""
+    return not path.exists() and not _read_failure(path)
+
+
+def _is_step_to_be_made(step: DecodeStep | None) -> bool:
+    return step is not None and step.compiled is None and _is_to_be_made(_program_path(step))
+
+
+def _wants_products(model: LoadedModel) -> bool:
+    """Whether a model has packed weights that `products.cpp` can multiply, and does not yet."""
+    how = matmul_method_of(model.module)
+    return how is not None and not how.own and suits_processor()
+
+
+def _use_products(model: LoadedModel) -> str:
+    """Multiply a model's packed weights by our library, where that is faster, if it exists."""
+    how, path = matmul_method_of(model.module), compiled_dir() / library_name()
+    if how is None or not _wants_products(model):
+        return ""
+    problem = _load(path, lambda: load_library(path))
+    if not problem and path.exists():
+        set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
+    return problem
+
+
 def _program_path(step: DecodeStep) -> Path:
     return compiled_dir() / program_name(step.graph)
 
 
 def _use_program(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the program in `path`, if it exists; returns why that fails, or "".
+    """Make `step` use the program in `path`, if it exists; returns why that fails, or ""."""
+    return _load(path, lambda: step.use_program(path))
+
+
+def _load(path: Path, load: Callable[[], None]) -> str:
+    """Load the machine code in `path`, if it exists; returns why that fails, or "".
 
     A damaged or wrong program is deleted. After any other error the next start may succeed.
     """
@@ -158,7 +204,7 @@ def _use_program(step: DecodeStep, path: Path) -> str:
             return ""
         if foreign := _writable_by_others(path):
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
-        step.use_program(path)
+        load()
     except DamagedProgramError:
         with suppress(OSError):
             path.unlink()
@@ -172,7 +218,16 @@ def _use_program(step: DecodeStep, path: Path) -> str:
 
 
 def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile a decode step to `path`, or wait for a process that does; returns an error or ""."""
+    """Compile a decode step to `path`; returns an error or ""."""
+    return _compile(path, lambda: pickle_without_weights(step.graph), niceness)
+
+
+def _compile_products(niceness: int = 0) -> str:
+    return _compile(compiled_dir() / library_name(), bytes, niceness)
+
+
+def _compile(path: Path, pickled: Callable[[], bytes], niceness: int) -> str:
+    """Compile a graph to `path`, or wait for a process that does; returns an error or ""."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
@@ -183,7 +238,9 @@ def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
         else:
             _failure_file(path).unlink(missing_ok=True)
         try:
-            return "" if path.exists() else _read_failure(path) or _run_worker(step, path, niceness)
+            if path.exists():
+                return ""
+            return _read_failure(path) or _run_worker(pickled(), path, niceness)
         finally:
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
@@ -191,7 +248,7 @@ def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
         return f"compiling fails: {error.strerror or error}"
 
 
-def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
+def _run_worker(pickled: bytes, path: Path, niceness: int) -> str:
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     process = subprocess.Popen(
         [sys.executable, *worker, str(os.getpid())],
@@ -201,7 +258,7 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
         start_new_session=True,
     )
     try:
-        _, stderr = process.communicate(pickle_without_weights(step.graph))
+        _, stderr = process.communicate(pickled)
     except BaseException:  # Ctrl-C: the process removes its files
         process.terminate()
         process.wait()

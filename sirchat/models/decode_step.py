@@ -270,7 +270,7 @@ class _Product(nn.Module):
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = nn.Buffer(torch.cat(biases).detach().float()) if biases else None
         is_plain = isinstance(layers[0], nn.Linear)
-        self.dtype = layers[0].weight.dtype if is_plain else torch.bfloat16
+        self.dtype = layers[0].weight.dtype if is_plain else torch.float32
 
     def forward(self, h: Tensor) -> Tensor:
         row, rows = h[None].to(self.dtype), list[Tensor]()
@@ -297,7 +297,8 @@ class _Product(nn.Module):
 def _multiply_batch(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
-    few = torch.split(rows, _FEW)  # unpacking the weights would take more memory, and as much time
+    # unpacking the weights would take more memory, and as much time
+    few = torch.split(rows, max(_FEW, layer.own_rows))
     return (
         layer.multiply_few(rows)
         if len(few) == 1

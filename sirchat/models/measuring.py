@@ -26,10 +26,12 @@ from torch.nn import functional as F
 
 from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.packed import (
+    ANY_ROWS,
     MatmulMethod,
     PackedLinear,
     Unpacked,
     has_fast_bfloat16,
+    has_own_products,
     matmul_method_of,
     set_matmul_method,
 )
@@ -49,6 +51,8 @@ _HELD = 1024  # tokens in the cache over which attention is timed
 _READ = 512  # rows of the products that say to which type weights are unpacked
 # The limits in `MatmulMethod` are among these numbers of rows: few, so that measurements agree.
 _STEPS = (8, 32, 64)
+_OWN_STEPS = (8, 64, ANY_ROWS)  # and `own` among these, or 0
+_OWN = "own products, rows: "
 _MOST = 1 << 20  # weights of a matrix that is timed: 512 rows take 3 to 20 ms
 _ALIGNED = 64  # its number of rows is a multiple of this, or the layer's
 
@@ -98,7 +102,7 @@ def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
     if matmul_method_of(module) is None:
         return
     fastest = choices_for(module).products if unpack == "auto" else usual_method(unpack)
-    set_matmul_method(module, fastest)
+    set_matmul_method(module, fastest._replace(own=0))  # until `products.cpp` is loaded
 
 
 def choices_for(module: nn.Module) -> Choices:
@@ -113,6 +117,11 @@ def usual_method(dtype: Unpacked) -> MatmulMethod:
     # The kernels are twice as fast with AVX-512 as with AVX2; products in float32 are not.
     few = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
     return MatmulMethod(dtype, few_4=64, few_8=few, few=few)
+
+
+def own_rows(module: nn.Module) -> int:
+    """Up to how many rows `products.cpp` is to multiply with a module's packed layers."""
+    return _own_rows(choices_for(module))
 
 
 def measure_choices(module: nn.Module) -> Choices:
@@ -192,6 +201,10 @@ def ways_to_multiply(layer: PackedLinear, rows: int, is_unpacked: bool = False) 
             ways[dtype] = partial(torch.mm, of_type, layer.unpacked(of_type.dtype))
         else:
             ways[dtype] = partial(_unpack_and_multiply, of_type, layer)
+    if has_own_products():
+        own = _part_of(layer)
+        own.matmul_method = MatmulMethod(own=ANY_ROWS)
+        ways["own"] = partial(own.multiply_few, x)
     return ways
 
 
@@ -222,6 +235,16 @@ def cpuinfo(*names: str) -> str:
 
 def _usual() -> Choices:
     return Choices(_TYPES[0], usual_method("bfloat16" if _has_bfloat16() else "float32"), {})
+
+
+def _own_rows(choices: Choices) -> int:
+    is_measured = any(work.startswith(_OWN) for work in choices.times)
+    return choices.products.own if is_measured else _usual_own_rows()
+
+
+def _usual_own_rows() -> int:
+    # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
+    return _OWN_STEPS[1] if torch.cpu._is_amx_tile_supported() else ANY_ROWS
 
 
 def _has_bfloat16() -> bool:
@@ -267,6 +290,16 @@ def _measured(module: nn.Module) -> Choices:
             if choose(f"{name}, {rows} rows", _only(("kernel", chosen), ways), before) == chosen:
                 break
             limits[name] = rows
+    limits["own"] = 0
+    for rows in _OWN_STEPS:
+        ways = ways_to_multiply(four, min(rows, _READ))
+        if "own" not in ways:
+            break
+        other = chosen if rows > limits["few_4"] else "kernel"
+        before = "own" if rows <= _usual_own_rows() else other
+        if choose(f"{_OWN}{rows}", _only(("own", other), ways), before) == other:
+            break
+        limits["own"] = rows
     cache_type: CacheTypeName = "float16" if cached == "float16" else "bfloat16"
     return Choices(cache_type, MatmulMethod(method.dtype, **limits), times)
 
@@ -275,10 +308,12 @@ def _measured(module: nn.Module) -> Choices:
 def _is_right(module: nn.Module, kept: Choices) -> bool:
     """Whether no other number type, of the cache or of unpacked weights, takes a third less."""
     products = ways_to_multiply(_part_of(_widest(module)[0]), _READ)
+    is_own = "own" in products
+    chosen = "own" if is_own and _own_rows(kept) == ANY_ROWS else kept.products.dtype
     return all(
         fastest(time_ways(ways, _CHECKED), chosen) == chosen
         for ways, chosen in (
-            (_only(_UNPACKED, products), kept.products.dtype),
+            (_only((*_UNPACKED, *("own",) * is_own), products), chosen),
             (ways_to_attend(_heads_of(module)), kept.cache_type),
         )
     )
@@ -327,11 +362,12 @@ def _read(path: Path) -> Choices | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         choices = Choices(kept["cache_type"], MatmulMethod(**kept["products"]), kept["times"])
-        dtype, *limits = choices.products
+        dtype, *limits, own = choices.products
         times = [t for ways in choices.times.values() for t in ways.values()]
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
     is_valid = choices.cache_type in _TYPES and dtype in _UNPACKED and set(limits) <= set(_STEPS)
+    is_valid = is_valid and own in (0, *_OWN_STEPS)
     return choices if is_valid and all(isinstance(time, float) for time in times) else None
 
 

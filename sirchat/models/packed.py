@@ -26,7 +26,10 @@ GROUP = 32
 _PART = 4096  # a larger matrix is unpacked in parts of so many rows; not one of four bits on a CPU
 _LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
+_LANES = 16  # rows that `products.cpp` multiplies at the same time
 _MANY_PASSES = 10  # so many passes over the same weights make up for arranging them for products
+
+ANY_ROWS = 2**30  # a limit to a number of rows that is none
 
 Unpacked = Literal["bfloat16", "float32"]
 
@@ -41,6 +44,7 @@ class MatmulMethod(NamedTuple):
     few_4: int = 32  # up to so many rows, the kernel for four bits is faster than unpacking
     few_8: int = 8  # and that for eight bits
     few: int = 8  # up to so many, the kernels are faster even than weights unpacked before
+    own: int = 0  # up to so many, `products.cpp` is fastest; 0 where it is not loaded
 
     @property
     def type(self) -> torch.dtype:
@@ -60,6 +64,12 @@ class PackedLinear(nn.Module, ABC):
     matmul_method = MatmulMethod()  # see `set_matmul_method`
     bits: int
     row_dims: Mapping[str, int]  # for each buffer, its dimension of N rows
+
+    @property
+    def own_rows(self) -> int:
+        """Up to how many rows `products.cpp` multiplies with these weights."""
+        fits = self.in_features % GROUP == 0 and self.out_features >= _LANES
+        return self.matmul_method.own if fits else 0
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -86,7 +96,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def multiply_few(self, x: Tensor) -> Tensor:
-        """Multiply a few bfloat16 rows x [m, K] with the packed weights: x W^T [m, N], no bias."""
+        """Multiply a few rows x [m, K] with the packed weights: x W^T [m, N], without a bias."""
 
     def _for_gpu(self, x: Tensor) -> Tensor:
         """The rows [m, K] of x [..., K] in the type of their products on a GPU."""
@@ -108,7 +118,7 @@ class PackedLinear(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self.bits} bits"
+        return f"{sizes}, {self.bits} bits{', own product' * (self.own_rows > 0)}"
 
 
 class Int4Linear(PackedLinear):
@@ -158,14 +168,18 @@ class Int4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        if len(flat) <= (how.few_4 if self._shared() is None else how.few):
-            return _add_bias(self.multiply_few(flat.bfloat16()), x, self.bias)
+        few = how.few_4 if self._shared() is None else how.few
+        if len(flat) <= max(few, self.own_rows):
+            return _add_bias(self.multiply_few(flat), x, self.bias)
         return _add_bias(self._multiply_unpacked(flat.to(how.type)), x, self.bias)
 
     def multiply_few(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
+        if len(x) <= self.own_rows:
+            own: Tensor = torch.ops.sirchat.multiply_4(x.float().contiguous(), self.packed, scales)
+            return own
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        y: Tensor = multiply(x, self.packed, GROUP, scales)
+        y: Tensor = multiply(x.bfloat16(), self.packed, GROUP, scales)
         return y
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -244,8 +258,8 @@ class Int8Linear(PackedLinear):
         if not x.is_cpu:
             return _add_bias(self._multiply_parts(self._for_gpu(x)), x, self.bias)
         flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        if len(flat) <= how.few_8:
-            return _add_bias(self.multiply_few(flat.bfloat16()), x, self.bias)
+        if len(flat) <= max(how.few_8, self.own_rows):
+            return _add_bias(self.multiply_few(flat), x, self.bias)
         flat = flat.to(how.type)
         if self._shared() is not None or self.out_features <= _PART:
             return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
@@ -263,8 +277,11 @@ class Int8Linear(PackedLinear):
 
     def multiply_few(self, x: Tensor) -> Tensor:
         if not x.is_cpu:
-            return self._multiply_parts(x)
-        y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x, self.q, self.scale)
+            return self._multiply_parts(x.bfloat16())
+        if len(x) <= self.own_rows:
+            own: Tensor = torch.ops.sirchat.multiply_8(x.float().contiguous(), self.q, self.scale)
+            return own
+        y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.bfloat16(), self.q, self.scale)
         return y
 
     def rows(self, which: Tensor) -> Tensor:
@@ -288,12 +305,12 @@ class Int8Head(Int8Linear):
     def logits_of_state(self, x: Tensor) -> Tensor:
         """Compute float32 logits [V] from one hidden state [K]."""
         row = x[None]
-        y = self.multiply_few(row.bfloat16()).float()
+        y = self.multiply_few(row).float()
         return self._refine_logits(y if self.bias is None else y + self.bias, row)[0]
 
     def logits_of_states(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
-        y = self.multiply_few(x.bfloat16()).float()
+        y = self.multiply_few(x).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
             self._refine_logits(y[at : at + 1], x[at : at + 1])  # in place
@@ -378,6 +395,11 @@ def has_fast_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_own_products() -> bool:
+    """Whether this process has loaded the library of `products.cpp`."""
+    return torch._C._dispatch_has_kernel("sirchat::multiply_4")
 
 
 def set_matmul_method(module: nn.Module, products: MatmulMethod) -> None:

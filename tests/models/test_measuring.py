@@ -293,7 +293,7 @@ def test_real_layers_are_measured_in_a_moment() -> None:
     assert head_shape(loaded("llama").module.config) == HeadShape(4, 2, 16)
     choices = measure_choices(model.module)
     choose_matmul_method(model.module, "auto")
-    assert matmul_method_of(model.module) == choices.products
+    assert matmul_method_of(model.module) == choices.products._replace(own=0)
     assert set(choices.times["attention"]) == {"bfloat16", "float16"}
     assert set(choices.times["512 rows"]) == {"bfloat16", "float32"}
     assert all(ms > 0 for ways in choices.times.values() for ms in ways.values())

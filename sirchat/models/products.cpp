@@ -1,0 +1,384 @@
+// Products of rows of numbers x [M, K] with packed weights [N, K]: y = x W^T, float32 [M, N].
+//
+// x is rounded to 8 bits in groups of 32. A thread multiplies all rows of x with some rows of the
+// weights, which it reads once. Each number of y is computed by the same operations in one order,
+// whatever M and the number of threads are. `products.py` builds this file.
+#include <torch/csrc/stable/c/shim.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr int GROUP = 32, CHUNKS = GROUP / 4, TILE = 8;
+
+// Vectors of L numbers. In a vector of bytes, each of L rows of the weights has four neighbours.
+#ifdef __AVX512BW__
+constexpr int L = 16;
+using I = __m512i;
+using F = __m512;
+inline I load(const void* p) { return _mm512_loadu_si512(p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline I all(int32_t x) { return _mm512_set1_epi32(x); }
+inline F all(float x) { return _mm512_set1_ps(x); }
+inline F mul(F x, F y) { return _mm512_mul_ps(x, y); }
+inline F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
+inline F wide(I x) { return _mm512_cvtepi32_ps(x); }
+inline F bits(I x) { return _mm512_castsi512_ps(x); }
+inline I both(I x, I y) { return _mm512_and_si512(x, y); }
+inline I flip(I x, I y) { return _mm512_xor_si512(x, y); }
+inline I up(I x) { return _mm512_slli_epi32(x, 16); }
+inline I down(I x) { return _mm512_srli_epi32(x, 4); }
+inline I add(I x, I y) { return _mm512_add_epi32(x, y); }
+#ifdef __AVX512VNNI__
+#define HAS_DOT 1
+inline I dot(I sum, I w, I x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#else
+inline I pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
+inline I times(I x, short y) { return _mm512_madd_epi16(x, _mm512_set1_epi16(y)); }
+#endif
+inline void columns4(const uint8_t* p, I& left, I& right) {
+  using Bytes = uint8_t __attribute__((vector_size(64)));
+  Bytes x = (Bytes)load(p), y = (Bytes)load(p + 64), every32;
+  for (int i = 0; i < 64; i++) every32[i] = i / 4 + i % 4 * 32;
+  left = (I)__builtin_shuffle(x, y, every32), right = (I)__builtin_shuffle(x, y, every32 + 16);
+}
+inline I low32(I x, I y) { return _mm512_unpacklo_epi32(x, y); }
+inline I high32(I x, I y) { return _mm512_unpackhi_epi32(x, y); }
+inline I low64(I x, I y) { return _mm512_unpacklo_epi64(x, y); }
+inline I high64(I x, I y) { return _mm512_unpackhi_epi64(x, y); }
+inline I lanes02(I x, I y) { return _mm512_shuffle_i64x2(x, y, 0x88); }
+inline I lanes13(I x, I y) { return _mm512_shuffle_i64x2(x, y, 0xdd); }
+inline F halves(const uint16_t* p) {  // bfloat16
+  return bits(up(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))));
+}
+inline I row_pair(const uint8_t* p, int64_t apart) {  // 32 bytes of a row, and of the fourth after
+  I low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 4 * apart)), 1);
+}
+#else
+constexpr int L = 8;
+using I = __m256i;
+using F = __m256;
+inline I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline I all(int32_t x) { return _mm256_set1_epi32(x); }
+inline F all(float x) { return _mm256_set1_ps(x); }
+inline F mul(F x, F y) { return _mm256_mul_ps(x, y); }
+inline F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
+inline F wide(I x) { return _mm256_cvtepi32_ps(x); }
+inline F bits(I x) { return _mm256_castsi256_ps(x); }
+inline I both(I x, I y) { return _mm256_and_si256(x, y); }
+inline I flip(I x, I y) { return _mm256_xor_si256(x, y); }
+inline I up(I x) { return _mm256_slli_epi32(x, 16); }
+inline I down(I x) { return _mm256_srli_epi32(x, 4); }
+inline I add(I x, I y) { return _mm256_add_epi32(x, y); }
+#ifdef __AVXVNNI__
+#define HAS_DOT 1
+inline I dot(I sum, I w, I x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#else
+inline I pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
+inline I times(I x, short y) { return _mm256_madd_epi16(x, _mm256_set1_epi16(y)); }
+#endif
+inline void columns4(const uint8_t* p, I& left, I& right) {
+  __m128i k[4];
+  for (int i = 0; i < 4; i++) k[i] = _mm_loadu_si128((const __m128i*)(p + 16 * i));
+  __m128i x = _mm_unpacklo_epi8(k[0], k[1]), y = _mm_unpacklo_epi8(k[2], k[3]);
+  left = _mm256_set_m128i(_mm_unpackhi_epi16(x, y), _mm_unpacklo_epi16(x, y));
+  x = _mm_unpackhi_epi8(k[0], k[1]), y = _mm_unpackhi_epi8(k[2], k[3]);
+  right = _mm256_set_m128i(_mm_unpackhi_epi16(x, y), _mm_unpacklo_epi16(x, y));
+}
+inline I low32(I x, I y) { return _mm256_unpacklo_epi32(x, y); }
+inline I high32(I x, I y) { return _mm256_unpackhi_epi32(x, y); }
+inline I low64(I x, I y) { return _mm256_unpacklo_epi64(x, y); }
+inline I high64(I x, I y) { return _mm256_unpackhi_epi64(x, y); }
+inline I lanes02(I x, I y) { return _mm256_permute2x128_si256(x, y, 0x20); }
+inline I lanes13(I x, I y) { return _mm256_permute2x128_si256(x, y, 0x31); }
+inline F halves(const uint16_t* p) {
+  return bits(up(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
+}
+inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
+#endif
+
+// Add the products of four unsigned weights and four signed numbers to each sum.
+#ifdef HAS_DOT
+inline I dot4(I sum, I w, I x) { return dot(sum, w, x); }
+inline I dot8(I sum, I w, I x) { return dot(sum, w, x); }
+#else
+inline I dot4(I sum, I w, I x) { return add(sum, times(pairs(w, x), 1)); }
+inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 16 bits
+  const I low = all(0x0f0f0f0f);
+  return add(dot4(sum, both(w, low), x), times(pairs(both(down(w), low), x), 16));
+}
+#endif
+
+// Rows of x, rounded to 8 bits: x = q * scale in each group. `sums` are scale times the sum of q.
+struct Rounded {
+  int64_t rows, groups;
+  std::unique_ptr<char[]> memory;
+  int8_t* q;           // [M, K]
+  float *scales, *sums;  // [M, K / 32]
+  int32_t* starts;     // - center times the sum of q: the weights are w - center
+
+  Rounded(int64_t m, int64_t k) : rows(m), groups(k / GROUP), memory(new char[m * (k + 12 * groups)]) {
+    scales = (float*)memory.get(), sums = scales + m * groups;
+    starts = (int32_t*)(sums + m * groups), q = (int8_t*)(starts + m * groups);
+  }
+
+  void round(const float* x, int64_t row, int center) {
+    // Tiles of 8 rows; in each, the rows' first groups, then their second ones, and so on.
+    const int64_t tile = row & -TILE, apart = std::min<int64_t>(rows - tile, TILE);
+    for (int64_t g = 0; g < groups; g++, x += GROUP) {
+      int32_t rounded[GROUP], most = 0;  // the bits of the largest number, or of one that is none
+      for (int i = 0; i < GROUP; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        most = std::max(most, bits & 0x7fffffff);
+      }
+      float scale;
+      memcpy(&scale, &most, 4);
+      scale /= 127;
+      const float factor = scale > 1e-37f ? 1 / scale : 0;
+      int32_t sum = 0;
+      for (int i = 0; i < GROUP; i++) {
+        const float number = x[i] * factor;
+        rounded[i] = std::abs(number) <= 127.5f ? (int32_t)lrintf(number) : 0;  // 0 for NaN
+        sum += rounded[i];
+      }
+      const int64_t at = tile * groups + g * apart + row - tile;
+      for (int i = 0; i < GROUP; i++) q[at * GROUP + i] = (int8_t)rounded[i];
+      scales[at] = scale, sums[at] = scale * sum, starts[at] = -center * sum;
+    }
+  }
+};
+
+// Four bits, as torch packs them for this processor: blocks of 64 rows (of 32 without AVX-512);
+// for each column, a byte of each two rows. A weight is (w - 8) * scale + zero.
+struct Four {
+  static constexpr int STRIPS = 4, ROWS = STRIPS * L, CENTER = 8;
+  static constexpr bool HAS_ZEROS = true;
+  const uint8_t* packed;
+  const uint16_t* scales;  // bfloat16 [K / 32, N, 2]
+  int64_t n, k;
+
+  struct Group {  // the weights of a block in one group of columns
+    const uint8_t* packed;
+    void read(int c, I w[STRIPS]) const {  // four columns of all rows
+      I left, right;
+      columns4(packed + 4 * c * ROWS / 2, left, right);
+      const I low = all(0x0f0f0f0f);
+      w[0] = both(left, low), w[1] = both(right, low);
+      w[2] = both(down(left), low), w[3] = both(down(right), low);
+    }
+  };
+  Group group(int64_t row, int64_t g) const {
+    return {packed + row * k / 2 + g * GROUP * ROWS / 2};
+  }
+  void factors(int64_t row, int64_t g, F& scale, F& zero) const {
+    const uint16_t* p = scales + 2 * (g * n + row);
+    __builtin_prefetch(p + 2 * ROWS);
+    for (int i = 0; i < GROUP * L / 2; i += 64)
+      __builtin_prefetch(packed + (row + ROWS) * k / 2 + g * GROUP * L / 2 + i);
+    I pairs = load(p);
+    scale = bits(up(pairs)), zero = bits(both(pairs, all((int32_t)0xffff0000)));
+  }
+  static I add_dot(I sum, I w, I x) { return dot4(sum, w, x); }
+  void finish(int64_t, F&) const {}
+};
+
+// Eight bits, int8 [N, K], and a scale for each row, bfloat16 [N].
+struct Eight {
+  static constexpr int STRIPS = 1, ROWS = L, CENTER = 128;
+  static constexpr bool HAS_ZEROS = false;
+  const uint8_t* packed;
+  const uint16_t* scales;
+  int64_t n, k;
+
+  struct Group {
+    I columns[CHUNKS];
+    void read(int c, I w[STRIPS]) const { w[0] = columns[c]; }
+  };
+  Group group(int64_t row, int64_t g) const {
+    const uint8_t* p = packed + row * k + g * GROUP;
+    I fours[2][4];  // each lane has 4 columns of 4 rows
+    for (int i = 0; i < 2; i++, p += L / 2 * k) {
+      I a = row_pair(p, k), b = row_pair(p + k, k);
+      I c = row_pair(p + 2 * k, k), d = row_pair(p + 3 * k, k);
+      I ab = low32(a, b), cd = low32(c, d);
+      fours[i][0] = low64(ab, cd), fours[i][1] = high64(ab, cd);
+      ab = high32(a, b), cd = high32(c, d);
+      fours[i][2] = low64(ab, cd), fours[i][3] = high64(ab, cd);
+    }
+    Group group;
+    const I center = all((int32_t)0x80808080);  // makes them unsigned
+    for (int i = 0; i < 4; i++) {
+      group.columns[i] = flip(lanes02(fours[0][i], fours[1][i]), center);
+      group.columns[i + 4] = flip(lanes13(fours[0][i], fours[1][i]), center);
+    }
+    return group;
+  }
+  void factors(int64_t row, int64_t g, F& scale, F&) const {
+    for (int i = 0; i < L; i++) __builtin_prefetch(packed + (row + L + i) * k + g * GROUP);
+    scale = all(1.0f);
+  }
+  static I add_dot(I sum, I w, I x) { return dot8(sum, w, x); }
+  void finish(int64_t row, F& sum) const { sum = mul(sum, halves(scales + row)); }
+};
+
+// One row of x with all rows of a block.
+template <class W>
+void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
+  F sums[W::STRIPS];
+  for (F& sum : sums) sum = all(0.0f);
+  for (int64_t g = 0; g < x.groups; g++) {
+    const int32_t* q = (const int32_t*)(x.q + g * GROUP);
+    I dots[W::STRIPS];
+    for (I& dot : dots) dot = all(x.starts[g]);
+    const auto group = weights.group(row, g);
+    for (int c = 0; c < CHUNKS; c++) {
+      I w[W::STRIPS];
+      group.read(c, w);
+      for (int s = 0; s < W::STRIPS; s++) dots[s] = W::add_dot(dots[s], w[s], all(q[c]));
+    }
+    for (int s = 0; s < W::STRIPS; s++)
+    {
+      F scale, zero;
+      weights.factors(row + s * L, g, scale, zero);
+      sums[s] = fma(wide(dots[s]), mul(scale, all(x.scales[g])), sums[s]);
+      if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
+    }
+  }
+  for (int s = 0; s < W::STRIPS; s++) {
+    weights.finish(row + s * L, sums[s]);
+    store(y + row + s * L, sums[s]);
+  }
+}
+
+// M rows of x from m on, with L rows of the weights, unpacked to w [K / 32, 8].
+template <int M, class W>
+void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_t row, float* y) {
+  F sums[M];
+  for (F& sum : sums) sum = all(0.0f);
+  int64_t at = m * x.groups;
+  for (int64_t g = 0; g < x.groups; g++, w += CHUNKS, at += M) {
+    const int32_t* q = (const int32_t*)(x.q + at * GROUP);
+    I dots[M];
+    for (int i = 0; i < M; i++) dots[i] = all(x.starts[at + i]);
+    for (int c = 0; c < CHUNKS; c++)
+      for (int i = 0; i < M; i++) dots[i] = W::add_dot(dots[i], w[c], all(q[i * CHUNKS + c]));
+    F scale, zero;
+    weights.factors(row, g, scale, zero);
+    for (int i = 0; i < M; i++) {
+      sums[i] = fma(wide(dots[i]), mul(scale, all(x.scales[at + i])), sums[i]);
+      if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
+    }
+  }
+  for (int i = 0; i < M; i++) {
+    weights.finish(row, sums[i]);
+    store(y + (m + i) * weights.n + row, sums[i]);
+  }
+}
+
+template <class W>
+void many_rows(const W& weights, const Rounded& x, int64_t row, float* y, I* unpacked) {
+  const int64_t size = x.groups * CHUNKS;
+  for (int64_t g = 0; g < x.groups; g++) {
+    const auto group = weights.group(row, g);
+    for (int c = 0; c < CHUNKS; c++) {
+      I w[W::STRIPS];
+      group.read(c, w);
+      for (int s = 0; s < W::STRIPS; s++) unpacked[s * size + g * CHUNKS + c] = w[s];
+    }
+  }
+  constexpr decltype(&some_rows<1, W>) tile[] = {
+      some_rows<1, W>, some_rows<2, W>, some_rows<3, W>, some_rows<4, W>,
+      some_rows<5, W>, some_rows<6, W>, some_rows<7, W>, some_rows<8, W>};
+  for (int s = 0; s < W::STRIPS; s++)
+    for (int64_t m = 0; m < x.rows; m += TILE)
+      tile[std::min<int64_t>(x.rows - m, TILE) - 1](weights, unpacked + s * size, x, m, row + s * L, y);
+}
+
+template <class W>
+void multiply(const W& weights, const float* x, int64_t m, float* y) {
+  Rounded rounded(m, weights.k);
+  auto round = [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) rounded.round(x + i * weights.k, i, W::CENTER);
+  };
+  auto part = [&](int64_t from, int64_t to) {
+    I* unpacked = m < 2 ? nullptr : (I*)aligned_alloc(64, W::STRIPS * weights.k / 4 * sizeof(I));
+    for (int64_t at = from; at < to; at++) {
+      const int64_t row = std::min<int64_t>(at * W::ROWS, weights.n - W::ROWS);
+      if (m < 2) one_row(weights, rounded, row, y);
+      else many_rows(weights, rounded, row, y, unpacked);
+    }
+    free(unpacked);
+  };
+  auto run = [](auto& work, int64_t count) {
+    using Work = std::remove_reference_t<decltype(work)>;
+    auto call = [](int64_t from, int64_t to, void* w) { (*(Work*)w)(from, to); };
+    torch_parallel_for(0, count, 1, call, &work);
+  };
+  if (m < 4) round(0, m);
+  else run(round, m);
+  run(part, (weights.n + W::ROWS - 1) / W::ROWS);
+}
+
+template <class T>
+T* data(AtenTensorHandle tensor) {
+  void* p;
+  aoti_torch_get_data_ptr(tensor, &p);
+  return (T*)p;
+}
+
+template <class W>
+AOTITorchError product(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
+  int64_t* sizes;
+  aoti_torch_get_sizes(x, &sizes);
+  const int64_t m = sizes[0], k = sizes[1];
+  aoti_torch_get_sizes(packed, &sizes);
+  const int64_t shape[] = {m, sizes[0]}, strides[] = {sizes[0], 1};
+  const int32_t float32 = aoti_torch_dtype_float32(), cpu = aoti_torch_device_type_cpu();
+  if (auto error = aoti_torch_empty_strided(2, shape, strides, float32, cpu, 0, y)) return error;
+  const W weights{data<uint8_t>(packed), data<uint16_t>(scales), shape[1], k};
+  multiply(weights, data<float>(x), m, data<float>(*y));
+  return 0;
+}
+
+template <class W>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  auto tensors = (AtenTensorHandle*)stack;
+  AtenTensorHandle y;
+  product<W>(tensors[0], tensors[1], tensors[2], &y);
+  for (int i = 0; i < 3; i++) aoti_torch_delete_tensor_object(tensors[i]);
+  tensors[0] = y;
+}
+
+const int registered = [] {
+  TorchLibraryHandle definitions, kernels;  // never deleted, or torch would forget them
+  aoti_torch_library_init_fragment("sirchat", __FILE__, __LINE__, &definitions);
+  aoti_torch_library_init_impl("sirchat", "CPU", __FILE__, __LINE__, &kernels);
+  aoti_torch_library_def(definitions, "multiply_4(Tensor x, Tensor packed, Tensor scales) -> Tensor");
+  aoti_torch_library_def(definitions, "multiply_8(Tensor x, Tensor packed, Tensor scales) -> Tensor");
+  torch_library_impl(kernels, "multiply_4", boxed<Four>, TORCH_ABI_VERSION);
+  return torch_library_impl(kernels, "multiply_8", boxed<Eight>, TORCH_ABI_VERSION);
+}();
+
+}  // namespace
+
+// For compiled programs, which call them without torch's dispatcher.
+extern "C" AOTITorchError aoti_torch_cpu_multiply_4(
+    AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
+  return product<Four>(x, packed, scales, y);
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_multiply_8(
+    AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
+  return product<Eight>(x, packed, scales, y);
+}

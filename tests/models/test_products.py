@@ -1,0 +1,142 @@
+"""Products of packed weights by the library compiled here: near exact, and always the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sirchat.models import products
+from sirchat.models.packed import (
+    GROUP,
+    Int4Linear,
+    Int8Linear,
+    MatmulMethod,
+    four_bit_block,
+    set_matmul_method,
+)
+
+pytestmark = pytest.mark.skipif(
+    products.compiler() is None or not products.suits_processor(),
+    reason="needs a C++ compiler and AVX2",
+)
+
+ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("products") / products.library_name()
+    products.build_library(path)
+    products.load_library(path)
+    return path
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What the rows become: in each group of 32 columns, 255 steps from the largest number on."""
+    groups = x.view(len(x), -1, GROUP)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return torch.nan_to_num(groups / step).round().mul(step).view_as(x)
+
+
+def four_bits(rows: int, columns: int, seed: int) -> Int4Linear:
+    made = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, (rows, columns), generator=made)
+    scale, minimum = (torch.rand(2, rows, columns // GROUP, generator=made) * 2 - 1).unbind()
+    layer = Int4Linear.of_values(q.to(torch.uint8), scale, minimum * 8)
+    set_matmul_method(layer, MatmulMethod(own=2**30))
+    return layer
+
+
+def eight_bits(rows: int, columns: int, seed: int) -> Int8Linear:
+    made = torch.Generator().manual_seed(seed)
+    q = torch.randint(-127, 128, (rows, columns), generator=made)
+    layer = Int8Linear(q.to(torch.int8), torch.randn(rows, generator=made).bfloat16())
+    set_matmul_method(layer, MatmulMethod(own=2**30))
+    return layer
+
+
+def exact_weights(layer: Any) -> Tensor:
+    """The weights [K, N] that a layer stands for."""
+    weights: Tensor = layer.unpacked(torch.float64)
+    return weights if isinstance(layer, Int4Linear) else weights * layer.scale.double()
+
+
+@settings(max_examples=20 * ATTACK)
+@given(st.data())
+def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
+    block, seed = four_bit_block(), data.draw(st.integers(0, 99))
+    columns = 32 * data.draw(st.integers(1, 9))
+    layer: Any
+    if data.draw(st.booleans()):
+        layer = four_bits(block * data.draw(st.integers(1, 5)), columns, seed)
+    else:
+        layer = eight_bits(data.draw(st.integers(16, 90)), columns, seed)
+    size = (data.draw(st.integers(1, 21)), layer.in_features)
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    x *= 10.0 ** data.draw(st.integers(-20, 20))
+    if data.draw(st.booleans()):
+        x[-1, :GROUP] = 0
+    exact = rounded(x).double() @ exact_weights(layer)
+    torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=2e-5 * exact.norm().item())
+
+
+@settings(max_examples=8 * ATTACK)
+@given(rows=st.integers(2, 40), make=st.sampled_from([four_bits, eight_bits]))
+def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threads(
+    rows: int, make: Any
+) -> None:
+    layer, x = make(5 * four_bit_block(), 160, rows), torch.randn(rows, 160)
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(x), alone)
+    assert torch.equal(layer(x[1:]), alone[1:])
+    try:
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), alone)
+            assert torch.equal(layer(x[:1]), alone[:1])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("make", [four_bits, eight_bits])
+def test_what_is_no_number_stays_none(make: Any) -> None:
+    layer, x = make(four_bit_block(), 64, 0), torch.randn(3, 64)
+    x[0, 5], x[2, 40] = torch.nan, torch.inf
+    found = layer(x).isfinite()
+    assert found[1].all()
+    assert not found[0].any()
+    assert not found[2].any()
+
+
+def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
+    code = library.read_bytes()
+    for damaged in (b"", code[: len(code) // 2], code[:5000] + b"x" + code[5001:]):
+        path = tmp_path / "damaged.so"
+        path.write_bytes(damaged)
+        with pytest.raises(products.DamagedProgramError):
+            products.refuse_damaged(path)
+
+
+@pytest.mark.slow
+def test_processors_without_avx512_have_it_too(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from sirchat.models import packed, products
+flags, path = products._flags(), Path({str(tmp_path)!r}) / "products.so"
+assert packed.four_bit_block() == 32
+products._flags = lambda: [*flags, "-mno-avxvnni"]
+products.build_library(path)
+products.load_library(path)  # which compares it with torch's products
+"""
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
