@@ -265,6 +265,7 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
     """Read rounds in an engine that continues the session; load its state into the session."""
     engine, template, now = _continued(session), session.template, session.state
+    engine.ledger.token_vectors = session.ledger.token_vectors  # of which passages are made
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
         asked = template.user(user.text)
@@ -279,6 +280,7 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
     attention = engine.ledger.attention.checkpoint(engine.store.reachable())
     now = replace(now, turns=turns, round=now.round + len(rounds))
     session.load(saved, now, engine.store.copy_key_values(), attention)
+    session.ledger.token_vectors = engine.ledger.token_vectors
 
 
 def _continued(session: Session) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from chatting import babbler, session, tiny
 from command import run
+from scorers import random_encoder
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.locomo import (
@@ -32,7 +34,7 @@ from sirchat.lab.studies.locomo import (
     token_f1,
 )
 from sirchat.lab.studies.long_talk import LongTalk, TalkQuestion, read_talk, rounds_of
-from sirchat.lab.studies.reading import switch
+from sirchat.lab.studies.reading import read, switch
 from sirchat.lab.studies.report import Estimate, Record
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Findings
@@ -167,6 +169,22 @@ def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_roo
             chat.undo()
             switch(chat, budget=96, recall="off")
     assert max(shares) > 0.5 > min(shares)
+
+
+def test_each_passage_of_a_talk_has_a_vector_as_in_a_chat(tmp_path: Path) -> None:
+    model = replace(tiny(), encoder=random_encoder(tiny(), (1, 2)))
+    talk = study(tmp_path, conversations=(0,)).talks[0]
+    chat, other = (session(model, policy="sink", budget=96) for _ in range(2))
+    read_talk(chat, talk)
+    for user, reply in rounds_of(talk):
+        read(other, user.text, reply.text)
+    vectors = []
+    for one in (chat, other):
+        one.recall.update()
+        vectors.append(one.recall.search.passages.vectors)
+    assert len(vectors[0])
+    assert not np.isnan(vectors[0]).any()
+    np.testing.assert_allclose(vectors[0][:3], vectors[1][:3], atol=0.02)
 
 
 @pytest.mark.slow
