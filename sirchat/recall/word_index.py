@@ -29,6 +29,11 @@ LESS = 0.5  # how much a question counts, and what stands beside a hit; once mor
 # Rank in the tokenizer's vocabulary of the rarest words that find nothing. The weight of the others
 # grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 and 1.
 COMMON = 50
+# That of the rarest words that find nothing by themselves, but count beside others. In smollm2's
+# vocabulary "which", "about" and "how" are below it, and "time" is the first above it; then come
+# "there", "people", "would" and "work", so that no rank parts the words of grammar from the others.
+_ALONE = 390
+_FEW = 100  # a hundredth of a small vocabulary, if that is less: it was learned from few texts
 _OWN = 0.01  # puts the passages of a block that have the words before the others
 _BLOCK = 8  # most passages of a block: those of a turn, or of a part of a long turn
 _USUAL_BLOCKS = 100  # in a chat of fewer blocks, words are as rare as if there were so many
@@ -41,7 +46,8 @@ _BYTES = 256  # a vocabulary begins with single bytes
 _WORD = re.compile(r"\w+")
 
 Floats = NDArray[np.float32]
-Telling = Callable[[str], float]  # how much a word tells by its rarity in the language; 0: nothing
+# How much a word tells by its rarity in the language, 0: nothing; and whether it does so by itself
+Telling = Callable[[str], tuple[float, bool]]
 
 
 def terms_of(text: str) -> list[str]:
@@ -66,15 +72,19 @@ def letter_groups(word: str) -> list[str]:
 
 def telling_by(tokenizer: Any) -> Telling:
     """How much words tell, up to 1, by their tokens: frequent ones were learned first."""
+    alone = min(_ALONE, len(tokenizer) // _FEW)
 
     @lru_cache(maxsize=1 << 16)
-    def telling(word: str) -> float:
+    def telling(word: str) -> tuple[float, bool]:
         ranks = [len(tokenizer)]
         for form in (word, word.capitalize()):
-            ids = tokenizer.encode(f" {form}", add_special_tokens=False)
-            if len(ids) == 1:
-                ranks.append(max(1, ids[0] - _BYTES))
-        return max(0.0, math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON))
+            for text in (f" {form}", form):  # some tokenizers add the blank themselves
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if len(ids) == 1:
+                    ranks.append(max(1, ids[0] - _BYTES))
+                    break
+        weight = math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON)
+        return max(0.0, weight), min(ranks) > max(alone, COMMON)
 
     return telling
 
@@ -135,8 +145,9 @@ class WordIndex:
             passages = _Documents(self._blocks, self._asks, self._sizes)
             terms = [self._weighted_terms(words_of(sentence)) for sentence in sentences]
             most = self._longest_postings([term for each in terms for term in each])
-            for weights in terms:
-                total += self._score(passages, weights, most) ** 2
+            for weights, sentence in zip(terms, sentences, strict=True):
+                telling = set(terms_of(" ".join(self.telling_words(sentence))))
+                total += self._score(passages, weights, telling, most) ** 2
         return np.sqrt(total)
 
     def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -150,8 +161,8 @@ class WordIndex:
         return total
 
     def telling_words(self, text: str) -> list[str]:
-        """The words of a text that tell something, in the order of the text."""
-        return [word for word in words_of(text) if self._telling(word)]
+        """The words of a text that tell something by themselves, in the order of the text."""
+        return [word for word in words_of(text) if self._telling(word)[1]]
 
     def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
         """Up to three words of `wanted` that a text has in some form, those that few have first."""
@@ -162,14 +173,14 @@ class WordIndex:
             common = [
                 len(self._postings[t][0]) for t in groups if t in terms & self._postings.keys()
             ]
-            if self._telling(word.casefold()) and 2 * len(common) > len(groups):
+            if self._telling(word.casefold())[1] and 2 * len(common) > len(groups):
                 rarity[word] = min(common)
         return tuple(sorted(rarity, key=rarity.__getitem__)[:_NAMED])
 
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
         weights = dict[str, float]()
         for word in dict.fromkeys(words):
-            if telling := self._telling(word):
+            if telling := self._telling(word)[0]:
                 groups = letter_groups(word)
                 for term in groups:
                     weights[term] = max(weights.get(term, 0.0), telling / math.sqrt(len(groups)))
@@ -185,10 +196,10 @@ class WordIndex:
         return len(self)
 
     def _score(
-        self, passages: _Documents, weights: Mapping[str, float], most: int
+        self, passages: _Documents, weights: Mapping[str, float], telling: set[str], most: int
     ) -> NDArray[np.float64]:
-        scores = np.zeros(len(self))
-        by_block = np.zeros(len(passages.norms))
+        scores, by_block = np.zeros(len(self)), np.zeros(len(passages.norms))
+        is_found = np.zeros(len(by_block), bool)  # by one of the terms `telling`
         for term, weight in weights.items():
             numbers = np.frombuffer(self._postings[term][0], np.int32)
             if len(numbers) > most:
@@ -200,8 +211,10 @@ class WordIndex:
             rarity = weight * math.log(1 + max(0.0, blocks - having + 0.5) / (having + 0.5))
             by_block += rarity * (counts / (counts + passages.norms))
             scores[numbers] += _OWN * rarity * (times / (times + passages.own_norms[numbers]))
+            if term in telling:
+                is_found |= counts > 0
         scores += by_block[passages.blocks]
-        return scores
+        return np.where(is_found[passages.blocks], scores, 0.0)
 
 
 class _Documents:

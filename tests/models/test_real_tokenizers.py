@@ -18,6 +18,7 @@ from real_tokenizers import REAL, gguf_header, original, unpacked
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.vocabulary import load_tokenizer
 from sirchat.models.load import tokenizer_by_transformers
+from sirchat.recall.word_index import telling_by
 from sirchat.text.template import Template
 from sirchat.text.tokenizer import tokenizer_of_folder
 from template_shapes import template
@@ -173,3 +174,11 @@ def test_a_file_as_it_is_written_has_the_same_ids(real: Read, tmp_path: Path) ->
     writer.close()
     ours = load_tokenizer(parse_gguf(tmp_path / "model.gguf").metadata)
     assert ours.backend_tokenizer.to_str() == real.ours[1].backend_tokenizer.to_str()
+
+
+def test_its_frequent_words_find_nothing_and_the_others_do(real: Read) -> None:
+    for ours in real.ours:
+        telling = telling_by(ours)
+        assert not any(telling(word)[1] for word in ("the", "and", "of", "in", "to", "is", "with"))
+        assert all(telling(word)[1] for word in ("name", "time", "work", "fox", "gate", "dentist"))
+        assert telling("and")[0] < telling("name")[0] < telling("dentist")[0]

@@ -185,7 +185,7 @@ def bm25(said: Sequence[tuple[str, int]], sentence: str) -> list[float]:
     for word in words_of(sentence):
         groups = letter_groups(word)
         for term in groups:
-            weights[term] = max(weights.get(term, 0), telling(word) / math.sqrt(len(groups)))
+            weights[term] = max(weights.get(term, 0), telling(word)[0] / math.sqrt(len(groups)))
     for term, weight in weights.items():
         times = [float(each[term]) for each in terms]
         if not any(times) or not weight:
@@ -228,22 +228,49 @@ def test_each_sentence_counts_by_itself() -> None:
     assert both == pytest.approx(np.hypot(*parts))
 
 
-def test_words_that_are_frequent_in_the_language_tell_nothing() -> None:
-    class Ranked:
-        """A tokenizer with a token for these words, by rank."""
+class Ranked:
+    """A tokenizer with a token for these words, by rank; `blank` is what it wants before them."""
 
-        ranks: ClassVar[dict[str, int]] = {" and": 270, " walnut": 40_000}
+    ranks: ClassVar[dict[str, int]] = {"and": 270, "which": 527, "time": 660, "walnut": 40_000}
 
-        def __len__(self) -> int:
-            return 49_152
+    def __init__(self, blank: str = " ", size: int = 49_152) -> None:
+        self.blank, self.size = blank, size
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            return [self.ranks[text]] if text in self.ranks else [5, 6]
+    def __len__(self) -> int:
+        return self.size
 
-    telling = telling_by(Ranked())
-    assert telling("and") == 0 < telling("walnut") < telling("quixbert") == 1
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        word = text.removeprefix(self.blank)
+        known = word in self.ranks and text == self.blank + word
+        return [self.ranks[word]] if known else [5, 6]
+
+
+@pytest.mark.parametrize("blank", [" ", ""])
+def test_words_that_are_frequent_in_the_language_tell_nothing(blank: str) -> None:
+    telling = telling_by(Ranked(blank))
+    assert telling("and") == (0, False)
+    assert telling("quixbert") == (1, True)
     ranks = math.log((40_000 - 256) / word_index.COMMON), math.log(49_152 / word_index.COMMON)
-    assert telling("walnut") == pytest.approx(ranks[0] / ranks[1])
+    assert telling("walnut")[0] == pytest.approx(ranks[0] / ranks[1])
+    assert 0 < telling("which")[0] < telling("time")[0] < telling("walnut")[0]
+    assert not telling("which")[1]
+    assert telling("time")[1]
+    assert telling_by(Ranked(blank, 5_000))("which")[1], "few words were learned from few texts"
+
+
+def test_frequent_words_find_nothing_by_themselves_but_count_beside_others() -> None:
+    index = WordIndex(telling_by(Ranked()))
+    turns = ["Which of these walnuts?", "Which way?", "I like walnuts."]
+    for number, text in enumerate(turns):
+        index.add(text, 3 * number)  # of turns that are not beside each other
+        index.add("So it goes.", 3 * number + 1)
+        index.add("So it went.", 3 * number + 2)
+    assert not index.scores(["And which?"]).any()
+    both, alone = index.scores(["Which walnuts?"]), index.scores(["Walnuts!"])
+    assert both[0] > alone[0]
+    assert both[6] == pytest.approx(alone[6])
+    assert both[3] < both[6] < both[0]
+    assert index.telling_words("And which walnut?") == ["walnut"]
 
 
 def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
