@@ -85,6 +85,11 @@ def compiled_dir() -> Path:
     return state_dir() / "compiled"
 
 
+def prepared_dir() -> Path:
+    """What loading GGUF files made, which later starts map; deleted files are made again."""
+    return state_dir() / "prepared"
+
+
 def shipped_profiles_dir() -> Path:
     """The profiles that come with sirchat: in the package or, in a source tree, beside it."""
     packaged = _package() / "profiles"

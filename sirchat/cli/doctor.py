@@ -86,6 +86,7 @@ def show_paths() -> None:
         "archives": paths.archives_dir(),
         "input history": paths.history_file(),
         "compiled": paths.compiled_dir(),
+        "prepared": paths.prepared_dir(),
     }
     rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]

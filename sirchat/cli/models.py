@@ -222,6 +222,42 @@ def models_pull(
     _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
 
 
+@models_app.command("prepared")
+def models_prepared(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXT", help="Only those of models whose path has this text."),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List what was prepared of GGUF files, so that later starts need not load them again.
+
+    Deleting it costs nothing but time: the next start makes it again. The longest unused is deleted
+    by itself, when 20 GB or a quarter of the free disk are in use.
+    """
+    from datetime import datetime
+
+    from sirchat.models.prepared import prepared_files
+    from sirchat.ui.lists import in_bytes
+
+    found = [file for file in prepared_files() if name is None or name in file.model]
+    if json:
+        _print_json([{**file._asdict(), "path": str(file.path)} for file in found])
+    for file in found:
+        if remove:
+            file.path.unlink(missing_ok=True)
+        if not json:
+            day = datetime.fromtimestamp(file.used).strftime("%Y-%m-%d")
+            model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
+            typer.echo(displayable_line(f"{in_bytes(file.size):>7}  {day}  {model}"))
+    total = in_bytes(sum(file.size for file in found))
+    _say(
+        f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
+    )
+
+
 @models_app.command("families")
 def models_families(
     names: Annotated[

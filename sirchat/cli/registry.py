@@ -83,6 +83,7 @@ EXAMPLES: dict[str, str] = {
     "models fit": "sirchat models fit smollm2",
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
+    "models prepared": "sirchat models prepared --remove",
     "models families": "sirchat models families llama qwen3",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",

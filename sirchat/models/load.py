@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +20,15 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype, use_threads
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.gguf.translate import has_blocks, refuse_unsupported
+from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
 from sirchat.models.hub import must_use_cache
 from sirchat.models.measuring import CacheTypeName, UnpackName, choose_matmul_method
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
-from sirchat.models.packed import four_bit_block
+from sirchat.models.packed import four_bit_block, packing_layout
 from sirchat.models.packing import pack_module
+from sirchat.models.prepared import is_safe, prepared_path
 from sirchat.models.probe import (
     refuse_broken_template,
     refuse_foreign_tokenizer,
@@ -160,22 +162,44 @@ def load_gguf_parts(
     `packs` says whether weights in blocks of few bits stay packed; None: yes if there are such.
     Packed weights are on `device`, all else on the CPU or where `spread` says.
     """
+    from sirchat.models.gguf import model, prepared, vocabulary
+
+    is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
+    way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
+    place, was_damaged = prepared_path(path, way) if is_usual else None, False
+    if place is not None and place.exists():
+        try:
+            return _mapped(place, dtype)
+        except Exception:  # of all kinds
+            was_damaged = True
     file = parse_gguf(path)
     refuse_unsupported(file)
-    from sirchat.models.gguf import model, vocabulary
-
     packs = spread is None and (has_blocks(file) if packs is None else packs)
-    load = vocabulary.hub_tokenizer if for_hub else vocabulary.load_tokenizer
-    tokenizer = load(file.metadata)
-    if tokenizer.chat_template is None:  # then `refuse_broken_template` names the others
-        start = "tokenizer.chat_template."
-        named = {key.removeprefix(start) for key in file.metadata if key.startswith(start)}
-        tokenizer.chat_template = dict.fromkeys(named, "") or None
+    kept = dict[str, Any]()
+    tokenizer = (
+        vocabulary.hub_tokenizer(file.metadata)
+        if for_hub
+        else vocabulary.load_tokenizer(file.metadata, kept)
+    )
     how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
     module = model.load_module(file, dtype, progress, **how)
     if spread is not None:
         spread.dispatch(module)
+    if place is not None:
+        prepared.write_prepared(place, path, config_values(file), kept, module)
+    if was_damaged:
+        tokenizer.notices.append(f"what was prepared of {path.name} was damaged: it is made again")
     return module, tokenizer
+
+
+def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load module and tokenizer from a prepared file; any exception says that it is damaged."""
+    from sirchat.models.gguf import prepared, vocabulary
+
+    if not is_safe(place):
+        raise ValueError(f"another user can have written {place}")
+    found = prepared.map_prepared(place, dtype)
+    return found.module, vocabulary.load_tokenizer(found.tokenizer)
 
 
 def load_folder_parts(

@@ -339,6 +339,11 @@ class SharedEmbedding(nn.Module):
         scale = getattr(before, "scalar_embed_scale", 1.0)  # as in Gemma
         self._scale = float(torch.tensor(scale, dtype=dtype))
 
+    @property
+    def head(self) -> Int8Linear:
+        """The layer whose weights are read."""
+        return self._head[0]
+
     def forward(self, ids: Tensor) -> Tensor:
         return (self._head[0].rows(ids) * self._scale).to(self._dtype)
 
@@ -456,6 +461,11 @@ def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -
     pair = (block // 2, 2) if follow else (2, block // 2)
     blocks = x.view(*x.shape[:dim], -1, *pair, *x.shape[dim + 1 :])
     return blocks.transpose(dim + 1, dim + 2) if follow else blocks
+
+
+def packing_layout() -> str:
+    """A name of how packed weights lie in memory here; those of another name can't be used."""
+    return f"blocks of {four_bit_block()}"
 
 
 class _Shared(NamedTuple):

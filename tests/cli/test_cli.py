@@ -275,7 +275,7 @@ def test_what_was_said_and_the_users_name_are_not_in_it(
 
 def test_paths_say_what_lies_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    assert run("paths").stdout.count("nothing yet") == 7
+    assert run("paths").stdout.count("nothing yet") == 8
     chat = session(tiny(), max_new_tokens=4)
     list(chat.ask("Hello."))
     saving = Autosave(chat)

@@ -79,10 +79,7 @@ class _Loader:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
         self._values = config_values(file)
         _check_sizes(file, self._values)
-        is_own = DecoderConfig.can_read(self._values) and not for_hub
-        self._module: Any = (
-            Decoder(DecoderConfig(self._values), dtype) if is_own else _empty(self._values, dtype)
-        )
+        self._module = empty_module(self._values, dtype, for_hub=for_hub)
         self._four = four_bit_kind(device)
         self._store = WeightStore(_most_packed(file) if keep_packed else 0, device)
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
@@ -100,19 +97,10 @@ class _Loader:
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
             weight = _undo_change(unpack_floats(tensor), change, self._values)
-            _set_weight(self._module, target, weight.to(self._dtype))
+            set_weight(self._module, target, weight.to(self._dtype))
 
     def finished(self) -> Any:
-        module = self._module
-        if not isinstance(module.get_input_embeddings(), SharedEmbedding):
-            module.tie_weights()
-        head = module.get_output_embeddings()
-        if isinstance(head, Int8Linear):
-            module.set_output_embeddings(Int8Head(head.q, head.scale, head.bias))
-        for name, parameter in module.named_parameters():
-            if parameter.is_meta:
-                raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
-        return module
+        return finish_module(self._module)
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
@@ -120,7 +108,7 @@ class _Loader:
         try:
             layer = self._module.get_submodule(target.removesuffix(".weight"))
         except AttributeError:
-            return False  # `_set_weight` then raises an error
+            return False  # `set_weight` then raises an error
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
@@ -148,7 +136,7 @@ class _Loader:
             gate, up = waiting["gate"], waiting["up"]
             weight = torch.stack((gate, up), -1).flatten(-2) if swaps else torch.cat((gate, up), 1)
             del self._waiting[target]
-        _set_weight(self._module, target, weight)
+        set_weight(self._module, target, weight)
 
     def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
@@ -187,7 +175,10 @@ class _Loader:
         return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))
 
 
-def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
+    """Make a module without weights: a `Decoder` if it can be one, else one of transformers."""
+    if DecoderConfig.can_read(values) and not for_hub:
+        return Decoder(DecoderConfig(values), dtype)
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -195,6 +186,19 @@ def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     config = AutoConfig.for_model(**values)
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def finish_module(module: Any) -> Any:
+    """Tie the weights of a module, all of which were set; raises ModelError if one is missing."""
+    if not isinstance(module.get_input_embeddings(), SharedEmbedding):
+        module.tie_weights()
+    head = module.get_output_embeddings()
+    if isinstance(head, Int8Linear):
+        module.set_output_embeddings(Int8Head(head.q, head.scale, head.bias))
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
+    return module
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
@@ -302,7 +306,8 @@ def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[Packed
     module.set_submodule(path, PackedExperts(experts, layers))
 
 
-def _set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
+def set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Set a parameter or buffer of a module; raises ModelError if it has none of this shape."""
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)

@@ -19,6 +19,10 @@ from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 _PIECES, _BYTE_PAIRS, _LETTER_PAIRS = "llama", "gpt2", "gemma4"
 _LETTER_PAIR_NAMES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # as names of splits
 
+_KEYS, _MERGES = (
+    "tokenizer.ggml.",
+    "sirchat.merges",
+)  # of metadata; `load_tokenizer` adds the latter
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
 _NO_TOKEN = (None, -1, 2**32 - 1)  # instead of an id
 _IDS = ("bos", "eos", "unknown", "padding")  # what files call the tokens in `SPECIAL`
@@ -37,16 +41,29 @@ _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _BEFORE_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def load_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer:
+def load_tokenizer(
+    metadata: Mapping[str, Any], kept: dict[str, Any] | None = None
+) -> FastTokenizer:
     """Make the tokenizer of a GGUF file with these `metadata`.
 
-    Raises ModelError if a part of the vocabulary is missing or broken, or its kind is unknown.
+    `kept` is filled with metadata that make the same one sooner. Raises ModelError if a part of the
+    vocabulary is missing or broken, or its kind is unknown.
     """
     vocabulary = _Vocabulary(metadata)
     special = dict(zip(SPECIAL, vocabulary.special, strict=True))
-    template = metadata.get("tokenizer.chat_template")
-    tokenizer = FastTokenizer(vocabulary.backend(), special, template)
+    template: Any = metadata.get("tokenizer.chat_template")
+    merges = vocabulary.merges()
+    if template is None:  # then `refuse_broken_template` names the others
+        start = "tokenizer.chat_template."
+        named = {key.removeprefix(start) for key in metadata if key.startswith(start)}
+        template = dict.fromkeys(named, "") or None
+    tokenizer = FastTokenizer(vocabulary.backend(merges), special, template)
     tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
+    if kept is not None:
+        names = (key for key in metadata if key.startswith("tokenizer.") or key == "general.name")
+        kept.update({name: metadata[name] for name in names})
+        if kept.pop(f"{_KEYS}scores", None) is not None:  # to find the merges takes longest
+            kept[_MERGES] = [part for pair in merges for part in pair]
     return tokenizer
 
 
@@ -94,9 +111,9 @@ class _Vocabulary:
         self.adds_bos = bool(wants) and self.special[0] is not None
         self._adds_eos = bool(self._said("add_eos_token")) and self.special[1] is not None
 
-    def backend(self) -> Tokenizer:
+    def backend(self, merges: list[tuple[str, str]]) -> Tokenizer:
         """The tokenizer itself, with all added tokens."""
-        merges, split, how = self._merges(), self._split, dict[str, Any]()
+        split, how = self._split, dict[str, Any]()
         if split is not None:
             how = {"ignore_merges": split.ignore_merges}
         else:
@@ -125,7 +142,10 @@ class _Vocabulary:
         )
         return backend
 
-    def _merges(self) -> list[tuple[str, str]]:
+    def merges(self) -> list[tuple[str, str]]:
+        """The pairs of tokens that are merged, the first ones first."""
+        if (kept := self._metadata.get(_MERGES)) is not None:
+            return list(zip(kept[::2], kept[1::2], strict=True))
         given = self._said("merges")
         if self._kind == _PIECES and (not given or self._said("scores")):
             return self._merges_by_score(self._list("scores", len(self._tokens)))
@@ -201,7 +221,7 @@ class _Vocabulary:
         return list(values)
 
     def _said(self, key: str, usual: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{key}", usual)
+        return self._metadata.get(f"{_KEYS}{key}", usual)
 
 
 def _broken(what: str) -> ModelError:

@@ -1,0 +1,270 @@
+"""Prepared files: a later start maps what the first one made, to the last bit, or makes it again.
+
+`SIRCHAT_ATTACK=300` damages as many files; without it, a few.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gguf_models import MODELS, random_model, write_model
+from sirchat.cli.models import models_prepared
+from sirchat.models import load, prepared
+from sirchat.models.gguf import prepared as contents
+from sirchat.models.load import load_model
+from sirchat.models.model import LoadedModel
+from sirchat.models.prepared import prepared_files
+from sirchat.paths import prepared_dir
+
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
+IDS = list(range(3, 23))
+CASES = ["llama3", "gemma3", "gpt-oss", "qwen35"]
+PAGE = 4096
+
+
+@pytest.fixture(autouse=True)
+def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "LEAST", 0)
+
+
+def few_bits(name: str, shape: tuple[int, ...]) -> str:
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
+        return "F32"
+    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
+
+
+def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:
+    """A GGUF file with four-bit and eight-bit weights."""
+    folder.mkdir(exist_ok=True)
+    module = random_model(case)
+    torch.manual_seed(seed)
+    module.get_output_embeddings().weight.data += 0.1 * torch.randn(1)
+    return write_model(folder / "model.gguf", module, case, few_bits)
+
+
+def loaded(path: Path, **how: Any) -> LoadedModel:
+    """Load a model, and wait for its prepared file."""
+    model = load_model(str(path), device="cpu", quantize="packed", **how)
+    for thread in threading.enumerate():
+        if thread.name == contents.WRITER:
+            thread.join()
+    return model
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    return model.forward(IDS, model.new_cache(64))
+
+
+def the_file() -> Path:
+    (file,) = prepared_dir().glob("*.safetensors")
+    return file
+
+
+@pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, it makes each later load that reads the GGUF file fail."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the GGUF file was read")
+
+    return lambda: monkeypatch.setattr(load, "parse_gguf", refuse)
+
+
+@pytest.mark.parametrize("case", list(MODELS) if MANY else CASES)
+def test_a_mapped_model_is_the_loaded_one_to_the_last_bit(
+    case: str, tmp_path: Path, no_reading: Callable[[], None]
+) -> None:
+    path = written(tmp_path, case)
+    first = loaded(path)
+    no_reading()
+    second = loaded(path)
+    assert torch.equal(logits(first), logits(second))
+    ours, wanted = second.module.state_dict(), first.module.state_dict()
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], one) for name, one in wanted.items())
+    assert second.module.config.to_dict() == first.module.config.to_dict()
+    text = "<|im_start|>user\nhello  world, naïve 東京 12345<|im_end|>\n"
+    assert second.tokenizer.encode(text) == first.tokenizer.encode(text)
+    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+    assert second.tokenizer.notices == first.tokenizer.notices
+    with safe_open(the_file(), framework="pt") as file:
+        assert set(file.keys()) == {"manifest", "weights"}
+
+
+def test_another_way_of_loading_has_another_file(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    loaded(path)
+    loaded(path, dtype="bfloat16")
+    assert len(prepared_files()) == 2
+    load_model(str(path), device="cpu", dtype="float32", quantize="none")
+    assert len(prepared_files()) == 2
+    assert {file.model for file in prepared_files()} == {str(path)}
+
+
+def test_a_swapped_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    path, other = written(tmp_path), written(tmp_path / "other", seed=1)
+    before, about = logits(loaded(path)), path.stat()
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert path.stat().st_size == about.st_size
+    found = logits(loaded(path))
+    assert not torch.equal(found, before)
+    assert torch.equal(found, logits(loaded(other)))
+    assert len(prepared_files()) == 2  # what was made of the former file is gone
+
+
+Damage = Callable[[bytearray, random.Random], bytes]
+
+
+def _page(data: bytearray, draw: random.Random) -> slice:
+    at = draw.randrange(len(data) // PAGE) * PAGE
+    return slice(at, at + PAGE)
+
+
+def _flip(data: bytearray, draw: random.Random) -> bytes:
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return bytes(data)
+
+
+def _cut(data: bytearray, draw: random.Random) -> bytes:
+    return bytes(data[: draw.choice((0, 7, PAGE, len(data) - 1, draw.randrange(len(data))))])
+
+
+def _zero(data: bytearray, draw: random.Random) -> bytes:
+    data[_page(data, draw)] = bytes(PAGE)
+    data[-1] ^= 1  # a page of zeros may have been one before
+    return bytes(data)
+
+
+def _swap(data: bytearray, draw: random.Random) -> bytes:
+    while True:
+        one, two = _page(data, draw), _page(data, draw)
+        if data[one] != data[two]:
+            data[one], data[two] = data[two], data[one]
+            return bytes(data)
+
+
+def _shift(data: bytearray, draw: random.Random) -> bytes:
+    at = draw.randrange(len(data))
+    del data[at]
+    return bytes(data) + b"\1"
+
+
+def _longer(data: bytearray, draw: random.Random) -> bytes:
+    return bytes(data) + draw.randbytes(draw.choice((1, PAGE)))
+
+
+def _noise(data: bytearray, draw: random.Random) -> bytes:
+    return draw.randbytes(len(data))
+
+
+DAMAGES: list[Damage] = [_flip, _cut, _zero, _swap, _shift, _longer, _noise]
+
+
+def test_a_damaged_file_is_made_again_with_a_line(tmp_path: Path) -> None:
+    path, draw = written(tmp_path), random.Random(5)
+    wanted, whole = logits(loaded(path)), the_file().read_bytes()
+    for at in range(MANY or len(DAMAGES)):
+        the_file().write_bytes(DAMAGES[at % len(DAMAGES)](bytearray(whole), draw))
+        model = loaded(path)
+        assert [one for one in model.tokenizer.notices if "is made again" in one], at
+        assert torch.equal(logits(model), wanted), at
+        assert the_file().read_bytes() == whole, at
+
+
+def test_the_command_lists_and_deletes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    loaded(path)
+    models_prepared("elsewhere", remove=True)
+    models_prepared("model.gguf")
+    said = capsys.readouterr()
+    assert str(path) in said.out
+    assert "in all" in said.err
+    models_prepared(None, remove=True)
+    assert not prepared_files()
+
+
+def test_a_foreign_file_is_not_used(tmp_path: Path) -> None:
+    path, other = written(tmp_path), written(tmp_path / "other", seed=1)
+    wanted = logits(loaded(path))
+    own = the_file()
+    loaded(other)
+    (foreign,) = set(prepared_dir().glob("*.safetensors")) - {own}
+    shutil.copyfile(foreign, own)
+    assert torch.equal(logits(loaded(path)), wanted)
+    own.chmod(0o666)
+    model = loaded(path)
+    assert any("is made again" in one for one in model.tokenizer.notices)
+    assert own.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("where", ["open", "write", "name", "folder"])
+def test_a_full_or_read_only_disk_costs_only_time(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __init__(self, *_: object) -> None:
+            self.file = open(prepared_dir() / f"full{prepared.UNFINISHED}", "wb")  # noqa: SIM115
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, _: object) -> None:
+            raise fail()
+
+    def fail(*_: object) -> OSError:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    match where:
+        case "open":
+            monkeypatch.setattr(contents, "open_private", fail)
+        case "write":
+            monkeypatch.setattr(contents, "open_private", Full)
+        case "name":
+            monkeypatch.setattr(os, "replace", fail)
+        case _:
+            monkeypatch.setattr(prepared, "private_dir", fail)
+    path = written(tmp_path)
+    wanted = logits(loaded(path))
+    assert torch.equal(logits(loaded(path)), wanted)
+    assert not prepared_files()
+
+
+def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [written(tmp_path / name, seed=at) for at, name in enumerate("abc")]
+    loaded(paths[0])
+    size = the_file().stat().st_size
+    monkeypatch.setattr(prepared, "_MOST", 5 * size // 2)
+    left = prepared_dir() / f"1234{prepared.UNFINISHED}"
+    left.write_bytes(b"half")
+    loaded(paths[1])
+    assert left.exists()  # another process may be writing it
+    os.utime(left, (time.time() - 100,) * 2)
+    for file in prepared_files():
+        os.utime(file.path, (1 + (file.model == str(paths[1])),) * 2)
+    loaded(paths[0])  # used again
+    loaded(paths[2])
+    assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
+    assert not left.exists()
+    monkeypatch.setattr(prepared, "_MOST", size // 2)
+    loaded(paths[1])
+    assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
