@@ -106,7 +106,7 @@ class Session:
         self.undo_points: list[UndoPoint] = []
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
-        self._vectors = dict[str, Tensor]()  # of the sentences that `facts` looked at
+        self._vectors = dict[str, Tensor]()  # of sentences that were said
         # By round and text: the instructions that were pinned, and of these what the user unpinned.
         self._instructions = dict[tuple[int, str], Positions]()
         self._unpinned = set[tuple[int, str]]()
@@ -542,14 +542,18 @@ class Session:
     def _pin_instructions(self) -> Iterator[Event]:
         """Pin the standing instructions of the user turn that was just read, if this is wanted."""
         encoder, policy = self.model.encoder, self._engine.settings.policy
-        if not (self.profile.pin_instructions and len(encoder.kinds) and policy.honours_pins):
+        if not len(encoder.kinds):
             return
+        is_wanted = self.profile.pin_instructions and policy.honours_pins
         turn, round = self.state.last_turn, self.state.round
         for rule in [rule for rule in self._instructions if rule[0] >= round]:
             del self._instructions[rule]  # it was undone
-        for text, positions in instructions_in(self.ledger, self._texts, encoder, turn):
+        for text, positions in instructions_in(
+            self.ledger, self._texts, encoder, turn, self._vectors
+        ):
             self._instructions[round, text] = positions
-            if (round, text) in self._unpinned:  # before the message was read again
+            # It may have been unpinned before the message was read again.
+            if not is_wanted or (round, text) in self._unpinned:
                 continue
             short = format_value(text)
             what = short if short[1:-1] == text else f"turn {turn}"

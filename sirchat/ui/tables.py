@@ -94,13 +94,13 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
     """Draw a table of the facts that the user stated: when, whether they are held, the text."""
-    shares = [(fact.held, fact.tokens) for fact in facts]
     columns: Columns = {
         "turn": [str(fact.turn) for fact in facts],
         "when": [ago(fact.time, now) for fact in facts],
         "is": [
-            "held" if held == tokens else "partly held" if held else "evicted"
-            for held, tokens in shares
+            ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
+            + ("" if fact.newer is None else f"; newer: turn {fact.newer}")
+            for fact in facts
         ],
         "you said": [displayable_line(fact.text) for fact in facts],
     }

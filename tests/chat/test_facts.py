@@ -38,6 +38,19 @@ def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
     assert not any("Rome" in fact.text for fact in chat.facts())
 
 
+def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:
+    chat = chat_of(*FACTS)
+    assert set(chat._vectors) == set(FACTS)
+    read = [fact.text for fact in chat.facts()]
+    chat._vectors = {}
+    assert [fact.text for fact in chat.facts()] == read == FACTS
+
+
+def test_what_a_newer_statement_replaced_is_marked() -> None:
+    chat = chat_of(FACTS[1], OTHERS[0], FACTS[1])  # random states tell no two facts apart
+    assert [fact.newer for fact in chat.facts()] == [4, None]
+
+
 def test_the_command_shows_them_in_a_table() -> None:
     chat, out, notes = chat_of(FACTS[0]), io.StringIO(), io.StringIO()
     screen = Screen(out, notes)
@@ -63,3 +76,13 @@ def test_a_real_model_tells_facts_from_talk() -> None:
         list(chat.read_user(text))
         list(chat.read_reply("Okay."))
     assert [fact.text for fact in chat.facts()] == ["My sister Emma is a dentist."]
+
+
+@pytest.mark.real
+def test_a_real_model_marks_what_a_newer_statement_replaced() -> None:
+    chat = session(load_model("smollm2"))
+    for text in ("I live in Rome.", "My sister Emma is a dentist.", "I live in Oslo now."):
+        list(chat.read_user(text))
+        list(chat.read_reply("Okay."))
+    assert [fact.newer for fact in chat.facts()] == [4, None, None]
+    assert [fact.newer for fact in chat.facts("Rome")] == [4]
