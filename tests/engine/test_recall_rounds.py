@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,12 +20,16 @@ from attacking import attack
 from chatting import babbler
 from held_rows import contents, same
 from shadow import WatchedModel, check, follow, shadow_of, watching
+from sirchat.chat.retry import retry_under, settings_for_full
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.residency import Residency
 from sirchat.errors import SirchatError
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag
+from sirchat.memory.ledger import ROW, Flag
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
+from sirchat.saved.store import SessionStore
 
 SAYINGS = ["My name is Anna.", "ok", "Tell me a joke about the lake. " * 2, "Where is it? " * 9]
 CHANGES: list[dict[str, Any]] = [
@@ -40,14 +45,18 @@ CHANGES: list[dict[str, Any]] = [
 class Chat:
     """A chat for whose turns recall holds what `random` draws; each step is checked."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, folder: Path) -> None:
         self.random, self.model = random, WatchedModel.of(babbler())
         self.theta = float(self.model.module.config.rope_parameters["rope_theta"])
         policy = random.choice(["sink", "entropy"])
+        self.autosave: Autosave | None = None
         self.use(Session(self.model, Profile(policy=policy, budget=random.choice((64, 80)),
             recent=0, recall="mips", max_new_tokens=6, decay=1.0)))  # fmt: skip
+        self.autosave = Autosave(self.chat, folder=folder)
 
     def use(self, chat: Session) -> None:
+        if self.autosave is not None:
+            self.autosave.replace_session(chat)
         self.chat, self.recalls, self.ended = chat, True, False
         self.before: Positions | None = None  # what was held when recall began
         self.model.chats[:] = [chat]
@@ -159,6 +168,45 @@ class Chat:
         assert again._engine.residency.selection.is_plain
         assert again.ledger.held_positions.tolist() == held.tolist()
 
+    def retry(self, text: str, is_full: bool) -> None:
+        """Another reply under other settings, or with all that was evicted, then the usual ones."""
+        self.ask(text)
+        updates = settings_for_full(self.chat)[0] if is_full else {"temperature": 1.0}
+        list(retry_under(self.chat, updates, lambda _: ""))
+        self.check_round()
+
+    def save(self) -> None:
+        """The file has what is held when the round is over; saving changes nothing."""
+        assert self.autosave is not None
+        before, held = digest(self.chat), self.chat.save().held
+        self.autosave.update()
+        assert digest_is(self.chat, before), "changed by saving"
+        if (store := self.autosave._store) is not None:
+            head = store.head()
+            assert head is not None
+            assert head.held.tolist() == held.tolist()
+            assert (
+                store.rows(ROW)["token_id"].tolist() == self.chat.save().rows["token_id"].tolist()
+            )
+
+    def branch(self) -> None:
+        """A copy of the chat, opened from its file, goes on where this one is."""
+        self.save()
+        assert self.autosave is not None
+        before = digest(self.chat)
+        copy = self.autosave.branch("copy")
+        path = copy._store.path if copy._store else None
+        copy.close_without_saving()
+        assert digest_is(self.chat, before), "changed by the branch"
+        again = Session(self.model, self.chat.profile)
+        if path is None:
+            return
+        with SessionStore.open(path) as store:
+            resume_session(again, store)
+        assert again._engine.residency.selection.is_plain
+        assert again.ledger.held_positions.tolist() == self.chat.save().held.tolist()
+        assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
+
     def within(self, text: str, name: str, *given: Any) -> None:
         """Between a message and its reply, something else is done."""
         list(self.chat.read_user(text))
@@ -225,9 +273,11 @@ def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
         yield chats
 
 
-def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(made_room: list[Chat]) -> None:
+def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(
+    made_room: list[Chat], tmp_path: Path
+) -> None:
     def talk(random: Random) -> None:
-        chat = Chat(random)
+        chat = Chat(random, tmp_path)
         made_room[:] = [chat]
         for text in SAYINGS[:3]:
             chat.say(text)
@@ -236,10 +286,11 @@ def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(made_room: l
             target, at = random.choice(["Anna", "joke", "turn 2", "last"]), random.randint(1, 6)
             pins = [("pin", target, True), ("pin", target, False)]
             switch = ("switch", updates)
-            simple: Any = random.choice([switch, switch, ("resume",), *pins, ("erase", target)])
+            files = [("save",), ("branch",)]
+            simple: Any = random.choice([switch, ("resume",), *files, *pins, ("erase", target)])
             usual: list[tuple[Any, ...]] = [*[("say", text), ("ask", text)] * 3,
-                ("ask_and_undo", text), ("undo",), ("fail", text, at), ("leave_off", text, at),
-                simple, simple, ("within", text, *simple)]  # fmt: skip
+                ("ask_and_undo", text), ("retry", text, at > 3), ("undo",), ("fail", text, at),
+                ("leave_off", text, at), simple, simple, ("within", text, *simple)]  # fmt: skip
             chat.do(*random.choice(usual))
 
     attack(talk, 6, seconds=60)
