@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,11 +77,18 @@ class Passages:
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
         """The text of each passage from number `start` to `stop` - 1, without erased tokens."""
+        columns = {name: ledger.column(name) for name in ("flags", "token_id")}
+        return self.texts_of(self.rows[start:stop], columns)
+
+    def texts_of(
+        self, rows: NDArray[np.void], tokens: NDArray[np.void] | Mapping[str, NDArray[Any]]
+    ) -> list[str]:
+        """The text of each passage in `rows`, of the ledger's columns `flags` and `token_id`."""
         found = list[str]()
-        for first, end in self.rows[["start", "end"]][start:stop].tolist():
+        for first, end in rows[["start", "end"]].tolist():
             at = np.arange(first, end)
-            at = at[ledger.column("flags")[at] & _NO_TEXT == 0]
-            found.append("".join(self._texts(ledger.column("token_id")[at].tolist(), at.tolist())))
+            at = at[tokens["flags"][at] & _NO_TEXT == 0]
+            found.append("".join(self._texts(tokens["token_id"][at].tolist(), at.tolist())))
         return found
 
     def state(self) -> dict[str, NDArray[np.generic]]:

@@ -197,7 +197,7 @@ class Recall:
         however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
-        message, is_auto = self._message(ids, roles), recall is None or recall.n is None
+        message, is_auto = self.message(ids, roles), recall is None or recall.n is None
         scores = search.scores(message, generated)
         asks, focus = self._asks_back(message), self._focus()
         at_time: Sequence[int] = ()
@@ -250,7 +250,7 @@ class Recall:
             return True
         return encoder.asks_back(torch.from_numpy(message.by_model))
 
-    def _message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
+    def message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
         """What is looked for in a turn; its vector is that of its text, read by itself."""
         said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
         pieces = self._texts([ids[at] for at in said], said)

@@ -6,34 +6,34 @@ They are read from the chats' files at each search, so nothing that was erased t
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import compress, pairwise
-from math import log
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sirchat.errors import SessionError
-from sirchat.recall.word_index import (
-    STOP_WORDS,
-    letter_groups,
-    terms_of,
-    words_of,
-)
+from sirchat.memory.ledger import ROW, Role
+from sirchat.recall.passage_search import FLOOR, PassageSearch, Sought, best_first
+from sirchat.recall.passages import PASSAGE, divided
 from sirchat.saved.database import SUFFIX, UNDECODABLE, check_format, connect
 from sirchat.saved.index import find_matches
-from sirchat.text.detokenizer import SENTENCE_END
+from sirchat.saved.store import SavedTurn, SessionStore
 
 MOST = 3  # passages that are quoted
 
-_CHATS = 24  # of the best by SQLite's bm25; only these are read
-_WORDS = 4  # a shorter sentence stands with the next one
+_CHATS = 24  # the best by SQLite's bm25, then the newest; only these are read
 _LONGEST = 300  # characters of a passage that are quoted
-_LEAST_SHARE = 0.6  # of the best passage's score
-FLOOR = 0.5  # share of a message's words, below which nothing is quoted unasked
 _HEAD = "From my other chats:"
+_NO_VECTOR = np.zeros(0, np.float16)
+
+VectorsOf = tuple[str, int]  # a model's name, and the check sum of its encoder
+_Part = tuple[str, int, NDArray[np.float16]]  # text, turn and vector of a passage
 
 
 @dataclass(frozen=True)
@@ -66,80 +66,95 @@ def unquoted(text: str) -> str:
 
 def find_passages(
     folder: Path,
-    text: str,
+    message: Sought,
+    search: PassageSearch,
+    vectors_of: VectorsOf,
     *,
     without: Collection[str] = (),
     known: Collection[str] = (),
-    floor: float = 0.0,
     notice: Callable[[str], object] = lambda text: None,
 ) -> list[Passage]:
-    """The passages of the chats in `folder` that fit `text` best by their words, best first.
+    """The passages of the chats in `folder` that fit `message`, best first, as recall scores them.
 
-    They have at least the share `floor` of its words. Chats of the families `without`, and passages
-    in the texts `known`, are left out. What users said comes before what models said. Raises
-    SessionError if the index can't be used.
+    Chats of the families `without`, and passages in the texts `known`, are left out. `search` is
+    empty, and of the model in `vectors_of`. Raises SessionError if the index can't be used.
     """
-    wanted = [word for word in dict.fromkeys(words_of(text)) if word not in STOP_WORDS]
+    wanted = search.telling_words(message.text)
     if not wanted:
         return []
     matches = find_matches(folder, " ".join(wanted), 0, notice, any_word=True)
     families = {chat.id: chat.family for chat in matches.chats}
-    ids = [ident for ident in matches.ids if families.get(ident, ident) not in without]
-    passages = [
-        passage for ident in ids[:_CHATS] for passage in _passages(folder / f"{ident}{SUFFIX}")
-    ]
-    scores = _scores(passages, wanted)
-    least = max(floor, _LEAST_SHARE * max(scores, default=0.0), 1e-9)
+    # A chat without such a word can be found by meaning; an id begins with the time.
+    others = sorted(families, reverse=True) if message.vector is not None else []
+    ids = [one for one in dict.fromkeys([*matches.ids, *others]) if families[one] not in without]
     said = [" ".join(each.split()) for each in known]
-    found = dict[str, Passage]()
-    for at in sorted(range(len(scores)), key=lambda at: (-scores[at], -passages[at].time)):
-        passage = passages[at]
-        if scores[at] >= least and not any(passage.text in each for each in said):
-            found.setdefault(passage.text.casefold(), passage)
-    return sorted(found.values(), key=lambda passage: passage.role != "user")[:MOST]
+    found, numbers = list[Passage](), dict[tuple[str, int], int]()  # of each chat's turns
+    rows, vectors = list[tuple[int, int, int, int]](), list[NDArray[np.float16]]()
+    for ident in ids[:_CHATS]:
+        for passage, turn, vector in _passages(folder / f"{ident}{SUFFIX}", search, vectors_of):
+            if any(passage.text in each for each in said):
+                continue
+            found.append(passage)
+            role = Role.USER if passage.role == "user" else Role.ASSISTANT
+            rows.append((0, 1, numbers.setdefault((ident, turn), len(numbers)), role))
+            vectors.append(vector)
+    search.take(np.array(rows, PASSAGE), vectors, [passage.text for passage in found])
+    generated = {turn for *_, turn, role in rows if role == Role.ASSISTANT}
+    scores = search.scores(message, generated)
+    best = [
+        at
+        for at in best_first(scores, FLOOR).tolist()
+        # What only stands beside a hit tells little where its chat is not read.
+        if (message.vector is not None and len(vectors[at]))
+        or search.shared_words(found[at].text, message)
+    ]
+    unique = {found[at].text.casefold(): found[at] for at in reversed(best)}
+    return list(unique.values())[::-1][:MOST]
 
 
-def _scores(passages: Sequence[Passage], wanted: Sequence[str]) -> list[float]:
-    """For each passage, the share of the `wanted` words that it has; rare ones count more."""
-    terms = [set(terms_of(passage.text)) for passage in passages]
-    groups = [letter_groups(word) for word in wanted]  # most of them: the word in another form
-    has = [[2 * sum(term in has for term in word) > len(word) for word in groups] for has in terms]
-    weights = [log((len(has) + 1) / (sum(having) + 0.5)) for having in zip(*has, strict=True)]
-    return [sum(compress(weights, having)) / sum(weights) for having in has]
+def _passages(
+    path: Path, search: PassageSearch, vectors_of: VectorsOf
+) -> Iterator[tuple[Passage, int, NDArray[np.float16]]]:
+    """The passages of a saved chat but its questions, with their turns and vectors.
 
-
-def _passages(path: Path) -> Iterator[Passage]:
-    """The passages of a saved chat but its questions, also while a process has it open."""
+    Also while another process has it open.
+    """
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
                 check_format(connection, path)
-                about = dict(connection.execute("SELECT name, value FROM about"))
-                turns = connection.execute("SELECT * FROM turns ORDER BY turn").fetchall()
-            name, created = str(json.loads(about.get("name", '""'))), json.loads(about["created"])
+                store = SessionStore(path, connection)
+                turns, saved, created = (
+                    store.turns(),
+                    _saved(store, search, vectors_of),
+                    store.created,
+                )
             break
         except (sqlite3.Error, SessionError, AttributeError, *UNDECODABLE):
             continue
     else:
         return
-    for _, role, text, _, *times in turns:
-        if role in ("user", "assistant"):
-            time = times[0] if times and times[0] is not None else float(created)
-            for sentences in _pieces(unquoted(text)):
-                yield Passage(sentences, role, name, time)
+    for text, index, vector in saved or _divided(turns):
+        turn, text = turns[index], " ".join(text.split())
+        is_said = text and text in " ".join(unquoted(turn.text).split())
+        if is_said and not text.endswith(("?", "\uff1f")):
+            time = created if turn.time is None else turn.time
+            yield Passage(text, turn.role, store.name, time), index, vector
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """The statements of a text, short ones together."""
-    piece = ""
-    ends = [0, *(match.end() for match in SENTENCE_END.finditer(text)), len(text)]
-    for sentence in (text[start:end] for start, end in pairwise(ends)):
-        if not sentence.rstrip().endswith(("?", "？")):
-            piece = " ".join(f"{piece} {sentence}".split())
-            if len(words_of(piece)) < _WORDS:
-                continue
-        if piece:
-            yield piece
-        piece = ""
-    if piece:
-        yield piece
+def _saved(store: SessionStore, search: PassageSearch, vectors_of: VectorsOf) -> list[_Part]:
+    """The saved passages with their vectors; none unless they are of this model and encoder."""
+    head, saved = store.head(), store.passages()
+    if head is None or (store.meta.get("model"), head.fields.get("encoder")) != vectors_of:
+        return []
+    texts = search.passages.texts_of(saved.rows, store.rows(ROW))
+    return list(zip(texts, saved.rows["turn"].tolist(), saved.vectors, strict=True))
+
+
+def _divided(turns: Sequence[SavedTurn]) -> Iterator[_Part]:
+    """The turns' texts, divided as recall does it, each word as a token; without vectors."""
+    for index, turn in enumerate(turns):
+        if turn.role in ("user", "assistant"):
+            words = re.findall(r"\s*\S+", unquoted(turn.text))
+            for start, end in divided(words):
+                yield "".join(words[start:end]), index, _NO_VECTOR

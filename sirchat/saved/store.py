@@ -113,6 +113,7 @@ class SessionStore:
             self.meta: dict[str, Any] = dict(self._about("meta"))
             require(all(isinstance(value, str) for value in self.meta.values()))
             self.name = str(self._about("name") or "")
+            self.created = float(self._about("created") or 0)
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
-from sirchat.saved.across import FLOOR, Passage, quote
+from sirchat.saved.across import Passage, quote
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import shorten
@@ -31,7 +31,7 @@ class Quoting:
         found, self._next = self._next, []
         if not found and self._session.profile.recall_from == "all":
             try:
-                found = self._saved_chat.passages_elsewhere(text, FLOOR)
+                found = self._saved_chat.passages_elsewhere(text)
             except SessionError as error:  # the message is sent all the same
                 self._screen.error(str(error))
             self._show(found)
