@@ -1,14 +1,14 @@
 """Finds the passages of a chat that fit a message: one score, by words and by meaning.
 
-A passage's score is z(words) + MEANING z(meaning). z is the distance from the mean of all passages,
-in standard deviations that are at least as large as usual, so that where nothing fits, nothing
-seems to.
+A passage's score is z(words) - CHANCE, or 0 if that is less, plus z(meaning). z is the distance
+from the mean of all passages, in standard deviations that are at least as large as usual, so that
+where nothing fits, nothing seems to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,19 @@ from numpy.typing import NDArray
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.recall.passages import Passages, VectorOf, divided
-from sirchat.recall.word_index import LESS, WordIndex, telling_by
+from sirchat.recall.word_index import LESS, WordIndex, telling_by, words_of
 from sirchat.text.detokenizer import Texts
 
-# Chosen on LoCoMo's conversations and half a of the questions of `facts-in-dialogue`. With 4 in
-# place of 1.5, more paraphrases are found, but a fifth less of LoCoMo's evidence.
-MEANING = 1.5  # weight of meaning beside words
-FLOOR = 2.0  # least score of a passage that comes back
+# Chosen on LoCoMo's conversations and half a of the questions of `facts-in-dialogue`. Without
+# CHANCE, passages that share a frequent word displace those that say it in other words.
+CHANCE = 1.0  # what z(words) reaches by chance
+FLOOR = 2.0  # least score of a passage that comes back; half of it for a message that asks
 NATS = 1.0  # least standard deviation of scores by words
 
 # Of the cosines of sentences of talk, with the bundled encoder: their mean and standard deviation.
 _USUAL_COSINE, _COSINES_DIFFER = 0.15, 0.1
 # A chat of fewer passages is judged as if there were so many, of which the others do not fit.
 _USUAL_PASSAGES = 100
-_BLOCK = 2048  # passages that are compared at once: what fits into a core's cache
 _SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
@@ -113,29 +112,19 @@ class PassageSearch:
         return self._discounted(self._scores(message), generated)
 
     def scores_of_second_round(
-        self,
-        ledger: Ledger,
-        found: Iterable[int],
-        message: Sought,
-        generated: Collection[int] = (),
+        self, ledger: Ledger, first: int, message: Sought, generated: Collection[int] = ()
     ) -> Scores:
-        """How well each passage [n] fits the passages number `found`, without the message's words.
+        """How well each passage [n] fits the words of passage number `first`, less the message's.
 
-        A passage that fits one of them fits, by half; those found count -inf.
+        That itself counts 0, and so do all if the message's words did not find it.
         """
-        known = set(self._index.telling_words(message.text))
-        best = np.full(len(self.passages), -np.inf)
-        found = list(found)
-        by_meaning = np.zeros((len(found), len(self.passages)))
-        if message.vector is not None:
-            by_meaning = self._fits(self.passages.vectors[found])
-        for number, fits in zip(found, by_meaning, strict=True):
-            text = self.passages.texts(ledger, number, number + 1)[0]
-            new = " ".join(word for word in self._index.telling_words(text) if word not in known)
-            best = np.maximum(best, self._by_words([new]) + fits)
-        best = LESS * self._discounted(best, generated)
-        best[found] = -np.inf
-        return best
+        known, text = set(words_of(message.text)), self.passages.texts(ledger, first, first + 1)[0]
+        if not self._by_words(message.sentences)[first]:
+            return np.zeros(len(self.passages))
+        new = " ".join(word for word in words_of(text) if word not in known)
+        scores = self._by_words((new,))
+        scores[first] = 0
+        return self._discounted(scores, generated)
 
     def shared_words(self, text: str, message: Sought) -> tuple[str, ...]:
         """Up to three words of the message that a passage's text has, the rarest first."""
@@ -150,25 +139,18 @@ class PassageSearch:
             return np.zeros(0)
         scores = self._by_words(message.sentences)
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
-            scores += self._fits(message.vector[None])[0]
+            # Undefined cosines count as usual ones: these passages can be found by words.
+            # numpy takes twenty times as long for float16.
+            wanted = torch.from_numpy(message.vector).to(torch.float16)
+            products = torch.from_numpy(self.passages.vectors) @ wanted
+            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
+            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
+            scores += self._index.with_block(fits)
         return scores
 
     def _by_words(self, sentences: Sequence[str]) -> Scores:
-        return _standard(self._index.scores(sentences), 0.0, NATS)
-
-    def _fits(self, vectors: NDArray[np.floating]) -> Scores:
-        """How well each passage [k, n] fits vectors [k, D] by meaning; 0 by an undefined one."""
-        wanted = torch.from_numpy(vectors).float().T  # [D, k]
-        blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
-        products = torch.cat([block.float() @ wanted for block in blocks]).T
-        fits = np.zeros(products.shape)
-        for at, row in enumerate(products.double().numpy()):
-            if not np.isnan(vectors[at]).any():
-                # Undefined cosines count as usual ones: these passages can be found by words.
-                cosines = np.nan_to_num(row, nan=_USUAL_COSINE)
-                standard = _standard(cosines, _USUAL_COSINE, _COSINES_DIFFER)
-                fits[at] = MEANING * self._index.with_block(np.maximum(standard, 0))
-        return fits
+        """How far above chance each passage [n] fits the words of the sentences."""
+        return np.maximum(_standard(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
 
     def _discounted(self, scores: Scores, generated: Collection[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.

@@ -36,6 +36,7 @@ from sirchat.recall.passage_search import (
 )
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
+from sirchat.recall.word_index import LESS
 from sirchat.text.detokenizer import Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
@@ -192,9 +193,9 @@ class Recall:
     ) -> FoundPassages:
         """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
 
-        If it asks by a time, what the user said then fits. Else, if they leave some room, those
-        that fit the first ones get it. With a number in the setting `recall_n`, the best come back
-        however low they score.
+        If it asks by a time, what the user said then fits. If it asks for something else, those
+        that fit the first one's words, and those that fit less well, get what room is left. With a
+        number in the setting `recall_n`, the best come back however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
         message, is_auto = self.message(ids, roles), recall is None or recall.n is None
@@ -208,14 +209,18 @@ class Recall:
                 of_turn = search.passages.rows["turn"] == turn
                 scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
         best = scores.max(initial=0.0)
-        is_question = bool(asks and focus and best >= FLOOR)
+        is_question = bool(asks and focus and best >= LESS * FLOOR)
         if is_question:
             room = min(room, focus)
         chosen = self._take(scores, FLOOR if is_auto else -np.inf, room)
-        left = room - sum(len(rows) for rows, _ in chosen.values())
-        if chosen and is_auto and left > 0 and asks and not at_time:
-            second = search.scores_of_second_round(ledger, chosen, message, generated)
-            chosen |= self._take(second, FLOOR, left)
+        if is_auto and asks and not at_time:
+            if chosen:
+                first = next(iter(chosen))
+                again = search.scores_of_second_round(ledger, first, message, generated)
+                scores = np.maximum(scores, again)
+            scores[list(chosen)] = -np.inf
+            left = room - sum(len(rows) for rows, _ in chosen.values())
+            chosen |= self._take(scores, LESS * FLOOR, left)
         positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
         of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
         order = np.argsort(positions)

@@ -292,12 +292,12 @@ def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
 
     fits = [max(0.0, one) for one in z(cosines, 0.15, 0.1)]
     by_meaning = made._index.with_block(np.array(fits))
-    expected = np.array(z(words.tolist(), 0.0, passage_search.NATS))
-    expected += passage_search.MEANING * by_meaning
-    assert made.scores(Sought(("walnut",), vector)) == pytest.approx(expected, abs=2e-2)
-    assert made.scores(Sought(("walnut",))) == pytest.approx(
-        z(words.tolist(), 0.0, passage_search.NATS)
-    )
+    chance = passage_search.CHANCE
+    by_words = np.array([max(0.0, one - chance) for one in z(words.tolist(), 0.0, 1.0)])
+    assert by_words.max() > 0 == by_words.min()
+    scores = made.scores(Sought(("walnut",), vector))
+    assert scores == pytest.approx(by_words + by_meaning, abs=2e-2)
+    assert made.scores(Sought(("walnut",))) == pytest.approx(by_words)
 
 
 def test_passages_without_a_vector_are_found_by_words_alone() -> None:
