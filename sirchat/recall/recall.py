@@ -220,7 +220,7 @@ class Recall:
                 scores = np.maximum(scores, again)
             scores[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
-            chosen |= self._take(scores, LESS * FLOOR, left)
+            chosen |= self._take(scores, LESS * FLOOR, left, whole=bool(chosen))
         positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
         of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
         order = np.argsort(positions)
@@ -272,15 +272,17 @@ class Recall:
         vector = by_model if own is None else own.vectors(["".join(sentences)])[0].numpy()
         return Sought(sentences, vector, by_model)
 
-    def _take(self, scores: Scores, floor: float, room: int) -> dict[int, tuple[Positions, float]]:
+    def _take(
+        self, scores: Scores, floor: float, room: int, whole: bool = False
+    ) -> dict[int, tuple[Positions, float]]:
         """The best passages that fit into the room, by number: their tokens, and their scores.
 
-        Of one that does not fit, the beginning is taken if it is the first, and then no other.
+        Unless `whole`, of the first one the beginning is taken if it does not fit, and no other.
         """
         taken = dict[int, tuple[Positions, float]]()
         for number in best_first(scores, floor).tolist():
             rows = self._can_be_held(rows_of(self.search.passages.rows[number : number + 1]))
-            if len(rows) > room and taken:
+            if len(rows) > room and (taken or whole):
                 continue
             if len(rows):
                 taken[number] = rows[:room], float(scores[number])
