@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chatting import babbler, session
 from held_rows import contents, same
 from session_files import columns
@@ -13,24 +15,27 @@ STORY = "Once a fox met a gate, which was old. It slept before the gate which le
 QUESTION = "At which gate does my flight leave? " + "Flight seven, gate four, at noon. " * 5
 
 
-def told() -> Session:
-    """A chat with a long reply that shares words with the `QUESTION`."""
-    # No sentence of it fits much better than others: a number brings the best back all the same.
-    chat = session(babbler(), budget=256, recall="words", recall_n=64, max_new_tokens=8)
-    list(chat.read_user("Write a long story about a fox."))
+def told(recall_n: int | str = 64) -> Session:
+    """A chat with a long reply that shares words with the `QUESTION`, after a fact that fits it."""
+    chat = session(babbler(), budget=256, recall="words", recall_n=recall_n, max_new_tokens=8)
+    list(chat.read_user("My flight seven leaves at noon for Oslo. Write a long story about a fox."))
     list(chat.read_reply(STORY))
     return chat
 
 
-def test_the_message_just_written_is_held_beside_what_it_recalls() -> None:
-    chat = told()
+# A number brings passages of the story back, too; `auto` only what fits better than they do.
+@pytest.mark.parametrize("recall_n", [64, "auto"])
+def test_the_message_just_written_is_held_beside_what_it_recalls(recall_n: int | str) -> None:
+    chat = told(recall_n)
     events, held = list[Event](), list[int]()
     for event in chat.ask(QUESTION):
         events.append(event)
         held.append(chat.ledger.held_of_turn(2))
     (came,) = [event for event in events if isinstance(event, Recalled)]
     read, replied = [event for event in events if isinstance(event, TurnDone)]
-    assert came.positions, "the story shares words with it"
+    text = "".join(row.text for row in chat.tokens(came.positions))
+    assert "for Oslo." in text
+    assert ("met a gate" in text) == (recall_n == 64)
     assert read.tokens_in > 80
     assert read.recalled == replied.recalled == len(came.positions)
     assert held[events.index(read)] == held[-2] == read.tokens_in
