@@ -1,0 +1,37 @@
+"""Writes the logits of a GGUF model with four-bit weights: `python logits.py MODEL FILE DTYPE`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from sirchat.models.load import load_model
+from sirchat.models.packed import Int4Linear, four_bit_block
+
+IDS = [index * 37 % 4000 + 10 for index in range(12)]
+CHUNKS = (8, 1, 3)  # many rows, and few
+
+
+@torch.inference_mode()
+def main(name: str, file: str, dtype: Any) -> None:
+    """Read `IDS`; DTYPE is `auto`, so that weights stay packed, or the type to unpack them to."""
+    model = load_model(name, dtype=dtype)
+    cache, found, start = model.new_cache(len(IDS)), list[torch.Tensor](), 0
+    for count in CHUNKS:
+        found.append(model.forward(IDS[start : start + count], cache).float())
+        cache.commit(count)
+        start += count
+    layers = [layer for layer in model.module.modules() if isinstance(layer, Int4Linear)]
+    np.savez(
+        file,
+        logits=torch.cat(found).numpy(),
+        block=four_bit_block(),
+        weights=sum(layer.in_features * layer.out_features for layer in layers),
+        size=sum(buffer.nbytes for layer in layers for buffer in layer.buffers()),
+    )
+
+
+main(*sys.argv[1:])
