@@ -22,6 +22,7 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
     AskedFact,
     draw_fact,
     entries,
+    unrelated_messages,
     values_of,
 )
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
@@ -190,6 +191,10 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
             if len(shares) == 1:
                 assert answer["told"] == pytest.approx(shares[0])
             assert (answer["other"] is None) == (len(fact.told) == len(fact.needed))
+        for text, count in zip(unrelated_messages("all"), record["unrelated"], strict=True):
+            list(own.read_user(text))
+            assert count == len(own.recall.scores)
+            own.undo()
 
 
 def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> None:
@@ -200,6 +205,7 @@ def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> N
         return {"told": told, "length": 260, "answers": answers, "tokens": 250} | {
             "nats": 3 + right,
             "recalled": 5.0,
+            "unrelated": [0, 0, 6, 10 * right],
         }
 
     settings = (Profile(budget=96), Profile(budget=512))
@@ -218,7 +224,7 @@ def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> N
         "1/0/lists 260 0": record("lists", ("listed",), 0.5),
     }
     assert list(found) == one.keys()
-    *tables, replies = one.report(found).tables
+    *tables, replies, unrelated = one.report(found).tables
     assert [table.name for table in tables] == ["paraphrase, 260 tokens", "listed, 260 tokens"]
     rows = [dict(zip(tables[0].columns, row, strict=True)) for row in tables[0].rows]
     assert [row["n"] for row in rows] == [2, 2]
@@ -228,6 +234,7 @@ def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> N
     assert getattr(rows[0]["search ms"], "value", None) == 4
     assert getattr(replies.rows[0][3], "value", None) == 0.375
     assert replies.rows[1][3] is None
+    assert [getattr(value, "value", value) for value in unrelated.rows[0]][1:] == [8, 0.5, 3.375]
     assert "last found" not in tables[0].columns
 
 

@@ -27,6 +27,7 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
     AskedFact,
     draw_fact,
     entries,
+    unrelated_messages,
 )
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, says, spans
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
@@ -92,6 +93,7 @@ class QuestionStudy(FactsInDialogue):
             "tokens": session.seen,
             "nats": nats,
             "recalled": recalled,
+            "unrelated": [_recalled(session, text) for text in unrelated_messages(self.half)],
         }
 
     def woven(
@@ -119,7 +121,7 @@ class QuestionStudy(FactsInDialogue):
         tables = [
             _table(findings, kind, length) for length in self.lengths for kind in self.questions
         ]
-        tables.append(_replies_table(findings, self.settings))
+        tables += [_replies_table(findings, self.settings), _unrelated_table(findings)]
         return Report(header, tuple(tables), details=self.parameters())
 
 
@@ -182,6 +184,13 @@ def _read(session: Session, talk: Woven) -> float:
         for _ in session.read_reply(reply):
             pass
     return fmean(recalled)
+
+
+def _recalled(session: Session, text: str) -> int:
+    """The number of tokens that recall brings back for a message, which is undone."""
+    done = [event for event in session.read_user(text) if isinstance(event, TurnDone)]
+    session.undo()
+    return done[0].recalled
 
 
 def _nats_of_replies(session: Session, talk: Woven) -> float:
@@ -329,3 +338,17 @@ def _replies_table(findings: Sequence[Findings], settings: Sequence[Profile]) ->
         rows.append((one.name, len(nats), clustered_mean(nats), less, recalled))
     columns = ("setting", "conversations", "nats a token", f"less {most.name}", "recalled a turn")
     return Table("Ordinary replies", columns, tuple(rows))
+
+
+def _unrelated_table(findings: Sequence[Findings]) -> Table:
+    """How often recall brings something back for a message that has to do with nothing told."""
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        # Results of before this was measured have none.
+        tokens = [record.get("unrelated", []) for record in one.records]
+        brought = [[float(count > 0) for count in each] for each in tokens]
+        n = sum(map(len, tokens))
+        rows.append((one.name, n, clustered_mean(brought), clustered_mean(tokens)))
+    return Table(
+        "Unrelated messages", ("setting", "n", "bring something", "tokens"), tuple(rows), digits=2
+    )

@@ -53,6 +53,12 @@ def entries(told: str, half: str) -> list[dict[str, Any]]:
     return every if half == "all" else every[HALVES.index(half) :: 2]
 
 
+def unrelated_messages(half: str) -> list[str]:
+    """Messages of a half, or of both, that have to do with nothing that is told."""
+    every: list[str] = _file["unrelated"]
+    return every if half == "all" else every[HALVES.index(half) :: 2]
+
+
 def values_of(entry: dict[str, Any], key: str = "values") -> list[str]:
     """All values, or with the key `names` all names, that a kind of fact may have."""
     written = entry[key]
