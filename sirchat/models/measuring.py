@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,10 +55,10 @@ _OWN = "own products, rows: "
 _MOST = 1 << 20  # weights of a matrix that is timed: 512 rows take 3 to 20 ms
 _ALIGNED = 64  # its number of rows is a multiple of this, or the layer's
 
-_ROUNDS, _CHECKED = 5, 3  # times that each way is timed; and if a choice is only checked
-# What is usual, or was chosen, stays unless another way takes at most this share of its time. So
-# noise changes nothing unless it is as large in most rounds.
-_SHARE = 2 / 3
+_ROUNDS, _CHECKED = 7, 3  # times that each way is timed; and if a choice is only checked
+# What is usual, or was chosen, stays unless another way takes at most this share of its time: for
+# number types; and for limits, near which both ways are about as fast, so that load changes much
+_SHARE, _SHARE_AT_LIMIT = 2 / 3, 1 / 2
 _HOPELESS = 8  # a way that takes so many times as long as another is not timed again
 
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bfloat16, but no instructions for it
@@ -176,16 +175,17 @@ def time_ways(ways: Ways, rounds: int = _ROUNDS) -> dict[str, list[float]]:
     return {name: seconds[1:] for name, seconds in taken.items()}
 
 
-def fastest(taken: Mapping[str, list[float]], usual: str) -> str:
-    """The fastest way by its times; `usual`, unless that takes at least a third less time."""
-    # Ratios of times in one round. Two of five rounds, however disturbed, can't move the median
-    # beyond those of the others.
-    ratios = {
-        name: median(a / b for a, b in zip(seconds, taken[usual], strict=False))
-        for name, seconds in taken.items()
-    }
-    best = min(ratios, key=ratios.__getitem__)
-    return best if ratios[best] <= _SHARE else usual
+def fastest(taken: Mapping[str, list[float]], usual: str, share: float = _SHARE) -> str:
+    """The fastest way by its times; but `usual`, unless that takes at most `share` of its time."""
+    typical = {name: typical_time(seconds) for name, seconds in taken.items()}
+    best = min(typical, key=typical.__getitem__)
+    return best if typical[best] <= share * typical[usual] else usual
+
+
+def typical_time(seconds: Iterable[float]) -> float:
+    """The time that work takes, by several measurements: the second shortest."""
+    # Load makes it longer in some rounds. The shortest may be wrong, too.
+    return sorted(seconds)[:2][-1]
 
 
 def ways_to_multiply(layer: PackedLinear, rows: int, is_unpacked: bool = False) -> Ways:
@@ -271,10 +271,10 @@ def _compute_alone() -> None:
 def _measured(module: nn.Module) -> Choices:
     usual, times = _usual(), dict[str, Mapping[str, float]]()
 
-    def choose(work: str, ways: Ways, usual: str) -> str:
+    def choose(work: str, ways: Ways, usual: str, share: float = _SHARE) -> str:
         taken = time_ways(ways)
-        times[work] = {name: round(1000 * median(taken[name]), 4) for name in taken}
-        return fastest(taken, usual)
+        times[work] = {name: round(1000 * typical_time(taken[name]), 4) for name in taken}
+        return fastest(taken, usual, share)
 
     cached = choose("attention", ways_to_attend(_heads_of(module)), usual.cache_type)
     four, eight = (_part_of(layer) for layer in _widest(module))
@@ -286,8 +286,9 @@ def _measured(module: nn.Module) -> Choices:
         limits[name] = _STEPS[0]
         for rows in _STEPS[1:]:
             ways = ways_to_multiply(layer, rows, is_unpacked=name == "few")
+            ways = _only(("kernel", chosen), ways)
             before = "kernel" if rows <= getattr(method, name) else chosen
-            if choose(f"{name}, {rows} rows", _only(("kernel", chosen), ways), before) == chosen:
+            if choose(f"{name}, {rows} rows", ways, before, _SHARE_AT_LIMIT) == chosen:
                 break
             limits[name] = rows
     limits["own"] = 0

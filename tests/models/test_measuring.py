@@ -95,7 +95,7 @@ PROCESSORS = {
     ),
     "features that say too little": Processor(
         *("AVX2", False, (300, 100), 24, (400, 450), (3, 17)),
-        *("float16", MatmulMethod("bfloat16", 8, 8, 8)),
+        *("float16", MatmulMethod("bfloat16", 32, 8, 8)),
     ),
 }
 
@@ -156,19 +156,22 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Processor], FakeClock]:
 
 
 def disturbed(seed: int, rounds: list[list[int]], work: int, way: str, number: int) -> float:
+    """One round and the warm-up halve or double the time of any way; three others may double it."""
     draw = random.Random(f"{seed} {work} {way} {number}")
-    return draw.choice((0.5, 1, 2)) if seed and number in rounds[work] else 1
+    anyhow, *slow = rounds[work]
+    if seed and number in (anyhow, 0):
+        return draw.choice((0.5, 1, 2))
+    return draw.choice((1, 2)) if seed and number in slow else 1
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_on_each_processor_the_fastest_ways_are_chosen_however_two_of_five_rounds_are_disturbed(
+def test_on_each_processor_the_fastest_ways_are_chosen_however_some_rounds_are_disturbed(
     name: str, on: Callable[[Processor], FakeClock]
 ) -> None:
     there, module = PROCESSORS[name], Packed()
     for seed in range(MANY or 40):
         clock = on(there)
-        # In each work two rounds, or the warm-up and one: any sample of any way halved or doubled.
-        rounds = [random.Random(f"{seed} {work}").sample(range(6), 2) for work in range(9)]
+        rounds = [random.Random(f"{seed} {work}").sample(range(8), 4) for work in range(9)]
 
         clock.noise = partial(disturbed, seed, rounds)
         choices = measure_choices(module)
@@ -189,7 +192,7 @@ def test_before_anything_was_measured_the_features_decide(
 
 
 def test_another_way_is_taken_only_if_it_saves_a_third() -> None:
-    taken = {"kernel": [3.0, 3.0, 3.0], "bfloat16": [2.1, 2.1, 2.1], "float32": [1.9, 2.2, 9.0]}
+    taken = {"kernel": [3.0, 3.0, 3.0], "bfloat16": [2.1, 2.1, 2.1], "float32": [1.9, 9.0, 2.2]}
     assert measuring.fastest(taken, "kernel") == "kernel"
     taken["float32"] = [1.9, 1.9, 9.0]
     assert measuring.fastest(taken, "kernel") == "float32"
