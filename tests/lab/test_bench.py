@@ -208,11 +208,20 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
     python.chmod(0o700)
-    flags = ["start", "--model", str(model), "--llama-cpp", str(python), "--tokens", "100"]
+    flags = ["start", "--model", str(model), "--llama-cpp", str(python), "--tokens", "50,100"]
     found = results(*flags, "--rounds", "1")
-    units = ["s", "s", "MiB", "MiB", "s", "ms", "MiB", "s", "s", "s", "ms", "ms"]
+    units = ["s", "s", "s", "s", "MiB", "MiB", "s", "s", "ms", "MiB", "s", "s", "s", "ms", "ms"]
     assert [r["unit"] for r in found] == units
-    load, first, resident, peak, paste, decode, most, prompt, ready, reply, echo, longest = found
+    loads, found = found[:2], found[2:]
+    load, first, resident, peak, few, paste, decode, most, prompt, ready, reply, *echoes = found
+    echo, longest = echoes
+    assert [one["name"][:30] for one in loads] == [
+        "loading the model the first time"[:30],
+        "the first time, from the start of the process"[:30],
+    ]
+    assert 0 < loads[0]["ours"] < loads[1]["ours"]
+    assert loads[0]["other"] == 0.5
+    assert few["name"] == "first token after 50 in an empty cache"
     assert paste["name"] == "first token after 100 in an empty cache"
     assert 0 < decode["ours"] < 1000 * paste["ours"]
     assert 0 < resident["ours"] <= peak["ours"] <= most["ours"]

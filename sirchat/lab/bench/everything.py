@@ -26,7 +26,7 @@ def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> di
     use_threads(profile.threads)  # llama.cpp gets as many threads
     options = BenchOptions(rounds=rounds, seen=_SEEN)
     with peer_for(profile.model, llama_cpp, _LONG + REPLY) as peer:
-        starts = bench_start(profile, rounds, peer, _LONG, with_chat=True)
+        starts = bench_start(profile, rounds, peer, [_LONG], with_chat=True)
         start = start_record(starts, profile.model, peer.note if peer else "")
     with peer_for(profile.model, llama_cpp, options.cache) as peer:
         model = bench_model(profile.model)

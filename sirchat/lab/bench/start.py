@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import SHAPES
-from sirchat.lab.bench.start_worker import StartFigures
+from sirchat.lab.bench.start_worker import StartFigures, fresh_home
 
 # Number of tokens in the short message that is read first, and in the reply to the long text
 SHORT, REPLY = 32, 64
@@ -45,15 +46,25 @@ class StartMeasure:
     high: float | None = None
 
 
-_NAMES: dict[str, tuple[str, str, float]] = {
-    "load": ("loading the model", "s", 1.0),
-    "first": (f"from the start of the process to the first token after {SHORT}", "s", 1.0),
-    "resident": ("memory after the first token", "MiB", 2.0**20),
-    "peak": ("most memory until the first token", "MiB", 2.0**20),
-    "paste": ("first token after {long:,} in an empty cache", "s", 1.0),
-    "decode": (f"each of the next {REPLY} tokens", "ms", 0.001),
-    "most": ("most memory until the end", "MiB", 2.0**20),
+_FIRST = f"from the start of the process to the first token after {SHORT}"
+_WITH_NOTHING: dict[str, tuple[str, str, float]] = {
+    "load": ("loading the model the first time", "s", 1.0),
+    "first": (f"the first time, {_FIRST}", "s", 1.0),
 }
+
+
+def _names(longs: Sequence[int]) -> dict[str, tuple[str, str, float]]:
+    return {
+        "load": ("loading the model", "s", 1.0),
+        "first": (_FIRST, "s", 1.0),
+        "resident": ("memory after the first token", "MiB", 2.0**20),
+        "peak": ("most memory until the first token", "MiB", 2.0**20),
+        **{f"paste {n}": (f"first token after {n:,} in an empty cache", "s", 1.0) for n in longs},
+        "decode": (f"each of the next {REPLY} tokens", "ms", 0.001),
+        "most": ("most memory until the end", "MiB", 2.0**20),
+    }
+
+
 _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
     "prompt": ("from the start of the process to the prompt", "s", 1.0),
     "ready": ("from the start of the process to the end of loading", "s", 1.0),
@@ -64,21 +75,24 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 
 
 def bench_start(
-    profile: Profile, rounds: int, peer: LlamaCpp | None, long: int, *, with_chat: bool
+    profile: Profile, rounds: int, peer: LlamaCpp | None, longs: Sequence[int], *, with_chat: bool
 ) -> list[StartMeasure]:
     """Measure `rounds` starts of sirchat with a profile's model, each in a new process.
 
+    Each reads texts of `longs` tokens. As many first starts find nothing that others have kept.
     Raises ModelError, with a message of one line, if the model can't be started.
     """
-    ours, other = list[StartFigures](), list[StartFigures]()
+    ours, first, other = list[StartFigures](), list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)
     for _ in range(rounds + 1):
-        ours.append(_ours((model, *how, profile.compile), long))
+        ours.append(_ours((model, *how, profile.compile), longs))
+        with fresh_home() as home:
+            first.append(_ours((model, *how, "off"), (), SIRCHAT_HOME=home))
         if peer is not None:
-            other.append(_other(peer, long))
+            other.append(_other(peer, longs))
     measured = [
-        _measure(key, (name.format(long=long), unit, size), ours[1:], other[1:])
-        for key, (name, unit, size) in _NAMES.items()
+        *(_measure(key, of, first[1:], other[1:]) for key, of in _WITH_NOTHING.items()),
+        *(_measure(key, of, ours[1:], other[1:]) for key, of in _names(longs).items()),
     ]
     if not with_chat or model in SHAPES or sys.platform == "win32":
         return measured
@@ -90,15 +104,19 @@ def bench_start(
     return measured + [_measure(key, of, chats, []) for key, of in _AT_THE_PROMPT.items()]
 
 
-def _ours(arguments: Sequence[str], long: int) -> StartFigures:
+def _ours(arguments: Sequence[str], longs: Sequence[int], **variables: str) -> StartFigures:
     # -P: no module is imported from the current folder, unless that folder is on sys.path here.
     worker = [sys.executable, "-P", "-m", "sirchat.lab.bench.start_worker"]
-    numbers = [str(one) for one in (SHORT, long, REPLY, time.time())]
+    numbers = [str(SHORT), ",".join(map(str, longs)), str(REPLY), str(time.time())]
     command = [*worker, *arguments, *numbers]
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "SIRCHAT_THREADS": str(torch.get_num_threads()),
-    }
+    environ = (
+        os.environ
+        | variables
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "SIRCHAT_THREADS": str(torch.get_num_threads()),
+        }
+    )
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -109,33 +127,26 @@ def _ours(arguments: Sequence[str], long: int) -> StartFigures:
     return figures
 
 
-def _other(peer: LlamaCpp, long: int) -> StartFigures:
+def _other(peer: LlamaCpp, longs: Sequence[int]) -> StartFigures:
     begun = time.perf_counter()
     with peer.restarted() as fresh:
         fresh.ask("read", list(range(10, 10 + SHORT)))
-        first = time.perf_counter() - begun
-        resident, peak = int(fresh.ask("resident")), int(fresh.ask("peak"))
-        paste = fresh.ask("read", list(range(10, 10 + long)))
-        decode = fresh.ask("decode", list(range(10, 10 + REPLY))) / REPLY
-        return StartFigures(
-            load=fresh.load,
-            first=first,
-            resident=resident,
-            peak=peak,
-            paste=paste,
-            decode=decode,
-            most=int(fresh.ask("peak")),
-        )
+        figures = {"load": fresh.load, "first": time.perf_counter() - begun}
+        figures |= {name: fresh.ask(name) for name in ("resident", "peak")}
+        for count in longs:
+            figures[f"paste {count}"] = fresh.ask("read", list(range(10, 10 + count)))
+            figures["decode"] = fresh.ask("decode", list(range(10, 10 + REPLY))) / REPLY
+        return figures | {"most": fresh.ask("peak")}
 
 
 def _measure(
     key: str,
     described: tuple[str, str, float],
-    ours: Sequence[Mapping[str, object]],
-    other: Sequence[Mapping[str, object]],
+    ours: Sequence[Mapping[str, Any]],
+    other: Sequence[StartFigures],
 ) -> StartMeasure:
     name, unit, size = described
-    mine, theirs = ([float(str(one[key])) / size for one in side] for side in (ours, other))
+    mine, theirs = ([float(one[key]) / size for one in side] for side in (ours, other))
     ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
     low, high = None, None
     if len(ratios) > 1:

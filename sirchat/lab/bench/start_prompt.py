@@ -13,12 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 from sirchat.errors import ModelError
-from sirchat.paths import models_dir
+from sirchat.lab.bench.start_worker import fresh_home
 
 # The key that is typed. It appears nowhere else on the screen, and triggers no completion
 _KEY = b"%"
@@ -46,10 +44,7 @@ def time_prompt(settings: Sequence[str]) -> PromptFigures:
 
     Raises ModelError, with a message of one line, if the chat ends by itself.
     """
-    with TemporaryDirectory() as home:
-        if models_dir().exists():
-            (Path(home) / "data").mkdir()
-            (Path(home) / "data" / "models").symlink_to(models_dir())
+    with fresh_home() as home:
         chat = _Chat(settings, home)
         try:
             prompt = chat.until(lambda: _CURSOR_ON in chat.raw.partition(_PROMPT_OPENS)[2])

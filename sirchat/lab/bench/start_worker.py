@@ -8,25 +8,35 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TypedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+# The times, in seconds, and the memory, in bytes, of one start of a model in a new process:
+# load: to load the model
+# first: from the start of the process to the first token of the reply to a short message
+# resident, peak: memory of the process then, and the most until then
+# paste N: to read a text of N tokens, and generate the first token of a reply
+# decode: mean of each further token of the reply to the last of these texts
+# most: the highest memory of the process until its end
+StartFigures = dict[str, float]
 
 
-class StartFigures(TypedDict):
-    """The times, in seconds, and the memory, in bytes, of one start of a model in a new process."""
+@contextmanager
+def fresh_home() -> Iterator[str]:
+    """Make a folder for SIRCHAT_HOME in which nothing is kept but the user's own models."""
+    from sirchat.paths import models_dir
 
-    load: float  # time to load the model
-    # time from the start of the process to the first token of the reply to a short message
-    first: float
-    paste: float  # time to read a long text and generate the first token of a reply
-    decode: float  # mean time for each further token of the reply to the long text
-    resident: int  # memory of the process after the first token of the reply to the short message
-    # the highest memory of the process until the first token of the reply to the short message
-    peak: int
-    most: int  # the highest memory of the process until its end
+    with TemporaryDirectory() as home:
+        if models_dir().exists():
+            (Path(home) / "data").mkdir()
+            (Path(home) / "data" / "models").symlink_to(models_dir())
+        yield home
 
 
 def main() -> None:
-    """Load the model that the command line names, and time replies to a short and a long text.
+    """Load the model that the command line names, and time replies to a short and to long texts.
 
     The times and the memory of the process are printed to stdout as JSON.
     """
@@ -46,7 +56,7 @@ def _figures(
     quantize: str,
     compile: str,
     short: str,
-    long: str,
+    longs: str,
     reply: str,
     started: str,
 ) -> StartFigures:
@@ -55,23 +65,20 @@ def _figures(
     from sirchat.lab.bench.ratio import BenchOptions, bench_model
     from sirchat.models.compiling import use_compiled
 
-    options = BenchOptions(cache=int(long) + int(reply) + 64)
+    texts = [int(count) for count in longs.split(",") if count]
+    options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
     begun = time.perf_counter()
     model = bench_model(name, device, dtype, quantize)  # type: ignore[arg-type]
     loaded = time.perf_counter()
     reply_times(model, options, int(short), 0)
-    first, resident, peak = time.time() - float(started), resident_memory(), most_memory()
+    figures: StartFigures = {"load": loaded - begun, "first": time.time() - float(started)}
+    figures |= {"resident": resident_memory(), "peak": most_memory()}
     use_compiled(model, compile)  # type: ignore[arg-type]
-    paste, decode = reply_times(model, options, int(long), int(reply))
-    return StartFigures(
-        load=loaded - begun,
-        first=first,
-        resident=resident,
-        peak=peak,
-        paste=paste,
-        decode=decode,
-        most=most_memory(),
-    )
+    for count in texts:
+        figures[f"paste {count}"], figures["decode"] = reply_times(
+            model, options, count, int(reply)
+        )
+    return figures | {"most": most_memory()}
 
 
 if __name__ == "__main__":

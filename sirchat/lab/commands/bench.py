@@ -186,7 +186,9 @@ def start(
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
     compile: Compile = "auto",
-    tokens: Annotated[int, typer.Option(help="Number of tokens in the long text.", min=1)] = 1000,
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens in the long texts.", metavar="N[,M...]")
+    ] = "512,1000",
     chat: Annotated[
         bool, typer.Option(help="Measure the start of a chat in a terminal, too.")
     ] = True,
@@ -194,19 +196,21 @@ def start(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the start of a model in a new process: loading, first token, long text, memory.
+    """Measure the start of a model in a new process: loading, first token, long texts, memory.
 
+    The first start, which finds nothing that others have kept, is measured apart.
     With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
     profile = _profile(model, device, dtype, quantize=quantize, compile=compile)
+    longs = whole_numbers("tokens", tokens)
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
     from sirchat.lab.bench.start import REPLY, bench_start
     from sirchat.models.devices import use_threads
 
     use_threads(profile.threads)  # llama.cpp gets as many
-    with peer_for(profile.model, llama_cpp, tokens + REPLY) as peer:
-        measured = bench_start(profile, rounds, peer, tokens, with_chat=chat)
+    with peer_for(profile.model, llama_cpp, max(longs) + REPLY) as peer:
+        measured = bench_start(profile, rounds, peer, longs, with_chat=chat)
         print_start(measured, profile.model, peer.note if peer else "", as_json=json)
 
 
