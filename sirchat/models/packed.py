@@ -465,7 +465,8 @@ def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -
 
 def packing_layout() -> str:
     """A name of how packed weights lie in memory here; those of another name can't be used."""
-    return f"blocks of {four_bit_block()}"
+    block, follow = _four_bit_layout()
+    return f"blocks of {block}" + (", pairs of rows" if follow else "")
 
 
 class _Shared(NamedTuple):
