@@ -13,9 +13,8 @@ import numpy as np
 
 def main(folder: Path) -> None:
     """Print the differences of logits, and assert that those on ARM are no larger."""
-    here, there, exact = (
-        dict(np.load(folder / f"{name}.npz")) for name in ("here-auto", "arm", "here-float32")
-    )
+    names = ("here-auto", "arm", "arm-again", "here-float32")
+    here, there, again, exact = (dict(np.load(folder / f"{name}.npz")) for name in names)
 
     def differs(one: Any, other: Any) -> float:
         return float(np.linalg.norm(one - other) / np.linalg.norm(other))
@@ -26,6 +25,7 @@ def main(folder: Path) -> None:
     print(f"from one another by {differs(there['logits'], here['logits']):.4f}")
     print(f"a weight takes {there['size'] / there['weights']:.3f} bytes on ARM, unpacked 4")
     assert errors[1] < max(1.2 * errors[0], 2**-8)
+    assert np.array_equal(again["logits"], there["logits"])  # from what the first start prepared
     assert there["weights"] == here["weights"] > 0
     assert there["size"] * 6 <= there["weights"] * 4
 

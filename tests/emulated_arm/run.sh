@@ -25,16 +25,16 @@ for name in "numpy tokenizers safetensors regex pyyaml pydantic-core markupsafe"
 fi
 
 pure=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-export PYTHONPATH=$here/../.. PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+export PYTHONPATH=$here/../.. SIRCHAT_HOME=$folder/home PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 on_arm() {
   QEMU_LD_PREFIX=$root PYTHONPATH=$site:$PYTHONPATH:$pure \
     nice -n 10 qemu-aarch64-static -cpu max "$root/usr/bin/python3.11" "$@"
 }
 for dtype in auto float32; do python "$here/logits.py" "$model" "$folder/here-$dtype.npz" "$dtype"; done
-on_arm "$here/logits.py" "$model" "$folder/arm.npz" auto
+rm -rf "$SIRCHAT_HOME"
+for again in "" -again; do on_arm "$here/logits.py" "$model" "$folder/arm$again.npz" auto; done
 python "$here/compare.py" "$folder"
 
-export SIRCHAT_HOME=$folder/home
 talk='My name is Anna.
 What is my name?'
 here_said=$(python -m sirchat --quiet --model tiny --quantize int4 <<< "$talk")
