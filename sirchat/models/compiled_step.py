@@ -110,6 +110,7 @@ def compile_graph(pickled: bytes, path: Path) -> None:
     `pickle_without_weights`.
     """
     graph: nn.Module = pickle.loads(pickled)
+    functions = products.declarations()
     graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
     open_length = {3: torch.export.Dim.DYNAMIC}
     inputs = _example_inputs(graph)
@@ -129,7 +130,7 @@ def compile_graph(pickled: bytes, path: Path) -> None:
         "always_keep_tensor_constants": True,
         "aot_inductor.precompile_headers": False,  # no other program could use such headers
         "cpp.dynamic_threads": True,  # as many as the process has when the program runs
-        "aot_inductor.custom_ops_to_c_shims": products.declarations(),
+        "aot_inductor.custom_ops_to_c_shims": functions,
     }
     package = path.with_suffix(".pt2")
     torch._inductor.aoti_compile_and_package(

@@ -26,7 +26,7 @@ from sirchat.models.compiled_step import pickle_without_weights, program_name
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.measuring import own_rows
 from sirchat.models.model import LoadedModel
-from sirchat.models.packed import matmul_method_of, set_matmul_method
+from sirchat.models.packed import ANY_ROWS, matmul_method_of, set_matmul_method
 from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
@@ -137,13 +137,26 @@ def compiled_in_words(model: LoadedModel) -> str:
     step = _step_of(model)
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
-    if step.compiled is not None:
-        return "yes"
     path = _program_path(step)
+    return "yes" if step.compiled else _use_in_words(path, lambda: _use_program(step, path))
+
+
+def products_in_words(model: LoadedModel) -> str:
+    """Whether packed weights are multiplied by the library of `products.py`; if not, why not."""
+    if not suits_processor():
+        return "no: they need a processor with AVX2 or AVX-512"
+    said = _use_in_words(compiled_dir() / library_name(), lambda: _use_products(model))
+    how = matmul_method_of(model.module)
+    if said != "yes" or how is None or how.own >= ANY_ROWS:
+        return said
+    return f"yes, of up to {how.own} tokens at once" if how.own else "no: torch's are faster"
+
+
+def _use_in_words(path: Path, use: Callable[[], str]) -> str:
     if problem := _read_failure(path):
         return f"no: {problem} (delete {abbreviated(_failure_file(path))} to try again)"
     if path.exists():
-        problem = _use_program(step, path)
+        problem = use()
         return f"no: {problem}" if problem else "yes"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
 

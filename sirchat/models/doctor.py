@@ -19,12 +19,12 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.compiling import compiled_in_words, products_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.measuring import choices_for, choose_matmul_method, measure_choices, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.packed import matmul_method_of
+from sirchat.models.packed import ANY_ROWS, matmul_method_of
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
@@ -123,9 +123,9 @@ def _model(name: str, device_map: str, measures: bool) -> Iterator[Finding]:
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)
+    use_compiled(model, "auto")
     yield from _choices(model, measures)
     yield from _memory(model)
-    use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
 
@@ -148,11 +148,15 @@ def _choices(model: LoadedModel, measures: bool) -> Iterator[Finding]:
     if is_packed and measures:
         measure_choices(model.module)
         choose_matmul_method(model.module, "auto")
+        use_compiled(model, "auto")
     yield Finding("cache", str(model.cache_dtype).removeprefix("torch."))
     how = matmul_method_of(model.module)
     if how is None:
         return
-    yield Finding("unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once")
+    yield Finding("compiled products", products_in_words(model))
+    most = max(how.few_4, how.own)
+    reading = "not to read" if most >= ANY_ROWS else f"to read more than {most} tokens at once"
+    yield Finding("unpacked weights", f"{how.dtype}, {reading}")
     times = choices_for(model.module).times
     shown = (
         f"{work}: {', '.join(f'{way} {ms:.3g}' for way, ms in ways.items())}"

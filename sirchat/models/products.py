@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from contextlib import suppress
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,17 @@ def load_library(path: Path) -> None:
         # so that the library, and then compiled programs, find the functions that they call
         for library in (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", path):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        for name in _OPERATORS:
-            torch.library.register_fake(f"sirchat::{name}", _shape_of_product)
     _compare_with_torch()
 
 
 def declarations() -> dict[Any, list[str]]:
-    """The C functions of the operators, for programs that call them without torch's dispatcher."""
+    """The C functions of the operators, for programs that call them without torch's dispatcher.
+
+    From then on torch can export graphs with them.
+    """
     if not has_own_products():
         return {}
+    _tell_shapes()
     inputs, found = ", ".join(["AtenTensorHandle"] * 3), dict[Any, list[str]]()
     for name in _OPERATORS:
         function = f"AOTITorchError aoti_torch_cpu_{name}({inputs}, AtenTensorHandle*)"
@@ -133,6 +136,12 @@ def _compare_with_torch() -> None:
         layer.matmul_method = MatmulMethod()
         if not error < _TOLERANCE:  # NaN, too
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
+
+
+@cache
+def _tell_shapes() -> None:
+    for name in _OPERATORS:  # a tenth of a second each, which only compiling needs
+        torch.library.register_fake(f"sirchat::{name}", _shape_of_product)
 
 
 def _shape_of_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:

@@ -14,15 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sirchat.models import products
+from sirchat.models import compiling, products
+from sirchat.models.compiling import products_in_words, use_compiled
+from sirchat.models.load import load_model
+from sirchat.models.measuring import own_rows
+from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     GROUP,
     Int4Linear,
     Int8Linear,
     MatmulMethod,
     four_bit_block,
+    matmul_method_of,
     set_matmul_method,
 )
+from sirchat.paths import compiled_dir, private_dir
 
 pytestmark = pytest.mark.skipif(
     products.compiler() is None or not products.suits_processor(),
@@ -115,6 +121,59 @@ def test_what_is_no_number_stays_none(make: Any) -> None:
     assert found[1].all()
     assert not found[0].any()
     assert not found[2].any()
+
+
+def test_a_model_uses_a_library_that_is_there_and_that_only_its_owner_can_write(
+    library: Path, own_home: Path
+) -> None:
+    there = private_dir(compiled_dir()) / library.name
+    there.write_bytes(library.read_bytes())
+    for mode, used in ((0o620, 0), (0o600, own_rows(packed().module))):
+        there.chmod(mode)
+        model = packed()
+        use_compiled(model, "auto")
+        assert model_rows(model) == used
+        foreign = "could have been changed by others" in products_in_words(model)
+        assert foreign == (mode == 0o620)
+    assert products_in_words(model) == "yes"
+    model = packed()
+    use_compiled(model, "off")
+    assert model_rows(model) == 0
+
+
+def test_a_chat_has_it_made_in_the_background_and_multiplies_by_it(
+    library: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(path: Path, pickled: Any, niceness: int) -> str:
+        if pickled():
+            return "this is the step"
+        private_dir(path.parent)
+        path.write_bytes(library.read_bytes())
+        path.chmod(0o600)
+        return ""
+
+    monkeypatch.setattr(compiling, "_compile", make)
+    model, ids = packed(), list(range(10, 60))
+    use_compiled(model, "auto")
+    assert (model_rows(model), products_in_words(model)) == (0, "not yet")
+    before = model.forward(ids, model.new_cache(60))
+    thread = compiling.compile_in_background(model)
+    assert thread is not None
+    thread.join(60)
+    assert model_rows(model) == own_rows(model.module)
+    after = model.forward(ids, model.new_cache(60))
+    assert not torch.equal(after, before)
+    assert (after - before).norm() < 0.06 * before.norm()
+
+
+def packed() -> LoadedModel:
+    return load_model("tiny", quantize="int4", device="cpu")
+
+
+def model_rows(model: LoadedModel) -> int:
+    how = matmul_method_of(model.module)
+    assert how is not None
+    return how.own
 
 
 def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
