@@ -2,9 +2,12 @@
 
 import sys
 from contextlib import suppress
+from threading import Thread
 
 from sirchat.cli.registry import overview
 from sirchat.cli.signals import prepare_streams
+from sirchat.errors import SirchatError
+from sirchat.models.importing import defer_parts_of_torch, preload_torch
 
 __all__ = ("main",)
 
@@ -30,6 +33,19 @@ def _run() -> None:
         except OSError as error:
             sys.exit(f"sirchat: {error.strerror}")
         return
+    defer_parts_of_torch()
+    if "ask" in sys.argv:  # a chat does it when its prompt is there
+        Thread(target=_preload, daemon=True).start()
     from sirchat.cli.app import main as run
 
     run()
+
+
+def _preload() -> None:
+    from sirchat.paths import server_file
+
+    with suppress(SirchatError, OSError):
+        if not any(
+            server_file("").parent.glob("*.port")
+        ):  # else a server may answer, without torch
+            preload_torch()

@@ -6,16 +6,12 @@ Until the session is open, nothing heavy is imported. Then `repl.py` goes on, ev
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -25,6 +21,7 @@ from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
+from sirchat.models.importing import preload_torch
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.prompt import Prompt, ask_for_key
@@ -212,23 +209,6 @@ class SessionLoader:
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             self._on_step()
-
-
-def preload_torch() -> None:
-    """On Linux, load torch's largest library by `dlopen`, which does not hold Python's lock (GIL).
-
-    An import would hold it for some tenths of a second, in which the prompt could echo no key.
-    """
-    if sys.platform != "linux" or "torch" in sys.modules:
-        return
-    with suppress(ImportError, AttributeError, OSError):
-        spec = find_spec("torch")
-        if spec is None or spec.origin is None:
-            return
-        library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
-        load = ctypes.CDLL(None).dlopen
-        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-        load(os.fsencode(library), os.RTLD_NOW)
 
 
 def _toolbar(profile: Profile, loader: SessionLoader) -> str:

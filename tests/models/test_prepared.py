@@ -30,7 +30,7 @@ from sirchat.paths import prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
-CASES = ["llama3", "gemma3", "gpt-oss", "qwen35"]
+CASES = ["llama3", "gemma3", "gpt-oss"]
 PAGE = 4096
 
 

@@ -62,8 +62,9 @@ def load_tokenizer(
     if kept is not None:
         names = (key for key in metadata if key.startswith("tokenizer.") or key == "general.name")
         kept.update({name: metadata[name] for name in names})
-        if kept.pop(f"{_KEYS}scores", None) is not None:  # to find the merges takes longest
-            kept[_MERGES] = [part for pair in merges for part in pair]
+        for name in ("scores", "merges"):  # to find the pairs takes longest
+            kept.pop(f"{_KEYS}{name}", None)
+        kept[_MERGES] = [part for pair in merges for part in pair]
     return tokenizer
 
 
