@@ -293,12 +293,12 @@ def _measured(module: nn.Module) -> Choices:
             limits[name] = rows
     limits["own"] = 0
     for rows in _OWN_STEPS:
-        ways = ways_to_multiply(four, min(rows, _READ))
-        if "own" not in ways:
+        if not has_own_products():
             break
         other = chosen if rows > limits["few_4"] else "kernel"
+        ways = _only(("own", other), ways_to_multiply(four, min(rows, _READ)))
         before = "own" if rows <= _usual_own_rows() else other
-        if choose(f"{_OWN}{rows}", _only(("own", other), ways), before) == other:
+        if choose(f"{_OWN}{rows}", ways, before, _SHARE_AT_LIMIT) == other:
             break
         limits["own"] = rows
     cache_type: CacheTypeName = "float16" if cached == "float16" else "bfloat16"

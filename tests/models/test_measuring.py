@@ -337,11 +337,15 @@ SETTINGS = (
     *(f"ONEDNN_MAX_CPU_ISA={most}" for most in ("AVX2", "AVX512_CORE", "AVX512_CORE_BF16")),
 )
 PROGRAM = """
-import collections, sys, torch
+import collections, pathlib, sys, torch
 from types import SimpleNamespace as Made
 from torch import nn
 from sirchat.models.measuring import measure_choices
 from sirchat.models.packed import Int8Linear, Int4Linear, quantize_int4, quantize_int8
+from sirchat.models.products import build_library, compiler, load_library, suits_processor
+if suits_processor() and compiler():
+    build_library(pathlib.Path("products.so"))
+    load_library(pathlib.Path("products.so").absolute())
 module, counted = nn.Module(), collections.Counter()
 rows, columns = int(sys.argv[2]), int(sys.argv[3])
 weight = torch.randn(rows, columns)
@@ -371,7 +375,9 @@ def test_the_choice_is_the_same_each_time_beside_three_busy_processes(
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
         command = [sys.executable, "-c", PROGRAM, str(MANY), *sizes.split()]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=own_home, env=environ, capture_output=True, text=True, check=True
+        )
     finally:
         for process in busy:
             process.kill()
