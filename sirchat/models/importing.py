@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -15,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Parts of torch that `import torch` imports, in a quarter of its time, and no chat with a `Decoder`
+# Parts of torch that `import torch` imports, in a fifth of its time, and no chat with a `Decoder`
 # needs: what operations compute without data, and `torch.export`.
 _LATER = ("torch._meta_registrations", "torch.export")
+# What they would import, without which `torch.Generator()` fails.
+_NEEDED_NOW = "torch._prims.rng_prims"
 # What may need them without naming them.
 _NEED_ALL = (
     "transformers",
@@ -76,6 +79,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.waiting[module.__name__] = module
+        with suppress(ImportError):
+            import_module(_NEEDED_NOW)
 
     def import_waiting(self) -> None:
         """Import what waits; another thread waits until all of it is there."""

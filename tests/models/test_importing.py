@@ -19,6 +19,10 @@ assert set(finder.waiting) == {"torch._meta_registrations", "torch.export"}
 assert "torch._decomp" not in sys.modules
 assert torch.equal(torch.ones(2, 3) @ torch.ones(3, 1), torch.full((2, 1), 3.0))
 assert torch.empty(2, 3, device="meta").shape == (2, 3)
+drawn = torch.randn(4, generator=torch.Generator().manual_seed(3), requires_grad=True)
+(slope,) = torch.autograd.grad((drawn.softmax(0) * torch.arange(4)).sum(), drawn)
+assert slope.shape == torch.func.jacfwd(torch.sin)(drawn).diagonal().shape
+assert torch.linalg.svdvals(torch.eye(3)).sum() == torch.fft.fft(torch.ones(3))[0].real == 3
 import torch.export
 assert finder.waiting
 """

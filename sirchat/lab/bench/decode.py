@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.settings import build_engine
@@ -36,7 +34,7 @@ from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped there
+class _Clock:
     """A streamer for transformers' `generate`, which records the time of each generated token.
 
     `times` has the time of the prompt first, then that of each new token.
@@ -53,6 +51,8 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 def static_cache_times(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time transformers' generation with a static cache; yields seconds per token, forever."""
+    from transformers import GenerationConfig  # its import would delay a start that is measured
+
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
         max_new_tokens=options.block + 1,
@@ -269,6 +269,8 @@ def generated_blocks(
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time a plain greedy decoding loop of transformers; yields seconds per token, forever."""
+    from transformers import DynamicCache
+
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
@@ -313,6 +315,8 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time how one plain forward pass reads ids; yields seconds per token, forever."""
+    from transformers import DynamicCache
+
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         argument = cache_argument(model.module, DynamicCache(config=model.module.config))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
@@ -157,6 +156,8 @@ def random_model(
     quantize: Quantize = "auto",
 ) -> LoadedModel:
     """Build a model of a shape, the values of its config, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.for_model(**{"max_position_embeddings": 8192, **shape})
     torch.manual_seed(0)
     with device:  # 8b in float32 on the CPU first would take minutes, and 32 GB

@@ -41,7 +41,9 @@ def main() -> None:
     The times and the memory of the process are printed to stdout as JSON.
     """
     from sirchat.errors import SirchatError
+    from sirchat.models.importing import defer_parts_of_torch
 
+    defer_parts_of_torch()  # as the commands do
     try:
         figures = _figures(*sys.argv[1:])
     except SirchatError as error:
