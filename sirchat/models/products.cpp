@@ -136,24 +136,22 @@ struct Rounded {
     // Tiles of 8 rows; in each, the rows' first groups, then their second ones, and so on.
     const int64_t tile = row & -TILE, apart = std::min<int64_t>(rows - tile, TILE);
     for (int64_t g = 0; g < groups; g++, x += GROUP) {
-      int32_t rounded[GROUP], most = 0;  // the bits of the largest number, or of one that is none
-      for (int i = 0; i < GROUP; i++) {
-        int32_t bits;
-        memcpy(&bits, x + i, 4);
-        most = std::max(most, bits & 0x7fffffff);
-      }
-      float scale;
+      float numbers[GROUP], scale;
+      int32_t bits[GROUP], most = 0, sum = 0;
+      memcpy(bits, x, sizeof(bits));
+      // as whole numbers, so that what is no number is larger than all that are
+      for (int i = 0; i < GROUP; i++) most = std::max(most, bits[i] & 0x7fffffff);
       memcpy(&scale, &most, 4);
       scale /= 127;
       const float factor = scale > 1e-37f ? 1 / scale : 0;
-      int32_t sum = 0;
-      for (int i = 0; i < GROUP; i++) {
-        const float number = x[i] * factor;
-        rounded[i] = std::abs(number) <= 127.5f ? (int32_t)lrintf(number) : 0;  // 0 for NaN
-        sum += rounded[i];
-      }
+      // at this size, the last bit of a float counts ones
+      for (int i = 0; i < GROUP; i++) numbers[i] = x[i] * factor + 0x1.8p23f;
+      memcpy(bits, numbers, sizeof(bits));
+      int8_t rounded[GROUP];
+      for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)bits[i];
+      for (int i = 0; i < GROUP; i++) sum += rounded[i];
       const int64_t at = tile * groups + g * apart + row - tile;
-      for (int i = 0; i < GROUP; i++) q[at * GROUP + i] = (int8_t)rounded[i];
+      memcpy(q + at * GROUP, rounded, GROUP);
       scales[at] = scale, sums[at] = scale * sum, starts[at] = -center * sum;
     }
   }
