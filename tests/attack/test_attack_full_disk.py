@@ -15,7 +15,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock, Timeout
@@ -237,7 +236,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     made, told, waiting = list[Path](), list[str](), threading.Semaphore(0)
-    path, step = tmp_path / "compiled" / "program.so", Mock()
+    path = tmp_path / "compiled" / "program.so"
 
     class Lock(FileLock):
         def acquire(self, *arguments: Any, **options: Any) -> Any:
@@ -247,7 +246,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
                 waiting.release()
                 raise
 
-    def worker(step: object, path: Path, niceness: int) -> str:
+    def worker(pickled: bytes, path: Path, niceness: int) -> str:
         made.append(path)
         for _ in range(3):
             assert waiting.acquire(timeout=60)
@@ -260,7 +259,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
     monkeypatch.setattr(compiling, "_run_worker", worker)
     monkeypatch.setattr(compiling, "FileLock", Lock)
     chats = [
-        threading.Thread(target=lambda: told.append(compiling._compile_program(step, path)))
+        threading.Thread(target=lambda: told.append(compiling._compile(path, bytes, 0)))
         for _ in range(4)
     ]
     for one in chats:

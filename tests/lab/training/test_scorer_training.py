@@ -113,7 +113,7 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(training, "_LENGTH", 500)
+    monkeypatch.setattr(training, "LENGTH", 500)
     ran = CliRunner().invoke(
         train_app, ["scorer", "--model", "tiny", "--tokens", "4000", "--layers", "1,3"]
     )
@@ -140,7 +140,7 @@ def test_the_command_writes_a_scorer_that_a_chat_then_uses(
 def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
     name: str, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_LENGTH", 500)
+    monkeypatch.setattr(training, "LENGTH", 500)
     model = load_model(name)
     conversation = next(collect_conversations(ScorerOptions(name, tokens=1, seed=98), model))
     request = Template(model.tokenizer).user(REQUEST).ids
