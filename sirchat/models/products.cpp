@@ -41,6 +41,7 @@ inline I add(I x, I y) { return _mm512_add_epi32(x, y); }
 #define HAS_DOT 1
 inline I dot(I sum, I w, I x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #else
+inline I add16(I x, I y) { return _mm512_add_epi16(x, y); }
 inline I pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
 inline I times(I x, short y) { return _mm512_madd_epi16(x, _mm512_set1_epi16(y)); }
 #endif
@@ -84,6 +85,7 @@ inline I add(I x, I y) { return _mm256_add_epi32(x, y); }
 #define HAS_DOT 1
 inline I dot(I sum, I w, I x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #else
+inline I add16(I x, I y) { return _mm256_add_epi16(x, y); }
 inline I pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
 inline I times(I x, short y) { return _mm256_madd_epi16(x, _mm256_set1_epi16(y)); }
 #endif
@@ -107,15 +109,19 @@ inline F halves(const uint16_t* p) {
 inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
 #endif
 
-// Add the products of four unsigned weights and four signed numbers to each sum.
+// Add the products of four unsigned weights and four signed numbers to each sum. With four bits, a
+// whole group fits into pairs of sums of 16 bits.
 #ifdef HAS_DOT
 inline I dot4(I sum, I w, I x) { return dot(sum, w, x); }
+inline I end4(I sum) { return sum; }
 inline I dot8(I sum, I w, I x) { return dot(sum, w, x); }
 #else
-inline I dot4(I sum, I w, I x) { return add(sum, times(pairs(w, x), 1)); }
+inline I dot4(I sum, I w, I x) { return add16(sum, pairs(w, x)); }
+inline I end4(I sum) { return times(sum, 1); }
 inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 16 bits
   const I low = all(0x0f0f0f0f);
-  return add(dot4(sum, both(w, low), x), times(pairs(both(down(w), low), x), 16));
+  sum = add(sum, times(pairs(both(w, low), x), 1));
+  return add(sum, times(pairs(both(down(w), low), x), 16));
 }
 #endif
 
@@ -188,6 +194,7 @@ struct Four {
     scale = bits(up(pairs)), zero = bits(both(pairs, all((int32_t)0xffff0000)));
   }
   static I add_dot(I sum, I w, I x) { return dot4(sum, w, x); }
+  static I end(I sum, int32_t start) { return add(end4(sum), all(start)); }
   void finish(int64_t, F&) const {}
 };
 
@@ -227,6 +234,7 @@ struct Eight {
     scale = all(1.0f);
   }
   static I add_dot(I sum, I w, I x) { return dot8(sum, w, x); }
+  static I end(I sum, int32_t start) { return add(sum, all(start)); }
   void finish(int64_t row, F& sum) const { sum = mul(sum, halves(scales + row)); }
 };
 
@@ -238,7 +246,7 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
   for (int64_t g = 0; g < x.groups; g++) {
     const int32_t* q = (const int32_t*)(x.q + g * GROUP);
     I dots[W::STRIPS];
-    for (I& dot : dots) dot = all(x.starts[g]);
+    for (I& dot : dots) dot = all(0);
     const auto group = weights.group(row, g);
     for (int c = 0; c < CHUNKS; c++) {
       I w[W::STRIPS];
@@ -249,7 +257,7 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
     {
       F scale, zero;
       weights.factors(row + s * L, g, scale, zero);
-      sums[s] = fma(wide(dots[s]), mul(scale, all(x.scales[g])), sums[s]);
+      sums[s] = fma(wide(W::end(dots[s], x.starts[g])), mul(scale, all(x.scales[g])), sums[s]);
       if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
     }
   }
@@ -268,13 +276,13 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
   for (int64_t g = 0; g < x.groups; g++, w += CHUNKS, at += M) {
     const int32_t* q = (const int32_t*)(x.q + at * GROUP);
     I dots[M];
-    for (int i = 0; i < M; i++) dots[i] = all(x.starts[at + i]);
+    for (I& dot : dots) dot = all(0);
     for (int c = 0; c < CHUNKS; c++)
       for (int i = 0; i < M; i++) dots[i] = W::add_dot(dots[i], w[c], all(q[i * CHUNKS + c]));
     F scale, zero;
     weights.factors(row, g, scale, zero);
     for (int i = 0; i < M; i++) {
-      sums[i] = fma(wide(dots[i]), mul(scale, all(x.scales[at + i])), sums[i]);
+      sums[i] = fma(wide(W::end(dots[i], x.starts[at + i])), mul(scale, all(x.scales[at + i])), sums[i]);
       if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
     }
   }
