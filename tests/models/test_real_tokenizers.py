@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import unicodedata
@@ -130,6 +131,15 @@ def test_texts_have_the_ids_of_the_original_and_come_back_as_from_it(real: Read)
         for ours in real.ours:
             assert ours.encode(text, add_special_tokens=False) == ids
             assert ours.decode(ids) == shown
+
+
+def test_the_one_that_a_later_start_makes_is_the_same(real: Read) -> None:
+    kept = dict[str, Any]()
+    first = load_tokenizer(real.header, kept)
+    again = load_tokenizer(json.loads(json.dumps(kept)))
+    assert again.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
+    assert again.special_tokens_map == first.special_tokens_map
+    assert (again.adds_bos, again.chat_template) == (first.adds_bos, first.chat_template)
 
 
 def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
