@@ -15,7 +15,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.models import packed
@@ -72,20 +74,22 @@ def write_prepared(
             parts = [manifest, *stored.parts]
             header = Header(str(model), len(manifest), size, _checksum(path, parts))
             # A daemon, so that it delays no end; a later writer deletes what it leaves.
-            writer = Thread(target=_write, args=(path, header, parts), daemon=True, name=WRITER)
+            # It calls nothing of torch, whose C++ aborts the process if a daemon ends within it.
+            arrays = [part.numpy() for part in parts]
+            writer = Thread(target=_write, args=(path, header, arrays), daemon=True, name=WRITER)
             writer.start()
             return writer
     return None
 
 
-def _write(path: Path, header: Header, parts: Iterable[Tensor]) -> None:
+def _write(path: Path, header: Header, parts: Iterable[NDArray[np.uint8]]) -> None:
     new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
     with suppress(OSError):  # full or read-only: then the next start loads as this one did
         try:
             with open_private(new, "xb") as file:
                 file.write(header.written())
                 for part in parts:
-                    file.write(part.numpy())
+                    file.write(part)
             os.replace(new, path)
         except OSError:
             new.unlink(missing_ok=True)
