@@ -31,7 +31,6 @@ assert finder.waiting
 @pytest.mark.parametrize(
     "use",
     [
-        "torch.export.Dim.DYNAMIC",
         "from torch.export import export",
         "import importlib.util; importlib.util.find_spec('transformers')",
     ],
