@@ -34,7 +34,8 @@ def _run() -> None:
             sys.exit(f"sirchat: {error.strerror}")
         return
     defer_parts_of_torch()
-    if "ask" in sys.argv:  # a chat does it when its prompt is there
+    # A chat does it when its prompt is there.
+    if "ask" in sys.argv and not {"--help", "-h"} & set(sys.argv):
         Thread(target=_preload, daemon=True).start()
     from sirchat.cli.app import main as run
 

@@ -32,6 +32,7 @@ NATS = 1.0  # least standard deviation of scores by words
 _USUAL_COSINE, _COSINES_DIFFER = 0.15, 0.1
 # A chat of fewer passages is judged as if there were so many, of which the others do not fit.
 _USUAL_PASSAGES = 100
+_BLOCK = 2048  # passages that are compared at once: what fits into a core's cache
 _SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
@@ -140,9 +141,9 @@ class PassageSearch:
         scores = self._by_words(message.sentences)
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
             # Undefined cosines count as usual ones: these passages can be found by words.
-            # numpy takes twenty times as long for float16.
-            wanted = torch.from_numpy(message.vector).to(torch.float16)
-            products = torch.from_numpy(self.passages.vectors) @ wanted
+            wanted = torch.from_numpy(message.vector)
+            blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
+            products = torch.cat([block.float() @ wanted for block in blocks])
             cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
             fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
             scores += self._index.with_block(fits)
