@@ -200,9 +200,9 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
-    hostile_modules(tmp_path)
-    monkeypatch.chdir(tmp_path)
     run_by_worker = SimpleNamespace(**vars(sys) | {"executable": fresh_once(tmp_path / "fresh")})
+    hostile_modules(tmp_path)  # only now: warm programs have begun elsewhere
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sirchat.lab.bench.start.sys", run_by_worker)
     model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
     python = tmp_path / "python"

@@ -20,12 +20,13 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from forked_chat import fork
+from forked_chat import fork, start_server
 
 
 @cache
 def warm_python() -> tuple[str, ...]:
     """Program and first arguments; what follows are `-m MODULE` or a script, and its arguments."""
+    start_server()  # in the folder of now: a test may go to one whose modules fail
     path = str(Path(tempfile.mkdtemp(prefix="warm")) / "socket")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
