@@ -116,6 +116,18 @@ def private_dir(path: Path) -> Path:
     return path
 
 
+def changeable_by_others(path: Path) -> Path | None:
+    """The file, which links may lead to, or a folder of it that another user may change.
+
+    None if neither is; OSError if there is no file.
+    """
+    for place in (path, path.parent, path.resolve().parent):
+        about = place.stat()
+        if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+            return place
+    return None
+
+
 def open_private(path: Path, mode: str) -> IO[Any]:
     """As `open()`; a new file has mode 0600, and text is UTF-8."""
     encoding = None if "b" in mode else "utf-8"

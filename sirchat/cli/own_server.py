@@ -116,6 +116,8 @@ def _open_port(path: Path) -> tuple[OwnPort, socket.socket]:
 def _read(path: Path) -> OwnPort | None:
     try:
         port, token = path.read_text("ascii").split()
+        if paths.changeable_by_others(path) is not None:  # it may lead to a server of theirs
+            return None
         return OwnPort(int(port), token)
     except (OSError, ValueError):
         return None

@@ -36,7 +36,13 @@ from sirchat.models.products import (
     suits_processor,
 )
 from sirchat.models.progress import Progress
-from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
+from sirchat.paths import (
+    abbreviated,
+    changeable_by_others,
+    compiled_dir,
+    private_dir,
+    write_private,
+)
 
 # `auto` uses a compiled program that exists; if there is none, a chat makes it in the background.
 # `on` makes it before the chat starts.
@@ -215,7 +221,7 @@ def _load(path: Path, load: Callable[[], None]) -> str:
     try:
         if not path.exists():
             return ""
-        if foreign := _writable_by_others(path):
+        if foreign := changeable_by_others(path):
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
         load()
     except DamagedProgramError:
@@ -299,15 +305,6 @@ def _delete_leftovers(folder: Path) -> None:
     for old in folder.glob("*.pt2"):
         with suppress(OSError):
             old.unlink(missing_ok=True)
-
-
-def _writable_by_others(path: Path) -> Path | None:
-    """The file or its folder, whichever another user may write to; None if neither."""
-    for place in (path, path.parent):
-        about = place.stat()
-        if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-            return place
-    return None
 
 
 def _failure_file(path: Path) -> Path:

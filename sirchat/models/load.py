@@ -28,7 +28,7 @@ from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
 from sirchat.models.packed import four_bit_block, packing_layout
 from sirchat.models.packing import pack_module
-from sirchat.models.prepared import is_safe, prepared_path
+from sirchat.models.prepared import prepared_path
 from sirchat.models.probe import (
     refuse_broken_template,
     refuse_foreign_tokenizer,
@@ -39,6 +39,7 @@ from sirchat.models.progress import Progress, no_warnings, reporting, switch_off
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import weights_in_folder
 from sirchat.models.whole_files import StoredPlace
+from sirchat.paths import abbreviated, changeable_by_others
 from sirchat.text.tokenizer import tokenizer_of_folder
 
 # How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
@@ -166,12 +167,15 @@ def load_gguf_parts(
 
     is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
     way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
-    place, was_damaged = prepared_path(path, way) if is_usual else None, False
+    place, problem = prepared_path(path, way) if is_usual else None, ""
     if place is not None and place.exists():
         try:
-            return _mapped(place, dtype)
+            if (foreign := changeable_by_others(place)) is None:
+                return _mapped(place, dtype)
+            problem = f"could have been changed by others ({abbreviated(foreign)})"
+            place = None if foreign.is_dir() else place  # there it would be refused again
         except Exception:  # of all kinds
-            was_damaged = True
+            problem = "was damaged"
     file = parse_gguf(path)
     refuse_unsupported(file)
     packs = spread is None and (has_blocks(file) if packs is None else packs)
@@ -187,8 +191,8 @@ def load_gguf_parts(
         spread.dispatch(module)
     if place is not None:
         prepared.write_prepared(place, path, config_values(file), kept, module)
-    if was_damaged:
-        tokenizer.notices.append(f"what was prepared of {path.name} was damaged: it is made again")
+    if problem:
+        tokenizer.notices.append(f"what was prepared of {path.name} {problem}: it is made again")
     return module, tokenizer
 
 
@@ -196,8 +200,6 @@ def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load module and tokenizer from a prepared file; any exception says that it is damaged."""
     from sirchat.models.gguf import prepared, vocabulary
 
-    if not is_safe(place):
-        raise ValueError(f"another user can have written {place}")
     found = prepared.map_prepared(place, dtype)
     return found.module, vocabulary.load_tokenizer(found.tokenizer)
 

@@ -104,17 +104,6 @@ def prepared_path(model: Path, how: tuple[str, ...]) -> Path | None:
     return prepared_dir() / name if size >= LEAST else None
 
 
-def is_safe(path: Path) -> bool:
-    """Whether there is a file at `path` which, like its folder, no other user can have written."""
-    with suppress(OSError):
-        for place in (path, path.parent):
-            about = place.lstat()
-            if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-                return False
-        return path.is_file() and not path.is_symlink()
-    return False
-
-
 def make_room(path: Path, size: int) -> bool:
     """Make room for a file of `size` bytes at `path`; False if it would be too large."""
     folder, begun = private_dir(path.parent), time.time()

@@ -302,6 +302,12 @@ def test_a_server_that_listens_keeps_its_file(asked: list[str]) -> None:
     assert asked == ANSWERED
 
 
+def test_a_server_that_another_user_may_have_named_is_not_asked(asked: list[str]) -> None:
+    server_file("tiny").chmod(0o620)
+    assert run("ask", JOKE).stdout
+    assert not asked
+
+
 @contextmanager
 def answering(listener: socket.socket, *answers: Callable[[bytes], bytes]) -> Iterator[list[bytes]]:
     """A program that answers one client's requests; yields what it was sent."""

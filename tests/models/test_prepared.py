@@ -26,7 +26,7 @@ from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.prepared import prepared_files
-from sirchat.paths import prepared_dir
+from sirchat.paths import changeable_by_others, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
@@ -210,6 +210,54 @@ def test_a_foreign_file_is_not_used(tmp_path: Path) -> None:
     model = loaded(path)
     assert any("is made again" in one for one in model.tokenizer.notices)
     assert own.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_linked_folder_of_ones_own_is_used(
+    tmp_path: Path, no_reading: Callable[[], None]
+) -> None:
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    prepared_dir().parent.mkdir(parents=True)
+    prepared_dir().symlink_to(tmp_path / "large disk")
+    path = written(tmp_path)
+    wanted = logits(loaded(path))
+    no_reading()
+    assert torch.equal(logits(loaded(path)), wanted)
+
+
+def test_a_folder_that_others_may_write_is_not_used_and_a_line_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    wanted, before = logits(loaded(path)), the_file().stat()
+    prepared_dir().chmod(0o777)
+    model = loaded(path)
+    (notice,) = [one for one in model.tokenizer.notices if "is made again" in one]
+    assert f"could have been changed by others ({prepared_dir()})" in notice
+    assert torch.equal(logits(model), wanted)
+    assert the_file().stat() == before  # nor is anything written there
+
+
+@pytest.mark.parametrize(
+    "changed", ["", "file", "folder", "linked file", "folder of the linked file"]
+)
+def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path: Path) -> None:
+    places = {
+        "folder": tmp_path / "own",
+        "folder of the linked file": tmp_path / "elsewhere",
+        "file": tmp_path / "own" / "file",
+        "linked file": tmp_path / "elsewhere" / "file",
+    }
+    for name, place in places.items():
+        place.mkdir(mode=0o700) if "folder" in name else place.touch(mode=0o600)
+    link = tmp_path / "own" / "link"
+    link.symlink_to(places["linked file"])
+    if changed:
+        places[changed].chmod(0o720)
+    wanted = {"": (None, None), "file": (places["file"], None), "linked file": (None, link)}
+    wanted["folder"] = (places["folder"], places["folder"])
+    wanted["folder of the linked file"] = (None, places["folder of the linked file"])
+    found = changeable_by_others(places["file"]), changeable_by_others(link)
+    assert found == wanted[changed]
+    with pytest.raises(FileNotFoundError):
+        changeable_by_others(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
