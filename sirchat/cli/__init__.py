@@ -4,7 +4,7 @@ import sys
 from contextlib import suppress
 from threading import Thread
 
-from sirchat.cli.registry import overview
+from sirchat.cli.registry import command_index, overview
 from sirchat.cli.signals import prepare_streams
 from sirchat.errors import SirchatError
 from sirchat.models.importing import defer_parts_of_torch, preload_torch
@@ -35,7 +35,8 @@ def _run() -> None:
         return
     defer_parts_of_torch()
     # A chat does it when its prompt is there.
-    if "ask" in sys.argv and not {"--help", "-h"} & set(sys.argv):
+    typed = sys.argv[1:]
+    if typed[command_index(typed) :][:1] == ["ask"] and not {"--help", "-h"} & set(typed):
         Thread(target=_preload, daemon=True).start()
     from sirchat.cli.app import main as run
 

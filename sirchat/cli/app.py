@@ -20,7 +20,7 @@ from sirchat import __version__
 from sirchat.cli.chat import Feed, Format, Json, JsonTokens, Quiet, ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag_error, with_settings
-from sirchat.cli.registry import commands, lazy_commands, overview, with_example
+from sirchat.cli.registry import command_index, commands, lazy_commands, overview, with_example
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -286,8 +286,7 @@ def _translate_arguments(arguments: list[str]) -> list[str]:
     flags = [argument.partition("=") for argument in arguments[:end]]
     named = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
     named += arguments[end:]
-    names = commands()
-    command = next((n for n, argument in enumerate(named) if argument in names), len(named))
+    command = command_index(named)
     front = named[:command]
     for n, (argument, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
         if argument == "--resume" and then.startswith("-"):
