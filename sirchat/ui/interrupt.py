@@ -1,4 +1,4 @@
-"""Handles Ctrl-C while modules are imported, while another program runs, and during a reply."""
+"""Handles signals: Ctrl-C in imports, in another program and in a reply; all while drawing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,36 @@ def leave_ctrl_c_to_child() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Context manager for drawing: a signal that raises an exception here does so only at the end.
+
+    The next one does so at once, because a terminal may take no output.
+    """
+    # An exception in the midst of a `write` loses the rest of the text, of a sequence, too.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name, signal.SIGINT) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    usual = {number: handler for number, handler in handlers.items() if callable(handler)}
+    held = list[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        signal.signal(number, usual[signal.Signals(number)])
+
+    try:
+        for number in usual:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 class Interrupt:

@@ -19,6 +19,7 @@ from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import TaggedText, describe_excess
 from sirchat.chat.session import Session
 from sirchat.ui.cells import take_rows
+from sirchat.ui.interrupt import whole_output
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_round, draw_bar
@@ -71,8 +72,10 @@ class LiveView:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_reply()
+        with whole_output():
+            self._end_reply()
 
+    @whole_output()
     def show(self, event: Event) -> None:
         """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         match event:

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.input.vt100 import Vt100Input
 
+from fake_terminal import FakeTerminal, show_reply
 from sirchat.cli.chat import show_while_importing
-from sirchat.ui.interrupt import interruptible_imports
+from sirchat.ui.interrupt import interruptible_imports, whole_output
 from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal, program
 from warm_python import warm_python
@@ -131,6 +132,55 @@ def test_sigterm_ends_a_reply_and_a_prompt(
     begin(warm_shell)
     warm_shell.signal(signal.SIGTERM)
     assert warm_shell.code() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("frame", [0, 1, 3])
+@pytest.mark.usefixtures("every_frame")
+def test_a_signal_in_the_midst_of_a_frame_leaves_none_of_it_on_the_screen(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, number: int, frame: int
+) -> None:
+    usual, frames = FakeTerminal.write, 0
+
+    def write(self: FakeTerminal, text: str) -> int:
+        nonlocal frames
+        frames += "\x1b[?2026h" in text
+        if frames == frame + 1 and "\x1b[?2026h" in text:
+            at = text.index("held") + 2
+            usual(self, text[:at])
+            signal.raise_signal(number)
+            return usual(self, text[at:])
+        return usual(self, text)
+
+    def end(*_: object) -> None:
+        raise SystemExit(7)
+
+    monkeypatch.setattr(FakeTerminal, "write", write)
+    before = signal.signal(number, end)
+    try:
+        with pytest.raises(SystemExit):
+            show_reply(terminal, ["word "] * 6)
+        assert signal.getsignal(number) is end
+    finally:
+        signal.signal(number, before)
+    assert [line.strip() for line in terminal.screen.display if line.strip()] == [
+        " ".join(["word"] * (frame + 1))
+    ]
+    assert not terminal.screen.cursor.hidden
+
+
+def test_the_second_signal_ends_a_program_whose_terminal_takes_no_output() -> None:
+    ended = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    try:
+        with whole_output():
+            signal.raise_signal(signal.SIGTERM)
+            assert not ended
+            signal.raise_signal(signal.SIGTERM)
+            assert len(ended) == 1
+        assert len(ended) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow
