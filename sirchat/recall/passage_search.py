@@ -108,22 +108,38 @@ class PassageSearch:
         self.passages.erase(ledger)
         self._index = WordIndex(self._telling)
 
-    def scores(self, message: Sought, generated: Collection[int] = ()) -> Scores:
-        """How well each passage [n] fits the message; `generated` are turns the model wrote."""
-        return self._discounted(self._scores(message), generated)
+    def by_words(self, sentences: Sequence[str]) -> Scores:
+        """How far above chance each passage [n] fits the words of the sentences."""
+        return np.maximum(_standard(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
+
+    def scores(
+        self, message: Sought, generated: Collection[int] = (), by_words: Scores | None = None
+    ) -> Scores:
+        """How well each passage [n] fits the message; `generated` are turns the model wrote.
+
+        `by_words` is how it fits the words of the message's sentences, if known.
+        """
+        scores = self.by_words(message.sentences) if by_words is None else by_words
+        if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
+            # Undefined cosines count as usual ones: these passages can be found by words.
+            wanted = torch.from_numpy(message.vector)
+            blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
+            products = torch.cat([block.float() @ wanted for block in blocks])
+            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
+            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
+            scores = scores + self._index.with_block(fits)
+        return self._discounted(scores, generated)
 
     def scores_of_second_round(
         self, ledger: Ledger, first: int, message: Sought, generated: Collection[int] = ()
     ) -> Scores:
         """How well each passage [n] fits the words of passage number `first`, less the message's.
 
-        That itself counts 0, and so do all if the message's words did not find it.
+        That itself counts 0.
         """
         known, text = set(words_of(message.text)), self.passages.texts(ledger, first, first + 1)[0]
-        if not self._by_words(message.sentences)[first]:
-            return np.zeros(len(self.passages))
         new = " ".join(word for word in words_of(text) if word not in known)
-        scores = self._by_words((new,))
+        scores = self.by_words((new,))
         scores[first] = 0
         return self._discounted(scores, generated)
 
@@ -134,24 +150,6 @@ class PassageSearch:
     def telling_words(self, text: str) -> list[str]:
         """The words of a text that tell something by themselves."""
         return self._index.telling_words(text)
-
-    def _scores(self, message: Sought) -> Scores:
-        if not len(self.passages):
-            return np.zeros(0)
-        scores = self._by_words(message.sentences)
-        if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
-            # Undefined cosines count as usual ones: these passages can be found by words.
-            wanted = torch.from_numpy(message.vector)
-            blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
-            products = torch.cat([block.float() @ wanted for block in blocks])
-            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
-            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
-            scores += self._index.with_block(fits)
-        return scores
-
-    def _by_words(self, sentences: Sequence[str]) -> Scores:
-        """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(_standard(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
 
     def _discounted(self, scores: Scores, generated: Collection[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.

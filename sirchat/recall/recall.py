@@ -199,7 +199,8 @@ class Recall:
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
         message, is_auto = self.message(ids, roles), recall is None or recall.n is None
-        scores = search.scores(message, generated)
+        by_words = search.by_words(message.sentences)
+        scores = search.scores(message, generated, by_words)
         asks, focus = self._asks_back(message), self._focus()
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message that ends with no question mark does not ask.
@@ -212,10 +213,11 @@ class Recall:
         is_question = bool(asks and focus and best >= LESS * FLOOR)
         if is_question:
             room = min(room, focus)
-        chosen = self._take(scores, FLOOR if is_auto else -np.inf, room)
+        most = min(room, len(scores) - 1)  # a passage has at least one token
+        floor = FLOOR if is_auto else -float(np.partition(-scores, most)[most])
+        chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
-            if chosen:
-                first = next(iter(chosen))
+            if chosen and by_words[first := next(iter(chosen))]:
                 again = search.scores_of_second_round(ledger, first, message, generated)
                 scores = np.maximum(scores, again)
             scores[list(chosen)] = -np.inf

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
@@ -24,7 +27,9 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory import archive
+from sirchat.memory.archive import Segment
+from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import ROW, Role
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.model import LoadedModel
@@ -34,6 +39,7 @@ _MIX = Mix(tell=0.3, ask=0.1, repeat=0.02, story=0.2, quiz=0.1, untold=0.05)
 _RECALLED = 100  # tokens
 _REPLY = 32
 _QUESTION_SEED = 1
+_AT_ONCE = 4096  # tokens that are put into the archive
 
 
 def bench_recall(
@@ -51,7 +57,7 @@ def bench_recall(
         budget=options.cache,
         max_new_tokens=_REPLY,
         temperature=0.0,
-        archive_limit="16GiB",  # a full archive drops tokens, which an undo would need
+        archive_limit="1TiB",  # a full archive drops tokens, which an undo would need
     )
     for size in sizes:
         session = long_chat(model, profile, size)
@@ -63,6 +69,7 @@ def bench_recall(
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
     """Measure turns with the retriever `name` against turns without recall."""
     searches: list[float] = []
+    session.stop_ids = frozenset()  # else turns with and without recall are of different lengths
 
     def seconds(recall: str) -> Iterator[float]:
         for text in itertools.cycle(asked):
@@ -124,7 +131,17 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
     logits = np.zeros(model.vocab_size, np.float32)
     rounds = int(rows["round"][-1])
     state = EngineState(rows, held, 0.0, 1.0, logits, rounds)
-    session.load(state, ConversationState(turns=turns, round=rounds), _zeros(model, count))
+    zeros = _zeros(model)
+    blocks = np.array_split(np.arange(held[0]), 1 + held[0] // _AT_ONCE)
+    evicted = (_repeated(zeros, at) for at in blocks if len(at))
+    with patch.object(archive, "Segment", partial(_shared, Segment(zeros))):
+        conversation = ConversationState(turns=turns, round=rounds)
+        session.load(state, conversation, _repeated(zeros, held), evicted=evicted)
+    session.recall.update()
+    passages = session.recall.search.passages
+    if size := model.passage_encoder.size:
+        vectors = np.random.default_rng(0).normal(size=(len(passages), size)).astype(np.float16)
+        passages.vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return session
 
 
@@ -138,11 +155,23 @@ def _said() -> Iterator[tuple[str, str]]:
     return itertools.cycle(said[: len(said) // 2 * 2])
 
 
-def _zeros(model: LoadedModel, count: int) -> KeyValues:
-    """Make keys and values of `count` tokens that are all zero and take the memory of one token."""
+def _zeros(model: LoadedModel) -> list[Tensor]:
+    """Make keys and values [H, 1, D] of one token that are zero."""
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)
-    one = cache.first_written(torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64)).tensors
-    tensors = [torch.zeros_like(tensor).expand(-1, count, -1) for tensor in one]
-    return KeyValues(np.arange(count), np.zeros(count, np.int64), tensors)
+    one = cache.first_written(torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64))
+    return [torch.zeros_like(tensor) for tensor in one.tensors]
+
+
+def _repeated(zeros: list[Tensor], positions: Positions) -> KeyValues:
+    """Keys and values of the tokens at `positions` [n] that take the memory of one token."""
+    tensors = [tensor.expand(-1, len(positions), -1) for tensor in zeros]
+    return KeyValues(positions, np.zeros(len(positions), np.int64), tensors)
+
+
+def _shared(first: Segment, like: list[Tensor]) -> Segment:
+    """A segment of the archive that takes no memory: all have the tensors of the first."""
+    one = copy(first)
+    one.positions, one.written_at = first.positions.copy(), first.written_at.copy()
+    return one
