@@ -101,6 +101,14 @@ def tiny_dir() -> Path:
     return _package() / "tiny"
 
 
+def memory_dir() -> str | None:
+    """A folder for short-lived files that is in memory, not on disk; None where there is none."""
+    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
+        if name and os.path.isdir(name) and os.access(name, os.W_OK | os.X_OK):
+            return name
+    return None
+
+
 def abbreviated(path: Path) -> str:
     """The path as text, with `~` for the user's home folder, which would show the user's name."""
     try:

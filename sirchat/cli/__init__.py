@@ -1,5 +1,6 @@
 """The command line: parses flags, runs commands, and turns errors into exit codes."""
 
+import os
 import sys
 from contextlib import suppress
 from threading import Thread
@@ -30,9 +31,16 @@ def _run() -> None:
         try:
             sys.stdout.write(overview())
             sys.stdout.flush()
+        except BrokenPipeError:  # as of `sirchat --help | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except OSError as error:
             sys.exit(f"sirchat: {error.strerror}")
         return
+    try:
+        os.getcwd()
+    except OSError:  # torch could not be loaded
+        sys.exit("sirchat: the working folder was deleted (cd to another one)")
     defer_parts_of_torch()
     # A chat does it when its prompt is there.
     typed = sys.argv[1:]

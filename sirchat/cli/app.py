@@ -5,6 +5,8 @@ inside the functions that need them, so that `--help` and completion are fast.
 """
 
 import os
+import re
+import shlex
 import sys
 from contextlib import suppress
 from functools import cached_property
@@ -17,7 +19,18 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sirchat import __version__
-from sirchat.cli.chat import Feed, Format, Json, JsonTokens, Quiet, ask, open_chat, replay, tutorial
+from sirchat.cli.chat import (
+    Continue,
+    Feed,
+    Format,
+    Json,
+    JsonTokens,
+    Quiet,
+    ask,
+    open_chat,
+    replay,
+    tutorial,
+)
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag_error, with_settings
 from sirchat.cli.registry import command_index, commands, lazy_commands, overview, with_example
@@ -107,7 +120,7 @@ class _Commands(TyperGroup):
             raise UsageError(
                 f"there is no command {format_value(name)}",
                 hint=close
-                or f"sirchat opens a chat; sirchat ask {format_value(name)} asks this question",
+                or f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question",
             )
         return super().resolve_command(ctx, args)
 
@@ -138,6 +151,19 @@ def main() -> None:
         raise
     finally:
         leave_terminal()
+
+
+def _quote_for_bash() -> None:
+    """Let completions for bash, which inserts them as they are, have their blanks escaped."""
+    from typer._completion_classes import BashComplete
+
+    def quoted(self: Any, item: Any) -> str:
+        typed = os.environ.get("COMP_WORDS", "").split("\n")[-1]
+        if typed.startswith(("'", '"')):
+            return str(item.value)
+        return re.sub(r"[^\w@%+=:,./-]", r"\\\g<0>", item.value)
+
+    BashComplete.format_completion = quoted  # type: ignore[method-assign]
 
 
 def _version(asked: bool) -> None:
@@ -171,6 +197,7 @@ def start(
             metavar="[ID|NAME|last]",
         ),
     ] = None,
+    is_last: Continue = False,
     branch: Annotated[
         str | None,
         typer.Option(
@@ -195,6 +222,7 @@ def start(
 ) -> None:
     """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
     command, trust = context.invoked_subcommand, trust_remote_code
+    resume = "last" if is_last and resume is None else resume
     transcript: dict[str, Any] = {
         "feed": feed,
         "format": format,
@@ -239,6 +267,8 @@ def start(
 def _run() -> None:
     install_exit_handlers()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
+    if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
+        _quote_for_bash()
     try:
         code = app(
             args=_translate_arguments(sys.argv[1:]), prog_name="sirchat", standalone_mode=False
@@ -247,7 +277,7 @@ def _run() -> None:
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
             sys.exit(2)
-        _fail(error.format_message(), 2)
+        _fail(_with_hint(error.format_message()), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except BrokenPipeError:
@@ -258,6 +288,14 @@ def _run() -> None:
         if debug:
             raise
         _fail(*_message_and_exit_code(error))
+
+
+def _with_hint(message: str) -> str:
+    """An error of the parser; if a question of `sirchat ask` was taken for a flag, with a hint."""
+    asked = next((argument for argument in sys.argv if re.match(r"-+\S*[\s\d]", argument)), "")
+    if message.startswith("No such option") and "ask" in sys.argv and asked:
+        return f"{message} (a question that begins with - follows --: ask -- {shlex.quote(asked)})"
+    return message
 
 
 def _message_and_exit_code(error: Exception) -> tuple[str, int]:

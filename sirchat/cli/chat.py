@@ -1,10 +1,10 @@
 """The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
 import os
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,13 +19,19 @@ from sirchat.cli.flags import (
     with_settings,
     without_garbage_collection,
 )
+from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, trusted_policies
 from sirchat.config.values import parse_value
-from sirchat.errors import SirchatError, TranscriptError, UsageError, terminal_has_gone
+from sirchat.errors import (
+    SessionError,
+    SirchatError,
+    TranscriptError,
+    UsageError,
+    terminal_has_gone,
+)
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
-from sirchat.text.transcript import MOST_BYTES
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
 
@@ -37,8 +43,9 @@ if TYPE_CHECKING:
 # Settings that flags change before a saved chat is loaded; others change after that.
 _AT_ONCE = (
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
-    *("compile", "save", "save_kv", "panel", "theme", "markdown", "thinking"),
+    *("compile", "save", "save_kv"),
 )
+_SHOWN = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
 
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 Feed = Annotated[
@@ -53,6 +60,10 @@ JsonTokens = Annotated[
         "--json-tokens",
         help="Like --json; also list the tokens evicted, restored, and held after each turn.",
     ),
+]
+Continue = Annotated[
+    bool,
+    typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
@@ -76,7 +87,11 @@ def open_chat(
     if resume is None:
         profile, store = profile_from_flags(flags), None
     else:
-        profile, store, later = _saved_settings(resume, flags, at_once=rebuild, branch=branch)
+        first = () if rebuild else (*_AT_ONCE, *_SHOWN)
+        profile, store, later, skipped = _saved_settings(resume, flags, first, branch=branch)
+        for error in skipped:
+            went_on = f"continuing with session {store.name or store.id}"
+            sys.stderr.write(f"{displayable_line(f'sirchat: {error}; {went_on}')}\n")
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
 
@@ -104,6 +119,13 @@ def ask(
     question: Annotated[
         list[str] | None, typer.Argument(help="The question; text from a pipe is put before it.")
     ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option("--file", "-f", help="Put this text file before it; can be repeated."),
+    ] = None,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Do not read standard input.")
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +134,7 @@ def ask(
             metavar="ID|NAME|last",
         ),
     ] = None,
+    is_last: Continue = False,
     json: Json = False,
     server: Annotated[
         str,
@@ -129,9 +152,10 @@ def ask(
     line on standard error says how much was read, and how much is held.
     """
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
-    flags, resume = before["flags"] | flags, resume or before["resume"]
+    flags, resume = before["flags"] | flags, resume or ("last" if is_last else before["resume"])
     json, trust = json or before["json"], trust_remote_code or before["trust"]
-    text, is_piped = _read_question(" ".join(question or []))
+    words, has_input = " ".join(question or []), not no_input
+    text, has_files = read_question(words, file or (), has_input=has_input, note=_note)
     needs_own = {"--resume": resume is not None, "--trust-remote-code": trust, "--json": json}
     for flag in (flag for flag, is_given in needs_own.items() if is_given):
         if server not in ("auto", "off"):
@@ -141,7 +165,10 @@ def ask(
     if resume is None:
         profile = profile_from_flags(flags)
     else:
-        profile, store, later = _saved_settings(resume, flags, at_once=False)
+        profile, store, later, skipped = _saved_settings(resume, flags, _AT_ONCE)
+        if skipped:
+            store.close()
+            raise skipped[0]
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.screen import Screen
 
@@ -150,18 +177,19 @@ def ask(
         from sirchat.ui.startup import explain_toy_model
 
         explain_toy_model(screen)
-    holds_all = store is None and is_piped and "budget" not in profile.model_fields_set
+    holds_all = store is None and has_files and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
         from sirchat.cli.asking import ask_server
 
         if ask_server(server, profile, text, screen, holds_all=holds_all):
             return
     with without_garbage_collection(), interruptible_imports():
+        from sirchat.chat.retry import temporarily
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
 
     with loading_bar(screen, profile.model) as report:
-        session = _open_saved(profile, trust, report, store, later)
+        session = _open_saved(profile, trust, report, store, {})
     if store is None:
         print_reply(session, text, screen, as_json=json, holds_all=holds_all)
         return
@@ -169,7 +197,8 @@ def ask(
 
     saved_chat = SavedChat(session, screen, store)
     try:
-        print_reply(session, text, screen, as_json=json)
+        with temporarily(session, "ask", later):  # they are for this question, not for the chat
+            print_reply(session, text, screen, as_json=json)
     finally:
         saved_chat.close()
 
@@ -197,6 +226,12 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = one_conversation(iter_turns(stream, name, format), name)
+        if (first := next(turns, None)) is None and is_input:
+            _note(
+                "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
+                "answers a transcript"
+            )
+        turns = chain(() if first is None else (first,), turns)
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
@@ -248,7 +283,8 @@ def show_while_importing(what: str) -> Iterator[None]:
         yield
         return
     try:  # Ctrl-C may come as soon as the text is seen
-        err.write(displayable_line(what)[: shutil.get_terminal_size().columns - 1] + "\r")
+        columns = os.get_terminal_size(err.fileno()).columns
+        err.write(displayable_line(what)[: columns - 1] + "\r")
         err.flush()
         yield
     finally:
@@ -267,26 +303,10 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
         raise BrokenPipeError from error
 
 
-def _read_question(question: str) -> tuple[str, bool]:
-    """Join text from standard input and the question; also returns whether there was such text.
-
-    UsageError if both are empty, or if standard input is too long or not UTF-8.
-    """
-    given = ""
-    if not sys.stdin.isatty():
-        try:
-            data = sys.stdin.buffer.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise UsageError(f"standard input is too long; allowed: up to {MOST_BYTES:,} bytes")
-            given = data.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise UsageError(
-                "standard input is not UTF-8", hint="sirchat ask reads UTF-8 text"
-            ) from None
-    parts = [part for part in (given.strip("\n"), question) if part.strip()]
-    if not parts:
-        raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
-    return "\n\n".join(parts), bool(given.strip())
+def _note(text: str) -> None:
+    """Print a remark while no screen is there yet."""
+    sys.stderr.write(f"{displayable_line(text)}\n")
+    sys.stderr.flush()
 
 
 def _open_saved(
@@ -310,12 +330,13 @@ def _open_saved(
 
 
 def _saved_settings(
-    ident: str, flags: dict[str, Any], *, at_once: bool, branch: str | None = None
-) -> "tuple[Profile, SessionStore, dict[str, Any]]":
+    ident: str, flags: dict[str, Any], at_once: Collection[str], *, branch: str | None = None
+) -> "tuple[Profile, SessionStore, dict[str, Any], list[SessionError]]":
     """Open the file of a saved chat, or of a copy of it that gets the name `branch`.
 
-    Returns the settings with which to open the chat, the open file, and the settings to switch to
-    after that. If `at_once`, all settings in `flags` apply at its opening.
+    Returns the settings with which to open the chat, the open file, the settings to switch to after
+    that, and why newer chats were passed over. The settings named `at_once`, or else all, apply at
+    its opening.
     """
     from sirchat.saved.saved_state import saved_profile
     from sirchat.saved.session_list import copy_session, open_saved_file
@@ -327,17 +348,15 @@ def _saved_settings(
         if key not in ("profile", "trust_policy"):
             given[key] = parse_value(key, value) if isinstance(value, str) else value
     import_typed(str(flags.get("policy", "")))
-    first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
+    first = {key: value for key, value in given.items() if not at_once or key in at_once}
     rest = {key: value for key, value in given.items() if key not in first}
     if branch is None:
-        store, damaged = open_saved_file(sessions_dir(), ident)
+        store, skipped = open_saved_file(sessions_dir(), ident)
     else:
-        store, damaged = copy_session(sessions_dir(), ident, branch), []
-    for error in damaged:
-        went_on = f"continuing with session {store.name or store.id}"
-        sys.stderr.write(f"{displayable_line(f'sirchat: {error}; {went_on}')}\n")
+        store, skipped = copy_session(sessions_dir(), ident, branch), []
     try:
-        return changed_profile(saved_profile(store, trusted), "--resume", **first), store, rest
+        profile = changed_profile(saved_profile(store, trusted), "--resume", **first)
+        return profile, store, rest, skipped
     except SirchatError:
         store.close()
         raise

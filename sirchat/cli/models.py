@@ -196,16 +196,16 @@ def models_pull(
     The model goes into the Hugging Face cache, which other programs share. After an interrupt, the
     same command continues the download.
     """
-    from rich.console import Console
-
     from sirchat.models.hub import pull
     from sirchat.models.names import cached_folder, snapshot_of
     from sirchat.models.shape import shape_of_folder
     from sirchat.ui.lists import in_bytes
+    from sirchat.ui.screen import make_console
     from sirchat.ui.status import pull_progress
 
     try:
-        with pull_progress(Console(stderr=True, highlight=False)) as progress:
+        console = make_console(sys.stderr, force_terminal=sys.stderr.isatty())
+        with pull_progress(console) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
         sys.stderr.write(
@@ -360,9 +360,9 @@ def _profile(budget: str | None) -> Profile:
 
 
 def _console() -> "Console":
-    from rich.console import Console
+    from sirchat.ui.screen import make_console
 
-    return Console(highlight=False)
+    return make_console()
 
 
 def _print_json(data: object) -> None:

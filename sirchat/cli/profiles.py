@@ -25,15 +25,16 @@ def profiles(context: typer.Context) -> None:
 @profiles_app.command("list")
 def profiles_list() -> None:
     """List all profiles, by name."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from sirchat.ui.screen import make_console
 
     table = Table("name", "description", "from", box=None)
     for profile in list_profiles():
         cells = (profile.name, profile.description, "sirchat" if profile.shipped else "you")
         table.add_row(*(Text(displayable_line(cell)) for cell in cells))
-    Console().print(table)
+    make_console().print(table)
 
 
 @profiles_app.command("show")
@@ -66,9 +67,10 @@ def policies_list(context: typer.Context) -> None:
     """List the eviction policies: what each keeps, its options and defaults, its source."""
     if context.invoked_subcommand is not None:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from sirchat.ui.screen import make_console
 
     table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 2, 1, 0))
     for name in policy_names():
@@ -79,7 +81,7 @@ def policies_list(context: typer.Context) -> None:
             options.append(f"{field.name} = {field.default}: {field.metadata.get('help', '')}")
         cells = (name, " ".join(what.split()), "\n".join(options), policy.source)
         table.add_row(*(Text(displayable(cell)) for cell in cells))
-    Console().print(table)
+    make_console().print(table)
 
 
 @policies_app.command("check")

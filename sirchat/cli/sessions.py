@@ -41,14 +41,13 @@ def sessions_list(
     every: Annotated[bool, typer.Option("--all", help="List more than the newest 1,000.")] = False,
 ) -> None:
     """List the saved chats, newest first."""
-    from rich.console import Console
-
     from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
     from sirchat.ui.lists import SessionLines, in_bytes, print_sessions
+    from sirchat.ui.screen import make_console
 
     listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
     if listing.sessions:
-        print_sessions(SessionLines(listing.sessions), Console())
+        print_sessions(SessionLines(listing.sessions), make_console())
     else:
         typer.echo("there are no saved chats", err=True)
     if listing.unread:
@@ -68,10 +67,9 @@ def sessions_search(
     debug: Debug = False,
 ) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
-    from rich.console import Console
-
     from sirchat.saved.search import nothing_found, search_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
+    from sirchat.ui.screen import make_console
 
     text = " ".join(words)
     result = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
@@ -79,7 +77,7 @@ def sessions_search(
         raise nothing_found(text, result)
     lines = {hit.session.id: hit.line for hit in result.hits}
     chats = SessionLines([hit.session for hit in result.hits], matches=lines)
-    print_sessions(chats, Console())
+    print_sessions(chats, make_console())
     if result.more:
         typer.echo(
             f"and {result.more:,} more with a weaker match; add words to find fewer", err=True
@@ -195,11 +193,6 @@ def _removal(ident: str) -> _Removal:
 
     folder = sessions_dir()
     listed = list_sessions(folder).sessions
-    if ident == "last" and listed and listed[0].in_use:
-        raise SessionError(
-            f"the last chat, {listed[0].id}, is open in another process",
-            hint="close that chat first, or name another one: sirchat sessions lists all",
-        )
     path = find_session(folder, ident)
     chat = next((chat for chat in listed if chat.path == path), None)
     messages: set[str] = set()

@@ -43,6 +43,10 @@ _FIND = """SELECT number, id FROM said JOIN chats ON number = said.rowid
 WHERE said MATCH ? ORDER BY said.rank, changed DESC"""  # the rank is bm25
 _SNIPPET = "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
 
+# A word with one of these is found only as it is written: C++ is not C.
+_SIGNS = re.compile(r"[+#*&@$%]")
+_WRITTEN = "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
+
 _TIMEOUT = 20.0  # seconds to wait while another process writes the index
 _BATCH = 500  # chats in a transaction: others wait for it, and Ctrl-C loses its work
 _JUST_NOW = 100_000_000  # ns: within this time, a file may change without a new time
@@ -98,6 +102,9 @@ def find_matches(
         with connection:
             connection.execute("BEGIN")  # other processes change nothing between the queries
             chats = connection.execute(_FIND, (query,)).fetchall() if query else []
+            for word in filter(_SIGNS.search, words.split()):
+                has = {n for (n,) in connection.execute(_WRITTEN, (query, word.casefold()))}
+                chats = [chat for chat in chats if chat[0] in has]
             snippets = [
                 connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
                 for number, _ in chats[:most]

@@ -6,6 +6,7 @@ All data that is read is checked.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Collection
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
@@ -245,7 +246,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
-            hint=f"to continue this chat: {again} --model {meta['model']}; {rebuild}",
+            hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",
         )
 
 

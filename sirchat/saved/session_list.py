@@ -94,14 +94,16 @@ def key_value_bytes(folder: Path) -> int:
     return size
 
 
-def find_session(folder: Path, ident: str) -> Path:
+def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path:
     """The file of a saved session, given by its id, its name, or the beginning of its id.
 
-    The word `last` means the newest that no process has open, or else the newest. Raises
-    SessionError if none or several match.
+    The word `last` means the newest. Raises SessionError if none or several match, and if the last
+    is open in another process, unless it `may_be_open`.
     """
     if ident == "last":
-        for chat in _unused_first(_summaries(folder, _files(folder), [])):
+        for chat in _summaries(folder, _files(folder), []):
+            if chat.in_use and not may_be_open:
+                raise _open_elsewhere(chat)
             return chat.path
         raise SessionError(f"there is no saved session in {folder}")
     ids = sorted(name.removesuffix(SUFFIX) for name in _files(folder))
@@ -130,20 +132,30 @@ def is_prefix_of_id(folder: Path, ident: str) -> bool:
     return any(name.removesuffix(SUFFIX).startswith(ident) for name in _files(folder))
 
 
-def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open a session, given as for `find_session`.
+def open_saved_file(
+    folder: Path, ident: str, own: str = ""
+) -> tuple[SessionStore, list[SessionError]]:
+    """Open a session, given as for `find_session`; `own` is the id of the one that is open here.
 
-    If `ident` is "last", damaged sessions are skipped, whose errors are returned, too. Raises
-    SessionError if none can be opened.
+    If `ident` is "last", sessions that are damaged or open elsewhere are skipped; the errors of the
+    damaged ones, and of the newest, are returned, too. SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
     refused: list[SessionError] = []
-    for chat in _unused_first(_summaries(folder, _files(folder), refused)):
+    in_use = list[SavedSession]()
+    for chat in _summaries(folder, [f for f in _files(folder) if f != f"{own}{SUFFIX}"], refused):
+        if chat.in_use:
+            in_use.append(chat)
+            continue
         try:
-            return SessionStore.open(chat.path), _damaged(refused)
+            store = SessionStore.open(chat.path)
+            newer = [_open_elsewhere(other) for other in in_use[:1]]
+            return store, [*newer, *_damaged(refused)]
         except DamagedSessionError as error:
             refused.append(error)
+    if in_use:
+        return SessionStore.open(in_use[0].path), []  # raises what says by whom it is used
     if damaged := _damaged(refused):
         raise damaged[-1]
     raise SessionError(f"there is no saved session in {folder}")
@@ -155,7 +167,7 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     Returns its open store. Raises SessionError if the name is not allowed or taken, or if the
     session can't be copied.
     """
-    path, name = find_session(folder, ident), check_name(folder, name, "")
+    path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
     for _ in range(_COPIES):
         copy = new_file(folder, SUFFIX)
         try:
@@ -262,6 +274,13 @@ def reveals_text(name: str, said: str, *, whole: bool) -> bool:
     return bool(name_key and said_key) and repeats
 
 
+def _open_elsewhere(chat: SavedSession) -> SessionError:
+    return SessionError(
+        f"the last chat, {chat.name or chat.id}, is open in another process",
+        hint="close that chat first, or name another one: sirchat sessions lists all",
+    )
+
+
 def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
     return [error for error in refused if isinstance(error, DamagedSessionError)]
 
@@ -312,18 +331,6 @@ def _summaries(
             with suppress(OSError):  # it was just removed
                 if path.stat().st_size:  # else a process was killed while it created the file
                     refused.append(error)
-
-
-def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:
-    """Yield the sessions that no process has open; if there are none, all."""
-    in_use, is_any_unused = list[SavedSession](), False
-    for chat in sessions:
-        if chat.in_use:
-            in_use.append(chat)
-        else:
-            is_any_unused = True
-            yield chat
-    yield from () if is_any_unused else in_use
 
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:

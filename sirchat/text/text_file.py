@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import re
@@ -50,7 +51,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def load_text_file(name: str) -> str:
-    """Read a UTF-8 file; returns its text with `\\n` as line ends, without a byte order mark.
+    """Read a text file; returns its text with `\\n` as line ends, without a byte order mark.
 
     Raises UsageError if it is missing, unreadable, empty, no text, too large, or no regular file.
     """
@@ -71,7 +72,26 @@ def load_text_file(name: str) -> str:
             f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}",
             hint="put the important part into a smaller file",
         )
-    return _decoded(name, data)
+    text = decode_text(name, data)
+    if not text.strip():
+        raise UsageError(f"{name} is empty")
+    return text
+
+
+def decode_text(name: str, data: bytes) -> str:
+    """The text in `data`, which came from `name`: UTF-8, or UTF-16 if it begins with a mark.
+
+    Line ends become `\\n`, a byte order mark goes. UsageError if it is no text.
+    """
+    has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    kind, encoding = ("UTF-16", "utf-16") if has_mark else ("UTF-8", "utf-8-sig")
+    if b"\0" in data and not has_mark:
+        raise UsageError(f"{name} is not text: it contains NUL bytes")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not {kind} text: see byte {error.start:,}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def make_code_block(name: str, text: str) -> str:
@@ -121,15 +141,3 @@ def _refuse_special(name: str, status: os.stat_result) -> None:
         raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{name} is a device or a pipe, not a regular file")
-
-
-def _decoded(name: str, data: bytes) -> str:
-    if b"\0" in data:
-        raise UsageError(f"{name} is not text: it contains NUL bytes")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: see byte {error.start:,}") from None
-    if not text.strip():
-        raise UsageError(f"{name} is empty")
-    return text.replace("\r\n", "\n").replace("\r", "\n")

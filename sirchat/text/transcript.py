@@ -125,6 +125,8 @@ def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     for number, raw in enumerate(lines, start=1):
         if len(raw) > MOST_BYTES:
             raise _error(name, number, f"the line is too long; allowed: up to {MOST_BYTES:,} bytes")
+        if b"\0" in raw:
+            raise _error(name, number, "not text: it contains NUL bytes")
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         try:

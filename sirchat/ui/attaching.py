@@ -27,7 +27,12 @@ if TYPE_CHECKING:  # a prompt must not import a model, nor `sirchat ask` a promp
 
     from sirchat.chat.session import Session
 
-_MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word>\S+))')
+# A path as a user types it, and as a terminal writes one that is dropped on it: maybe quoted, or
+# with a backslash before each blank.
+_PATH = r"""(?:"(?P<double>[^"\n]+)"{0}|'(?P<single>[^'\n]+)'{0}|(?P<word>(?:\\[^\S\n]|\S)+))"""
+_MENTION = re.compile(r"(?<!\S)(?P<escape>\\?)@" + _PATH.format(""))
+_FIRST = re.compile(rf"\s*{_PATH.format('?')}\s*")
+_ESCAPED = re.compile(r"\\(.)")
 _LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
 _OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
 _CLOSING = ".,;:!?)]}'\"…"  # cut off at the end of an `@path` if no file has the full name
@@ -72,7 +77,21 @@ def attach_files(
         at = mention.end()
     message.append(text[at:])
     has_words = bool("".join([*said, text[at:]]).strip())
+    if not files and (path := _as_path(text)):
+        raise UsageError(
+            f"{shorten(path, 60)} is a file, and nothing is sent",
+            hint='@ before it sends its text; a name with blanks goes in quotes: @"a b.txt"',
+        )
     return _joined(list(files.values()), "".join(message) * has_words), list(files.values())
+
+
+def mentioned_names(text: str) -> list[str]:
+    """The names after each `@` of a text, as they are typed, and without closing signs."""
+    return [
+        mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING)
+        for mention in _MENTION.finditer(text)
+        if not mention["escape"]
+    ]
 
 
 def open_mention(before: str) -> str | None:
@@ -94,10 +113,13 @@ def attach_file(rest: str) -> tuple[str, list[AttachedFile]]:
 
 def first_name(text: str) -> tuple[str, str]:
     """Split a text into the file name at its start, a word or a quoted text, and the rest."""
-    match = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
-    if match is None:  # it matches any text
+    match = _FIRST.match(text)
+    if match is None:
         return "", text
-    return match[1] or match[2] or "", text[match.end() :]
+    word = match["word"] or ""
+    if is_missing(word):
+        word = _ESCAPED.sub(r"\1", word)
+    return match["double"] or match["single"] or word, text[match.end() :]
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
@@ -144,23 +166,32 @@ def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
 
 def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
     """The file's name, "" if there is none, and what the message has in place of the `@path`."""
-    word, quoted = mention["word"] or "", mention["quoted"]
+    word, quoted = mention["word"] or "", mention["double"] or mention["single"]
     if mention["escape"]:
         return "", mention[0][1:]
     if quoted and not is_missing(quoted):
         return quoted, quoted
-    for name in (word, word.rstrip(_CLOSING)):
+    plain = _ESCAPED.sub(r"\1", word)
+    for name in dict.fromkeys((word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING))):
         is_plain_folder = "/" not in name and os.path.isdir(name)
         if name and not is_plain_folder and not is_missing(name):
-            return name, word
+            return name, word if word.startswith(name) else plain
     bare = quoted or word.rstrip(_CLOSING)
     if quoted or _LIKE_A_PATH.search(bare):
         note(f"there is no file {shorten(bare, 60)}, so the name is sent as plain text")
     return "", mention[0]
 
 
+def _as_path(text: str) -> str:
+    """The path, from the root or the home folder, of a file whose name is all of `text`; or ""."""
+    name, rest = first_name(text)
+    is_one = not rest and name.startswith(("/", "~/")) and "\n" not in name
+    return name if is_one and os.path.isfile(expand_path(name)) else ""
+
+
 def _note_pasted(mention: re.Match[str], note: Callable[[str], None]) -> None:
-    if not mention["escape"] and os.path.isfile(expand_path(mention["quoted"] or mention["word"])):
+    named = mention["double"] or mention["single"] or mention["word"]
+    if not mention["escape"] and os.path.isfile(expand_path(named)):
         word = shorten(mention[0], 60)
         note(f"{word} was pasted, so it is sent as plain text; type the @ yourself to attach it")
 

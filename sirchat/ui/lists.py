@@ -127,7 +127,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
     """Print a list of saved chats; where there is no terminal, each chat takes one line, uncut."""
-    width = console.width if console.is_terminal else _NO_LIMIT
+    width = console.width if console.file.isatty() else _NO_LIMIT
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from prompt_toolkit.layout.processors import Processor, Transformation, Transfor
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
+from sirchat.paths import memory_dir
 from sirchat.ui.attaching import open_mention
 from sirchat.ui.text import displayable
 
@@ -292,7 +294,11 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            event.current_buffer.open_in_editor()  # the prompt then has the edited text
+            usual, tempfile.tempdir = tempfile.tempdir, memory_dir()
+            try:
+                event.current_buffer.open_in_editor()  # the prompt then has the edited text
+            finally:
+                tempfile.tempdir = usual
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:

@@ -76,6 +76,7 @@ class Chat:
             try:
                 if line is None:
                     self._keyboard.keep_typed()
+                    self._history.is_kept = self._session.profile.save
                     line = self._prompt.read()
                 if line is None or not self._act_on(line):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -150,7 +151,7 @@ class SavedChat:
         """If the chat is saved, print how to resume it; call this after `close`."""
         is_saved = self._session.profile.save and not self._failure
         if is_saved and self._saving.id and self._screen.is_interactive:
-            self._screen.remark(f"to continue this chat: sirchat --resume {self._handle}")
+            self._screen.remark(f"to continue this chat: {self._resume_command}")
 
     def save(self, name: str | None) -> None:
         """Save the chat now, with its KV cache, under a new `name`, and from now on each turn.
@@ -171,12 +172,11 @@ class SavedChat:
 
         Raises SessionError or SettingError, with the current chat unchanged.
         """
-        path = find_session(sessions_dir(), ident)
-        if path.stem == self._saving.id:
-            self._screen.note(f"session {path.stem} is this chat, which is already open")
+        if ident != "last" and find_session(sessions_dir(), ident).stem == self._saving.id:
+            self._screen.note(f"session {self._saving.id} is this chat, which is already open")
             return None
-        store, damaged = open_saved_file(sessions_dir(), ident)
-        for error in damaged:
+        store, skipped = open_saved_file(sessions_dir(), ident, own=self._saving.id)
+        for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
             session = self._resumed(store)
@@ -346,6 +346,11 @@ class SavedChat:
         """What the user types to find this chat: its name or, if it has none, its id."""
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
+    @property
+    def _resume_command(self) -> str:
+        """What a shell runs to go on with this chat; `=`, as a name may be that of a command."""
+        return f"sirchat --resume={shlex.quote(self._saving.name or self._saving.id)}"
+
     def _report_saved(self, former: str) -> None:
         """Save the KV cache, and print how to find the chat, which was called `former` before."""
         saving, kept = self._saving, False
@@ -362,8 +367,7 @@ class SavedChat:
             renamed = f"; this {what} is no longer called {format_value(former)}"
         self._screen.note(
             f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values{renamed}; to continue it: /load {handle}, or sirchat --resume "
-            f"{handle}"
+            f"values{renamed}; to continue it: /load {handle}, or {self._resume_command}"
         )
 
     def _resumed(self, store: SessionStore) -> Session:

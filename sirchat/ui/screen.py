@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -40,8 +41,8 @@ class Screen:
     ) -> None:
         self.is_quiet = is_quiet
         self._out = _Counted(out or sys.stdout)
-        self.console = Console(file=cast(TextIO, self._out), highlight=False, soft_wrap=True)
-        self.notes = Console(file=err or sys.stderr, highlight=False)
+        self.console = make_console(cast(TextIO, self._out), soft_wrap=True)
+        self.notes = make_console(err or sys.stderr, force_terminal=(err or sys.stderr).isatty())
         self.notes.soft_wrap = not self.notes.is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
         self.use_theme(theme)
@@ -142,14 +143,29 @@ class Screen:
         self._out.flush()
 
 
+def make_console(stream: TextIO | None = None, **options: Any) -> Console:
+    """A console that writes to `stream`, or else to standard output.
+
+    At a terminal it is as wide as the window, whatever an exported COLUMNS says.
+    """
+    stream, environ = stream or sys.stdout, dict(os.environ)
+    with suppress(OSError, ValueError):  # no terminal, or not a stream of the operating system
+        os.get_terminal_size(stream.fileno())
+        environ = {k: v for k, v in environ.items() if k not in ("COLUMNS", "LINES")}
+    return Console(file=stream, highlight=False, _environ=environ, **options)
+
+
 def _paged(text: str) -> bool:
     """Show a text in $PAGER, or else `less`; False if it is empty, `cat` or can't be started."""
-    pager = shlex.split(os.environ.get("PAGER", "less"))
+    try:
+        pager = shlex.split(os.environ.get("PAGER", "less"))
+    except ValueError:  # an open quote
+        pager = []
     if not pager or pager == ["cat"]:
         return False
     # F: `less` ends at once if all fits; R: it shows colours; X: it leaves the text on the screen.
     # Its last line says how to leave. LESSSECURE: no shell, no editor, and no file is written.
-    environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1"}
+    environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1", "LESSHISTFILE": "-"}
     try:
         with leave_ctrl_c_to_child():
             subprocess.run(pager, input=text.encode(), env=environ, check=False)

@@ -69,7 +69,7 @@ def chat(
     A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
     loading are raised. `store`, `debug` and `trusted` are as for `Chat`.
     """
-    with line_input(screen) as entry:
+    with line_input(screen, is_kept=profile.save) as entry:
         prompt = entry.prompt
         loader = SessionLoader(open_session, prompt.redraw)
         begun: Future[Chat] = Future()  # has the chat once its session is open

@@ -23,6 +23,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.models.progress import Progress
+from sirchat.paths import memory_dir
 from sirchat.ui.interrupt import Interrupt, leave_ctrl_c_to_child
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -144,7 +145,7 @@ def edit_in_editor(command: list[str], text: str) -> str:
 
     Raises UsageError if the editor can't be started or fails, or if its file is not text.
     """
-    number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
+    number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md", dir=memory_dir())  # 0600
     path = Path(name)
     try:
         with leave_ctrl_c_to_child():

@@ -45,11 +45,14 @@ class LineInput:
 
 
 @contextmanager
-def line_input(screen: Screen) -> Iterator[LineInput]:
-    """Context manager: yields keyboard, history and prompt; inside, the terminal echoes no keys."""
+def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
+    """Context manager: yields keyboard, history and prompt; inside, the terminal echoes no keys.
+
+    `is_kept`: whether typed lines are kept on disk.
+    """
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
-        history, output = input_history(screen.note), prompt_output(screen)
+        history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         yield LineInput(keyboard, history, prompt)
 
@@ -61,16 +64,22 @@ def prompt_output(screen: Screen) -> Output:
     return create_output(always_prefer_tty=True)
 
 
-def input_history(complain: Callable[[str], None]) -> TypedHistory:
-    """The history of typed lines: a file or, with a call of `complain`, in memory if that fails."""
+def input_history(complain: Callable[[str], None], *, is_kept: bool = True) -> TypedHistory:
+    """The history of typed lines: a file or, with a call of `complain`, in memory if that fails.
+
+    Unless `is_kept`, the file is read but not written.
+    """
     path = paths.history_file()
     try:
-        paths.private_dir(path.parent)
-        paths.open_private(path, "a").close()
+        if is_kept:
+            paths.private_dir(path.parent)
+            paths.open_private(path, "a").close()
     except OSError as error:
         complain(f"the input history is not kept: {error}")
         return InMemory()
-    return _Private(str(path))
+    history = _Private(str(path))
+    history.is_kept = is_kept
+    return history
 
 
 class TypedHistory(History):
@@ -80,6 +89,7 @@ class TypedHistory(History):
         super().__init__(*args)  # those of the other base class
         self.typed_now: set[str] = set()  # since the program began
         self.typed_for: dict[str, str] = {}  # by the message that was sent with a file's text in it
+        self.is_kept = True  # whether new lines are written to the file
 
     def append_string(self, string: str) -> None:
         self.typed_now.add(string.strip())
@@ -215,12 +225,17 @@ class _Private(TypedHistory, FileHistory):
     """A history in a file that only the user can read; a line that can't be added is ignored."""
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError), _locked(paths.history_file()):
-            super().store_string(string)
+        if not self.is_kept:
+            return
+        with suppress(OSError):
+            paths.private_dir(paths.history_file().parent)
+            with _locked(paths.history_file()):
+                super().store_string(string)
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        with _locked(paths.history_file()):
-            self._rewrite([line for line in self.lines() if not matches(line)])
+        if paths.history_file().exists():
+            with _locked(paths.history_file()):
+                self._rewrite([line for line in self.lines() if not matches(line)])
         super().erase(matches)
 
     def _rewrite(self, lines: list[str]) -> None:

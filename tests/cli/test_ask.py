@@ -146,7 +146,8 @@ def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("\n\n", "there is no question"), ("\udcff\udcfe", "is not UTF-8")]
+    ("text", "problem"),
+    [("\n\n", "there is no question"), ("\udcff", "is not UTF-8"), ("a\0", "NUL bytes")],
 )
 def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
     assert problem in refused("ask", text=text)[1]

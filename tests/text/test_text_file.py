@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import socket
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> No
     [
         (b"text\0more", "is not text: it contains NUL bytes"),
         (b"a\xff", "is not UTF-8 text: see byte 1"),
-        ("ä".encode("utf-16"), "is not text: it contains NUL bytes"),
+        ("ä".encode("utf-16-le") * 2, "is not text: it contains NUL bytes"),  # without its mark
+        (codecs.BOM_UTF16_LE + b"\x00\xd8", "is not UTF-16 text: see byte"),
         (b"\xed\xa0\x80", "is not UTF-8 text"),  # half of a surrogate pair
         (b" \n", "is empty"),
     ],

@@ -132,13 +132,13 @@ def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
         chat.ask("My name is Anna.")
         chat.say("/exit")
         assert chat.ended() == 0
-        match = re.search(r"^to continue this chat: sirchat --resume (20\S+)$", chat.text, re.M)
+        match = re.search(r"^to continue this chat: sirchat --resume=(20\S+)$", chat.text, re.M)
         assert match
     with Terminal("--resume", match[1], home=tmp_path, columns=columns) as chat:
         assert "Anna" in chat.ask("What is my name?")
         chat.ask("/save my trip")
         assert chat.leave() == 0
-        assert chat.text.endswith('to continue this chat: sirchat --resume "my trip"')
+        assert chat.text.endswith("to continue this chat: sirchat --resume='my trip'")
 
 
 @pytest.mark.slow
