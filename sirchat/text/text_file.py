@@ -101,22 +101,6 @@ def make_code_block(name: str, text: str) -> str:
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
 
 
-def last_code_block(text: str) -> str | None:
-    """The content of the last code block in a Markdown text, even if it is not closed, or None."""
-    block: str | None = None
-    opening, lines = "", list[str]()
-    for line in text.split("\n"):
-        match = _FENCE.match(line)
-        if not opening:
-            if match:
-                opening, lines = match["fence"], []
-        elif match and match["fence"].startswith(opening) and line.strip() == match["fence"]:
-            opening, block = "", "\n".join(lines)
-        else:
-            lines.append(line)
-    return "\n".join(lines) if opening else block
-
-
 def without_surrogates(text: str) -> str:
     """The text with U+FFFD for lone surrogates (bytes not in UTF-8), which tokenizers refuse."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

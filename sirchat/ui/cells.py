@@ -1,14 +1,14 @@
 """Text in the cells of a terminal: characters of known width, lines and rows as wide as the window.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts. The panel replaces them; a reply stays as it is written, and is cut with care.
+scripts. The panel replaces them; a reply stays as it is written, in rows that fit where they are
+drawn widest.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from rich.cells import cached_cell_len, cell_len, get_character_cell_size
 from rich.style import Style
 from rich.text import Text
+from wcwidth import wcwidth
 
 from sirchat.ui.text import displayable
 
@@ -29,6 +30,7 @@ _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24  # cells: a longer word is broken instead of moved to the next line
+_LONGEST_CELL = 16  # characters; more marks than that don't fit into a row, either
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 # A character with the combining characters after it; and its style, such as "1;36" (SGR).
@@ -129,7 +131,7 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
         return [(char, style) for char in text]
     cells: list[Cell] = []
     for char in text:
-        if cells and _has_no_width(char):
+        if cells and _joins(char, cells[-1][0]):
             cells[-1] = (cells[-1][0] + char, style)
         else:
             cells.append((char, style))
@@ -166,14 +168,14 @@ def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]
 
 
 def cells_width(cells: Iterable[Cell]) -> int:
-    """Number of columns that the cells take on the terminal."""
+    """Number of columns that the cells take on the terminal, or the most if that is uncertain."""
     text = "".join([char for char, _ in cells])
-    return len(text) if text.isascii() else sum(map(cell_len, text))
+    return len(text) if text.isascii() else sum(map(_most_columns, text))
 
 
 def has_known_widths(cells: Iterable[Cell]) -> bool:
     """Whether each of the characters in `cells` has the same width on all terminals."""
-    return all(len(char) == 1 and not _has_no_width(char) for char, _ in cells)
+    return all(char.isascii() or _has_known_width(char) for char, _ in cells)
 
 
 def take_rows(text: str, width: int) -> tuple[list[str], str]:
@@ -297,7 +299,7 @@ def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
     row: list[Cell] = []
     used, continues = 0, False
     for cell in cells:
-        size = cell_len(cell[0])
+        size = _most_columns(cell[0])
         if used + size > width:
             rows.append(StyledRow(tuple(row), continues))
             row, continues, used = [], used == width, 0
@@ -307,22 +309,58 @@ def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
 
 
 @lru_cache(4096)
+def _most_columns(char: str) -> int:
+    """The most columns that a terminal takes for a character, alone or joined to others."""
+    if char == "\ufe0f" or unicodedata.category(char) == "Mc":  # one more for what is before it
+        return 1
+    return max(0, wcwidth(char))
+
+
+@lru_cache(4096)
+def _has_known_width(char: str) -> bool:
+    is_new = unicodedata.category(char[0]) == "Cn"  # such as an emoji of this year
+    return len(char) == 1 and not is_new and not _has_no_width(char)
+
+
+def _joins(char: str, cell: str) -> bool:
+    """Whether a character belongs to the cell before it; halves of flags do in pairs."""
+    if not _has_no_width(char) or cell == " " or len(cell) >= _LONGEST_CELL:
+        return False
+    return not _is_half_of_flag(char) or (len(cell) == 1 and _is_half_of_flag(cell))
+
+
+def _is_half_of_flag(char: str) -> bool:
+    return "\U0001f1e6" <= char <= "\U0001f1ff"
+
+
+@lru_cache(4096)
 def _has_no_width(char: str) -> bool:
     """Whether a terminal may draw the character in the same cell as the character before it."""
     return char > "\u02ff" and (
         unicodedata.category(char) in ("Mn", "Me", "Mc", "Cf")
         or "\U0001f3fb" <= char <= "\U0001f3ff"
-        or "\U0001f1e6" <= char <= "\U0001f1ff"
+        or _is_half_of_flag(char)
     )
 
 
 def _full_rows(text: str, width: int) -> tuple[list[str], str]:
     rows = []
-    while cell_len(text) > width:
-        lengths = range(1, min(len(text), 2 * width) + 1)
-        end = bisect_right(lengths, width, key=lambda length: cell_len(text[:length]))
+    while (end := _fitting(text, width)) < len(text):
         space = text.rfind(" ", 0, end + 1) + 1  # a space may hang over the edge
-        end = space or max(1, end)
+        end = space or end
         rows.append(text[:end])
         text = text[end:]
     return rows, text
+
+
+def _fitting(text: str, width: int) -> int:
+    """Number of characters, at least one, that surely fit into a row; joined ones stay together."""
+    if text.isascii():
+        return max(1, min(len(text), width))
+    used = end = 0
+    for char, _ in cells_of(text[: 4 * width]):
+        used += sum(map(_most_columns, char))
+        if used > width and end:
+            break
+        end += len(char)
+    return end

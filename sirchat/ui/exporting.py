@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
-from sirchat.text.text_file import expand_path, last_code_block, without_surrogates
+from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
@@ -169,8 +169,17 @@ _TOOLS = (
 
 def _markdown(session: Session) -> str:
     return "\n\n".join(
-        f"## {_speaker(turn)}\n\n{displayable(turn.text).strip()}" for turn in _said(session)
+        f"## {_speaker(turn)}\n\n{_closed(displayable(turn.text).strip())}"
+        for turn in _said(session)
     )
+
+
+def _closed(text: str) -> str:
+    """A Markdown text, with the end of code that is open at its end."""
+    from sirchat.ui.markdown_rules import parser
+
+    last = parser().parse(f"{text}\n# end")[-1]
+    return f"{text}\n{last.markup}" if last.type == "fence" else text
 
 
 def _json(session: Session) -> str:
@@ -181,9 +190,9 @@ def _json(session: Session) -> str:
 
 def _page(session: Session) -> str:
     """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
-    from markdown_it import MarkdownIt
+    from sirchat.ui.markdown_rules import parser  # loads a library, which few chats need
 
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    markdown = parser(images=False)
     turns = []
     for turn in _said(session):
         text = displayable(turn.text).strip()
@@ -243,10 +252,13 @@ def _text_of(session: Session, target: str) -> str:
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
     if target == "code":
-        block = last_code_block(replies[-1])
-        if block is None:
+        from sirchat.ui.markdown_rules import parser
+
+        tokens = parser().parse(displayable(replies[-1]))
+        blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
+        if not blocks:
             raise UsageError("nothing is copied: the last reply has no code block")
-        return block
+        return blocks[-1]
     if target and not target.isdecimal():
         raise UsageError(
             f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "

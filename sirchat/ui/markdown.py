@@ -1,20 +1,17 @@
 """Lays out Markdown as rows of a terminal: by the library rich, but with nothing hidden or padded.
 
-Line breaks stay, HTML and reference definitions are shown as written, links and images with their
-addresses, headings on the left, code without box or background, numbered items with their dot.
+Line breaks stay, what `markdown_rules.py` takes for text is shown as written, links and images with
+their addresses, headings on the left, code without box or background, items with their own marks.
 """
 
 from __future__ import annotations
 
 import io
-import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cache
 from typing import ClassVar, Literal, cast
 
-from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich import markdown
 from rich.color import ColorSystem
@@ -26,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme as Styles
 
-from sirchat.ui.cells import Cell, StyledRow, cells_of, cut_line, plain_rows
+from sirchat.ui.cells import Cell, StyledRow, cells_of, cut_line
+from sirchat.ui.markdown_rules import parser
 from sirchat.ui.text import displayable
 
 _STYLES = {
@@ -39,8 +37,7 @@ _STYLES = {
     "link": "underline",
     "s": "strike",
 }
-# A text up to its first asterisk, if this stands within a word, as in 2*3, and is rarely markup.
-_PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
+_UNWRAPPED = 100_000  # columns, more than a table has
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
@@ -87,13 +84,13 @@ class MarkdownLayout:
         """
         blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
-            blocks = parse(source + closer)
+            blocks = parse(source.rstrip() + closer)
         rows: list[StyledRow] = []
         for block in blocks:
             if rows:
                 rows.append(StyledRow())
             is_open = is_draft and block is blocks[-1]
-            rows += self._block(block, source, width, soft=soft, is_open=is_open)
+            rows += self._block(block, width, soft=soft, is_open=is_open)
         return rows
 
     def finished_lines(self, source: str) -> int:
@@ -113,10 +110,9 @@ class MarkdownLayout:
         return self._parsed[1]
 
     def _block(
-        self, block: list[Token], source: str, width: int, *, soft: bool, is_open: bool
+        self, block: list[Token], width: int, *, soft: bool, is_open: bool
     ) -> list[StyledRow]:
-        start, end = block[0].map or (0, 0)
-        is_table = block[0].type == "table_open"
+        soft = soft and block[0].type in ("fence", "code_block")  # prose is broken between words
         if is_open:
             block = _open_table_counted(block)
         drawing = copy(self._empty)  # a new one would make a parser of its own
@@ -130,10 +126,6 @@ class MarkdownLayout:
             rows.pop()
         while rows and not rows[0].cells:
             rows.pop(0)
-        if is_table and not is_open:
-            written = "\n".join(source.split("\n")[start:end])
-            if not _letters(written) <= _letters("".join(row.text for row in rows)):
-                return plain_rows(written, width, soft=soft)  # too wide, or more cells than columns
         return rows
 
     def _cells(self, line: list[Segment]) -> list[Cell]:
@@ -148,20 +140,31 @@ class MarkdownLayout:
 def parse(source: str) -> list[list[Token]]:
     """The blocks (paragraphs, lists, tables) of a Markdown text, each a list of tokens.
 
-    The attribute `map` of a block's first token has the range of the block's lines.
+    The attribute `map` of a block's first token has the range of the block's lines. Lists with
+    other marks that follow each other without an empty line, as the lines of a patch, are one.
     """
     blocks: list[list[Token]] = []
-    for token in _parser().parse(source):
+    ends = 0  # the line after the latest list
+    for token in parser().parse(source):
         if token.level == 0 and token.nesting >= 0:
+            is_list = token.type.endswith("list_open")
+            start, end = token.map or (0, 0)
+            goes_on = is_list and 0 < ends == start
+            ends = _end_of_text(source, end) if is_list else 0
+            if goes_on:
+                blocks[-1].pop()  # the mark of each item is its own
+                continue
             blocks.append([])
         blocks[-1].append(token)
     return blocks
 
 
-@cache
-def _parser() -> MarkdownIt:
-    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-    return parser.disable(["reference", "html_block", "html_inline"])
+def _end_of_text(source: str, line: int) -> int:
+    """The number of lines up to `line`, without the empty ones at their end."""
+    lines = source.split("\n")[:line]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return len(lines)
 
 
 def _open_emphasis(block: list[Token]) -> str:
@@ -170,11 +173,10 @@ def _open_emphasis(block: list[Token]) -> str:
     if last is None or last.type != "inline":
         return ""
     line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
-    line = _PRODUCT.sub(r"\1\\*", line)
     closers: list[tuple[int, str]] = []  # with the number of marks that they leave open
     for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
         if (mark if mark != ")" else "](") in line:
-            (inline,) = _parser().parseInline(line + mark)
+            (inline,) = parser().parseInline(line + mark)
             children = [c for c in inline.children or [] if c.type != "text" or c.content]
             last = children[-1] if children else None
             if last and (last.nesting < 0 or last.type in ("code_inline", "image")):
@@ -211,33 +213,32 @@ def _with_addresses(tokens: Sequence[Token]) -> list[Token]:
 
 
 def _inline_with_addresses(tokens: Sequence[Token]) -> Iterator[Token]:
-    addresses: list[tuple[str, str]] = []
+    addresses: list[str] = []
     text = ""
     for token in tokens:
         if token.type == "softbreak":
             yield Token("hardbreak", "br", 0)
         elif token.type == "link_open":
-            addresses.append((str(token.attrs.get("href", "")), str(token.attrs.get("title", ""))))
+            addresses.append(token.meta["address"])
             text = ""
             yield Token("address_open", "link", 1)
         elif token.type == "link_close":
             yield Token("address_close", "link", -1)
-            yield from _address(*addresses.pop(), text)
+            yield from _address(addresses.pop(), text)
         elif token.type == "image":
             yield from _styled("link", token.content or "image")
-            title = str(token.attrs.get("title", ""))
-            yield from _address(str(token.attrs.get("src", "")), title, token.content)
+            yield from _address(token.meta["address"], token.content)
         else:
             text += token.content
             yield token
 
 
-def _address(address: str, title: str, text: str) -> Iterator[Token]:
+def _address(address: str, text: str) -> Iterator[Token]:
     """Tokens that show the address of a link or image in brackets, unless `text` is the same."""
-    if address in (text, f"mailto:{text}") and not title:
+    if address == text:
         return
     yield Token("text", "", 0, content=" (")
-    yield from _styled("link_url", f'{address} "{title}"' if title else address)
+    yield from _styled("link_url", address)
     yield Token("text", "", 0, content=")")
 
 
@@ -247,10 +248,6 @@ def _styled(style: str, text: str) -> list[Token]:
         Token("text", "", 0, content=text),
         Token("address_close", style, -1),
     ]
-
-
-def _letters(text: str) -> Counter[str]:
-    return Counter(char for char in text if char.isalnum())
 
 
 def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
@@ -293,24 +290,27 @@ class _Flow(markdown.TextElement):
 class _Code(_Flow):
     style_name = "markdown.code_block"
 
-    def __init__(self, language: str, theme: ANSISyntaxTheme, *, flows: bool) -> None:
+    def __init__(self, info: str, theme: ANSISyntaxTheme, *, flows: bool) -> None:
         super().__init__(flows=flows)
-        self._syntax = Syntax("", language, theme=theme) if language else None
+        self._syntax = Syntax("", info.split()[0], theme=theme) if info else None
+        is_language = self._syntax is not None and self._syntax.lexer is not None
+        self._info = "" if is_language and " " not in info else info
 
     @classmethod
     def create(cls, markdown: markdown.Markdown, token: Token) -> _Code:
-        words = token.info.split()
-        theme = cast(_Blocks, markdown).theme
-        return cls(words[0] if words else "", theme, flows=token.level == 0)
+        return cls(token.info.strip(), cast(_Blocks, markdown).theme, flows=token.level == 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._info:  # a file's name, or a text that is no language
+            yield self._expand_tabs(Text(self._info, style="markdown.link_url"))
         code = self.text.plain.removesuffix("\n")
         if self._syntax is not None and self._syntax.lexer is not None:
             text = self._syntax.highlight(code)
             text.rstrip()
         else:
             text = Text(code, style=self.style)
-        yield self._expand_tabs(text)
+        if code or not self._info:
+            yield self._expand_tabs(text)
 
 
 class _Heading(markdown.Heading):
@@ -325,11 +325,20 @@ class _Rule(markdown.HorizontalRule):
         yield Text("────────", style="markdown.hr")
 
 
+class _Item(markdown.ListItem):
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = mark
+
+    @classmethod
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Item:
+        return cls(f"{token.info}{token.markup} ")
+
+
 class _List(markdown.ListElement):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        is_bullet = self.list_type == "bullet_list_open"
-        for number, item in enumerate(self.items, self.list_start or 0):
-            mark = "• " if is_bullet else f"{number}. "
+        for item in self.items:
+            mark = cast(_Item, item).mark
             inner = options.update(width=max(1, options.max_width - len(mark)))
             lines = console.render_lines(item.elements, inner, style=item.style, pad=False)
             for index, line in enumerate(lines or [[]]):
@@ -339,6 +348,16 @@ class _List(markdown.ListElement):
 
 
 class _Table(markdown.TableElement):
+    """A table; if it is too wide, its text, as a cell that is wrapped is hard to read."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self._written = written
+
+    @classmethod
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Table:
+        return cls(token.content)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(
             box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="markdown.table.header"
@@ -348,7 +367,11 @@ class _Table(markdown.TableElement):
             table.add_column(cell.content, justify=side, overflow="fold")
         for row in self.body.rows if self.body else ():
             table.add_row(*(cell.content for cell in row.cells))
-        yield table
+        wide = options.update(width=_UNWRAPPED)
+        if console.measure(table, options=wide).maximum > options.max_width:
+            yield Text(self._written, no_wrap=True, overflow="ignore")
+        else:
+            yield table
 
 
 class _Blocks(markdown.Markdown):
@@ -363,6 +386,7 @@ class _Blocks(markdown.Markdown):
         "hr": _Rule,
         "bullet_list_open": _List,
         "ordered_list_open": _List,
+        "list_item_open": _Item,
         "table_open": _Table,
     }
     inlines = markdown.Markdown.inlines | {"link", "link_url"}

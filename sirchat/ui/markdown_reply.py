@@ -16,12 +16,12 @@ from sirchat.ui.text import counted
 
 # Signs at the end of an unfinished text that may be the beginning of markup; not shown yet.
 _UNDECIDED = re.compile(
-    r"(?:\A|\n)[ \t>#*+\-=_~`|:.)\d]*\Z"
-    r"|<(?:[A-Za-z]{1,9}(?::[^<>\s]{0,200})?)?\Z"
-    r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[\\&]+\Z"
+    r"(?:\A|\n)[ \t>#*+\-_~`|:.)\d]*\Z"
+    r"|(?:\A|\n)[ \t>*+\-.)\d]*(?:```[^`\n]*|~~~[^\n]*)\Z"
+    r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[]+\Z"
     r"|(?:\A|\n)[ \t>*+\-.)\d]*\|(?=[^\n]*[^\s>|:\-])[^\n]*(?:\n[ \t>|:\-]*)?\Z"
 )
-_DECORATION = re.compile(r"[\s▌•─]")
+_DECORATION = re.compile(r"[\s▌─]")
 _DIM = "2"
 
 _BLANK = (" ", "")
@@ -112,7 +112,7 @@ class MarkdownReply:
     def _reasoning(self, *, is_over: bool) -> str:
         """What to write so that the reasoning is shown, dimmed, or one line instead of it."""
         text = self._thought if self._fold == "show" else self._folded(is_over=is_over)
-        rows = plain_rows(text, self._width, soft=self._soft, style=_DIM) if text else []
+        rows = plain_rows(text, self._width, soft=False, style=_DIM) if text else []
         written = self._painter.paint(self._keep_final_rows(rows) or rows)
         self._thought_shown = len(self._thought)
         if self._source:
@@ -162,7 +162,7 @@ class MarkdownReply:
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
-            return plain_rows(text, self._width, soft=self._soft) if text.strip() else []
+            return plain_rows(text, self._width, soft=False) if text.strip() else []
         text = self._source[start:stop]
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
@@ -191,10 +191,11 @@ class MarkdownReply:
         """The rows of `target` from cell `x` of row `y` on; the rest of that line is cut anew."""
         line = list(target[y].cells[x:])
         y += 1
+        is_soft = y < len(target) and target[y].continues
         while y < len(target) and target[y].continues:
             line += target[y].cells
             y += 1
-        return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
+        return [*cut_line(line, self._width, soft=is_soft), *target[y:]]
 
     def _flush(self, length: int, rows: int) -> None:
         """Make the first `length` characters of the source and the first `rows` rows final."""
@@ -348,7 +349,8 @@ class Painter:
             self._out.append(f"\x1b[{_count(self._y - y)}A")
         if x < self._x:
             back = self._x - x
-            self._out.append("\b" * back if back <= _BACK and self._x < self.width else "\r")
+            is_short = x and back <= _BACK and self._x < self.width  # column 0 is surely met by CR
+            self._out.append("\b" * back if is_short else "\r")
             self._x = x if self._out[-1] != "\r" else 0
         if x > self._x:
             self._out.append(f"\x1b[{_count(x - self._x)}C")

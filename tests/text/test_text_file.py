@@ -8,14 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sirchat.errors import UsageError
 from sirchat.text.text_file import (
     MOST_FILE_BYTES,
     is_missing,
-    last_code_block,
     load_text_file,
     make_code_block,
 )
@@ -122,25 +119,3 @@ def test_a_mistyped_name_is_set_right(tmp_path: Path) -> None:
 def test_a_text_stands_under_its_name_and_a_fence_in_it_does_not_end_the_block() -> None:
     assert make_code_block("a.txt", "one\ntwo\n") == "```a.txt\none\ntwo\n```"
     assert make_code_block("a.md", "```py\nx\n```\n") == "````a.md\n```py\nx\n```\n````"
-
-
-@given(st.text(st.sampled_from("`~ \tab\n"), max_size=40), st.text(st.sampled_from("`a ")))
-def test_what_is_fenced_is_found_again(text: str, name: str) -> None:
-    assert last_code_block(make_code_block(name, f"x{text}")) == f"x{text}".rstrip()
-
-
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [
-        ("none", None),
-        ("a ``` b ``` c", None),
-        ("```inline```", None),
-        ("```\none\n```\nand\n~~~py\ntwo\n  three\n~~~\nend", "two\n  three"),
-        ("````\n```\nx\n```\n````", "```\nx\n```"),
-        ("```py\nopen", "open"),
-        ("```\none\n```\n```py\nopen", "open"),
-        ("```\n```", ""),
-    ],
-)
-def test_the_last_block_is_found(text: str, block: str | None) -> None:
-    assert last_code_block(text) == block

@@ -124,6 +124,30 @@ def test_no_control_character_is_copied(tools: Tools) -> None:
     assert tools.got("pbcopy") == "abc\ufffd".encode()
 
 
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        (
+            "```\none\n```\n1. so:\n\n   ```py\n   if x:\n       two\n   ```\n2. done",
+            "if x:\n    two",
+        ),
+        ("> said\n> ~~~\n> three\n> ~~~\nend", "three"),
+        ("Thus:\n\n    four\n      five\n\nend", "four\n  five"),
+        ("````\n```\nx\n```\n````", "```\nx\n```"),
+        ("```\none\n```\n```py\nopen", "open"),
+    ],
+)
+def test_code_is_copied_without_the_indent_of_what_it_stands_in(
+    tools: Tools, reply: str, code: str
+) -> None:
+    tools.add("pbcopy")
+    chat = session()
+    list(chat.read_user("Say it."))
+    list(chat.read_reply(reply))
+    copied(chat, "code")
+    assert tools.got("pbcopy").decode() == code
+
+
 _ALLOWED = "allowed: code, a number of replies before the last, --osc52"
 
 

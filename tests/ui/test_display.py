@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wcwidth
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from chatting import answer, babbler, session
 from fake_terminal import FakeTerminal, show_reply
-from sirchat.ui.cells import take_rows
+from sirchat.ui.cells import cells_of, cut_line, take_rows
 from sirchat.ui.live import Pace
 from sirchat.ui.text import displayable
 from terminal import Shared, Terminal, everything_on
@@ -248,3 +249,15 @@ def test_long_or_slow_frames_come_less_often(
     assert not frames.is_due()
     now[0] += 0.002
     assert frames.is_due()
+
+
+@pytest.mark.parametrize("emoji", ["👍🏽", "🇩🇪🇫🇷", "❤️x", "👨‍👩‍👧", "कि"])
+def test_joined_emoji_fit_into_a_row_where_a_terminal_draws_each_part(emoji: str) -> None:
+    text = f"{emoji} " * 30 + emoji * 30
+    rows, rest = take_rows(text, 20)
+    assert "".join([*rows, rest]) == text
+    for row in [*rows, rest]:
+        alone = [max(0, wcwidth.wcwidth(char)) + (char == "\ufe0f") for char in row.rstrip()]
+        assert sum(alone) <= 20
+    cut = cut_line(cells_of(text), 20, soft=True)
+    assert "".join(row.text for row in cut).replace(" ", "") == text.replace(" ", "")

@@ -64,6 +64,16 @@ def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
     )
 
 
+def test_code_that_a_reply_leaves_open_ends_with_it() -> None:
+    chat = session(save=False)
+    for reply in ("So:\n~~~~py\nx = 1", "Done, `y`."):
+        list(chat.read_user("Go on."))
+        list(chat.read_reply(reply))
+    exported(chat, "md open.md")
+    text = Path("open.md").read_text(encoding="utf-8")
+    assert "~~~~py\nx = 1\n~~~~\n\n## You\n\nGo on.\n\n## Model\n\nDone, `y`.\n" in text
+
+
 def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
     exported(chat, "json chat.json")
     data = Path("chat.json").read_bytes()

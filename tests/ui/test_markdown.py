@@ -113,22 +113,6 @@ def test_of_a_table_under_way_the_rows_are_counted(terminal: FakeTerminal, panel
     assert shown == ["So:", "", "Who  When", "Rex  7:30", "Una     8", "", "That is all."]
 
 
-@pytest.mark.slow
-def test_plain_paragraphs_are_written_as_without_markdown(terminal: FakeTerminal) -> None:
-    text = "\n\n".join("It was a plain day, and nothing more: 3 of 4 said so. " * 9 for _ in "abc")
-    text = text.replace(" \n", "\n").strip()
-    chunks = pieces(text, 0)
-    for columns in (60, 100, 160):
-        _shown(terminal, chunks, "off", columns)
-        written = terminal.getvalue()
-        _shown(terminal, chunks, "off", columns, False)
-        assert written == terminal.getvalue()
-        _shown(terminal, chunks, "live", columns)
-        shown = everything_on(terminal.screen)
-        _shown(terminal, chunks, "live", columns, False)
-        assert shown == everything_on(terminal.screen)
-
-
 @pytest.mark.parametrize("panel", ["off", "live", "turn"])
 def test_without_markdown_and_on_a_plain_terminal_a_reply_is_the_text_itself(
     terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, panel: str
@@ -162,7 +146,7 @@ def test_a_block_taller_than_the_window_loses_no_word(
     following = iter(seen)
     assert all(word in following for word in said)
     assert len(seen) <= len(said) + 2  # a word may be shown again where the rest is plain
-    assert shown.count("•") == 24
+    assert shown.count("- item") == 24
 
 
 @pytest.mark.slow
@@ -190,6 +174,27 @@ def test_no_word_of_markdown_is_lost_when_the_window_changes(
     assert not [word for word in re.findall(r"[a-z]+\d+", text) if word not in shown]
 
 
+@pytest.mark.parametrize("text", ["".join(f"{i}👍🏽 " for i in range(40)), "🇩🇪🇫🇷 " * 20])
+def test_a_row_of_joined_emoji_appears_once(terminal: FakeTerminal, text: str) -> None:
+    _anew(terminal, 30, 60)
+    show_reply(terminal, [text[i : i + 3] for i in range(0, len(text), 3)], "live")
+    assert "".join(everything_on(terminal.screen).split()).startswith("".join(text.split()))
+    assert everything_on(terminal.screen).count(text[:4]) == text.count(text[:4])
+
+
+@pytest.mark.parametrize("panel", ["off", "turn"])
+def test_prose_is_broken_at_blanks_and_code_by_the_terminal(
+    terminal: FakeTerminal, panel: str
+) -> None:
+    words = [f"word{n:03}" for n in range(40)]
+    text = " ".join(words) + "\n\n```\n" + "x" * 100 + "\n```"
+    _anew(terminal, 30, 61)
+    show_reply(terminal, pieces(text, 3), panel)
+    rows = lines_of(terminal.screen)
+    assert " ".join(rows[:6]).split() == words
+    assert rows[7:9] == ["x" * 61, "x" * 39]
+
+
 # --- what is shown
 
 
@@ -206,9 +211,7 @@ def test_nothing_is_padded_and_code_has_no_box() -> None:
 
 
 def test_a_link_shows_where_it_leads() -> None:
-    assert _rows("See [here](https://a.example/b) and <https://c.example>.") == [
-        "See here (https://a.example/b) and https://c.example."
-    ]
+    assert _rows("See [here](https://a.example/b).") == ["See here (https://a.example/b)."]
     assert _rows("![a boat](boat.png)") == ["a boat (boat.png)"]
     assert _rows('[x](http://y.example "why")') == ['x (http://y.example "why")']
 
@@ -219,20 +222,54 @@ def test_a_link_is_no_terminal_hyperlink(terminal: FakeTerminal) -> None:
         assert "\x1b]" not in terminal.getvalue()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2*3*4 = 24",
+        "pkg/__init__.py", "__init__", "\\d+\\.\\d+", "\\( x_1 \\)", "$a_1 * b_1 * c$",
+        "\\\\server\\share\\_x", "&nbsp; &lt;div&gt; &#27;", "ls *.py *.c", "f(*args, **kwargs)",
+        "**/src/**", "names[0](event)", ">>> print(1)", "#", ">", "- - -x", "<https://a.example>",
+        "x ** 2 ** 3", "1984. A year", "2) b", "a\\", "~/_x_/y",
+    ],
+)  # fmt: skip
+def test_signs_that_are_no_formatting_are_shown(line: str) -> None:
+    assert _rows(line) == [line]
+
+
+def test_marks_and_formulas_over_lines_are_shown_as_written() -> None:
+    patch = "+ added\n- removed\n+ more"
+    assert _rows(patch) == patch.split("\n")
+    formula = "\\[ a\n- b\\,c\n> 0\n\\]"
+    assert _rows(formula) == formula.split("\n")
+    assert _rows("one\\\ntwo") == ["one\\", "two"]
+    assert _rows("```python title=app.py\nx\n```") == ["python title=app.py", "x"]
+    assert _rows("# About C #\n") == ["About C #"]
+    assert _rows("A\n===\n") == ["A", "==="]
+
+
+def test_emphasis_ends_beside_words_that_have_no_blanks_between_them() -> None:
+    assert _rows("这是**重点**内容, **pre**-built, (*x*), **Bob**'s, **a**: b") == [
+        "这是重点内容, pre-built, (x), Bob's, a: b"
+    ]
+
+
 def test_html_references_and_wide_tables_are_shown_as_written() -> None:
     assert _rows("<b>x</b>\n\n<div>\ny\n</div>") == ["<b>x</b>", "", "<div>", "y", "</div>"]
     assert _rows("[1]\n\n[1]: https://a.example") == ["[1]", "", "[1]: https://a.example"]
-    table = ["| a |", "|---|", "| b | lost? |"]
+    table = ["| a |", "|---|", "| b | a |"]  # more cells than the head has
     assert _rows("\n".join(table)) == table
-
-
-def test_character_references_bring_no_control_characters() -> None:
-    assert _rows("a&#x202e;b&#27;c&amp;d") == ["ab\ufffdc&d"]
+    row = "|".join(f" some text {i} " for i in range(8))
+    wide = [f"|{row}|", "|" + "---|" * 8, f"|{row}|"]
+    shown = "\n".join(_rows("\n".join(wide), 80))
+    assert shown.split() == "\n".join(wide).split()
+    assert _rows("| a | b |\n|---|---|\n| x \\| y | z |") == ["a       b", "x \\| y  z"]
 
 
 def test_numbers_and_nesting_of_lists_stay() -> None:
     text = "9. nine\n10. ten\n    - *inner*\n\n      ```\n      code\n      ```\n11. eleven"
-    assert _rows(text) == ["9. nine", "10. ten", "    • inner", "      code", "11. eleven"]
+    assert _rows(text) == ["9. nine", "10. ten", "    - inner", "      code", "11. eleven"]
+    assert _rows("1. a\n3. b\n07. c") == ["1. a", "3. b", "07. c"]
+    assert _rows("2) a\n5) b\n* c\n+ d") == ["2) a", "5) b", "* c", "+ d"]
 
 
 def test_emphasis_shows_before_it_is_closed() -> None:
@@ -281,8 +318,8 @@ _PLAN = """A plan
 Take two boats and rope; see map (https://example.org).
 
 1. Row to the island
-   • with lanterns
-   • without noise
+   - with lanterns
+   - without noise
 2. Wait for the captain
 
 Who  When

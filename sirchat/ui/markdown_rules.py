@@ -1,0 +1,217 @@
+"""Which signs of a reply are formatting: a Markdown parser that keeps all others as written.
+
+No emphasis begins or ends within a word, a number or a path; backslashes, character references and
+formulas stay; a table whose rows don't fit its head, an empty heading and an empty quote are text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock, blockquote, heading, list_block, table
+from markdown_it.rules_inline import StateInline, image, link
+from markdown_it.rules_inline.state_inline import Delimiter
+
+_DEEPEST = 16  # level of the deepest list or quote; rich draws each by recursion
+_MARKS = re.compile(r"\*+|_+|~~+")
+_DUNDER = re.compile(r"__\w+__(?!\w)")  # a name in Python, more often than one strong word
+_OPENERS = "([{<\"'“‘«„‚‹¿¡–—…|"  # emphasis may begin behind these
+_JOINS = "/\\@=+&#^`"  # these join what is around them to one word
+_IN_NAMES = ".,:;!?"  # and these do before a letter: file.txt, 1,000
+_FORMULA = re.compile(
+    r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*(?<![\s$])\$(?!\d)",
+    re.DOTALL,
+)
+_FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
+_CELL_ENDS = re.compile(r"(?<!\\)\|")
+_BESIDE_CELLS = re.compile(r"\A\||\|\Z")
+
+
+@cache
+def parser(*, images: bool = True) -> MarkdownIt:
+    """The parser; without `images`, these are links after a `!`. `meta` of both has the address."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    parser.disable(["reference", "lheading", "html_block", "html_inline", "entity", "autolink"])
+    parser.inline.ruler.at("escape", _backslash)
+    parser.inline.ruler.before("escape", "formula", _formula)
+    parser.inline.ruler.at("emphasis", _emphasis)
+    parser.inline.ruler.disable("strikethrough")  # `_emphasis` finds its marks, too
+    parser.inline.ruler.at("link", _link)
+    parser.inline.ruler.at("image", _image)
+    parser.block.ruler.at("table", _table, {"alt": ["paragraph"]})
+    parser.block.ruler.at("blockquote", _quote, {"alt": ["paragraph", "blockquote", "list"]})
+    parser.block.ruler.at("list", _list, {"alt": ["paragraph", "blockquote"]})
+    parser.block.ruler.at("heading", _heading, {"alt": ["paragraph", "blockquote"]})
+    parser.block.ruler.before("code", "formula", _formula_block, {"alt": ["paragraph"]})
+    return parser if images else parser.disable("image")
+
+
+def _backslash(state: StateInline, silent: bool) -> bool:
+    """Keep a backslash, and the sign behind it, which is then no formatting."""
+    if state.src[state.pos] != "\\":
+        return False
+    behind = state.src[state.pos + 1 : min(state.pos + 2, state.posMax)]
+    return _keep(state, "\\" + (behind if behind.isprintable() else ""), silent)
+
+
+def _formula(state: StateInline, silent: bool) -> bool:
+    match = _FORMULA.match(state.src, state.pos, state.posMax)
+    return match is not None and _keep(state, match[0], silent)
+
+
+def _keep(state: StateInline, text: str, silent: bool) -> bool:
+    if not silent:
+        state.append_pending(text)
+    state.pos += len(text)
+    return True
+
+
+def _emphasis(state: StateInline, silent: bool) -> bool:
+    """Note marks that may begin or end emphasis; the parser pairs them later."""
+    match = _MARKS.match(state.src, state.pos, state.posMax)
+    if silent or match is None:
+        return False
+    if name := _DUNDER.match(state.src, state.pos, state.posMax):
+        return _keep(state, name[0], silent)
+    sign, length = match[0][0], len(match[0])
+    opens, closes = _flanks(state.src[: state.posMax], match.start(), match.end())
+    step = 2 if sign == "~" else 1
+    for _ in range(length // step):
+        state.push("text", "", 0).content = sign * step
+        counted = 0 if sign == "~" else length  # 0: no pair is refused for its lengths
+        state.delimiters.append(
+            Delimiter(ord(sign), counted, len(state.tokens) - 1, -1, opens, closes)
+        )
+    if length % step:
+        state.push("text", "", 0).content = sign
+    state.pos += length
+    return True
+
+
+def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
+    """Whether emphasis can begin, and whether it can end, with the marks `text[start:end]`.
+
+    Marks of another kind beside them are passed over.
+    """
+    while start and text[start - 1] in "*_~":
+        start -= 1
+    while end < len(text) and text[end] in "*_~":
+        end += 1
+    before, after = text[start - 1 : start] or " ", text[end : end + 1] or " "
+    is_name = after in _IN_NAMES and _is_letter(text[end + 1 : end + 2] or " ")  # as *.py
+    begins = before.isspace() or before in _OPENERS or _is_wide(before)
+    opens = begins and not (after.isspace() or after in "/\\" or is_name)
+    ends = not (_is_letter(after) or after in _JOINS or is_name)
+    return opens, ends and not (before.isspace() or before in "/\\")
+
+
+def _is_letter(char: str) -> bool:
+    """Whether words of this kind of letter, or number, are written with blanks between them."""
+    return char.isalnum() and not _is_wide(char)
+
+
+def _is_wide(char: str) -> bool:
+    return unicodedata.east_asian_width(char) in "WF"
+
+
+def _link(state: StateInline, silent: bool) -> bool:
+    before = state.src[state.pos - 1] if state.pos else " "
+    if _is_letter(before) or before in "_])":  # as in names[0](event)
+        return False
+    return _with_address(link, state, state.pos, silent)
+
+
+def _image(state: StateInline, silent: bool) -> bool:
+    return _with_address(image, state, state.pos + 1, silent)
+
+
+def _with_address(
+    rule: Callable[[StateInline, bool], bool], state: StateInline, label: int, silent: bool
+) -> bool:
+    """Apply the rule for a link or an image, whose label begins at `label`; keep its address."""
+    count, last = len(state.tokens), state.posMax
+    if not rule(state, silent):
+        return False
+    if not silent:
+        here, state.pos, state.posMax = state.pos, label, last
+        ends = state.md.helpers.parseLinkLabel(state, label, rule is link)
+        state.pos = here
+        address = state.src[ends + 2 : here - 1].strip()
+        tokens = state.tokens[count:]
+        next(t for t in tokens if t.type in ("link_open", "image")).meta["address"] = address
+    return True
+
+
+def _line(state: StateBlock, line: int) -> str:
+    """A line without what lists and quotes around it have at its beginning."""
+    return state.src[state.bMarks[line] + state.tShift[line] : state.eMarks[line]]
+
+
+def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """A formula over lines that would be lists, quotes or headings is a paragraph."""
+    closer = _FORMULA_ENDS.get(_line(state, start)[:2])
+    if closer is None or state.is_code_block(start):
+        return False
+    line, text = start, _line(state, start)[2:]
+    while closer not in text:
+        line += 1
+        if line >= end or state.isEmpty(line) or state.sCount[line] < state.blkIndent:
+            return False
+        text = _line(state, line)
+    if not silent:
+        state.line = line + 1
+        state.push("paragraph_open", "p", 1).map = [start, state.line]
+        inline = state.push("inline", "", 0)
+        inline.content = state.getLines(start, state.line, state.blkIndent, False).strip()
+        inline.map, inline.children = [start, state.line], []
+        state.push("paragraph_close", "p", -1)
+    return True
+
+
+def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    count = len(state.tokens)
+    if not table(state, start, end, silent):
+        return False
+    if silent:
+        return True
+    rows = [_line(state, line).strip() for line in range(start, state.line)]
+    cells = [len(_CELL_ENDS.split(_BESIDE_CELLS.sub("", row))) for row in rows]
+    if max(cells) > cells[0]:  # the parser drops cells that have no head
+        del state.tokens[count:]
+        state.line = start
+        return False
+    state.tokens[count].content = "\n".join(rows)
+    for token in state.tokens[count:]:
+        if token.type == "inline":
+            token.content = token.content.replace("|", "\\|")  # as it was written within a cell
+    return True
+
+
+def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    if state.level > _DEEPEST or _line(state, start).startswith(">>>"):  # Python's prompt
+        return False
+    count = len(state.tokens)
+    if not blockquote(state, start, end, silent):
+        return False
+    if not silent and len(state.tokens) == count + 2:  # it is empty, and nothing would be drawn
+        del state.tokens[count:]
+        state.line = start
+        return False
+    return True
+
+
+def _list(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    return state.level <= _DEEPEST and list_block(state, start, end, silent)
+
+
+def _heading(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    text = _line(state, start).lstrip("#").strip()
+    if not text or not heading(state, start, end, silent):
+        return False
+    if not silent:
+        state.tokens[-2].content = text  # with signs at its end, as in C #
+    return True
