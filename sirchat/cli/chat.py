@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,12 +225,6 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = one_conversation(iter_turns(stream, name, format), name)
-        if (first := next(turns, None)) is None and is_input:
-            _note(
-                "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
-                "answers a transcript"
-            )
-        turns = chain(() if first is None else (first,), turns)
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
@@ -241,6 +234,11 @@ def replay(
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         replay.replay(session, turns, screen, options)
+        if is_input and not session.turns:
+            screen.note(
+                "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
+                "answers a transcript"
+            )
 
 
 def tutorial(
