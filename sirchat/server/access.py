@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,16 +32,19 @@ def is_loopback(host: str) -> bool:
 async def read_body(request: Request) -> bytes:
     """Read a request's body; raises RequestError as soon as it has more than `MOST_BYTES` bytes."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_BYTES:
-            raise _too_large()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise _too_large()
+    except ClientDisconnect:
+        raise RequestError("the client closed the connection", status=499) from None
     return bytes(body)
 
 
 async def show_error(request: Request, error: RequestError) -> Response:
     """The HTTP response that reports an error to the client."""
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
 
 @dataclass(frozen=True)

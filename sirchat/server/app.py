@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,9 +25,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sirchat.chat.model_defaults import with_model_defaults
+from sirchat.chat.session import Session
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
+from sirchat.engine.sampling import Allowed
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
@@ -51,9 +54,12 @@ from sirchat.server.requests import (
     parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.rule import nearest
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.tools import call_parser_for, role_text_pairs
+
+_LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Shape = CompletionShape | ResponsesShape | OllamaShape  # makes the JSON of one reply
@@ -111,6 +117,7 @@ class ChatServer:
         self._names = model_names(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
+        self._told = set[str]()  # notes that the log has
         self._responses, self._formats = KeptResponses(), Formats()
         self.app = Starlette(
             routes=[
@@ -148,7 +155,8 @@ class ChatServer:
         return await self._answer(request, asked, CompletionShape(asked, self.model))
 
     async def _create_response(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), ResponsesRequest)
+        given = parse_request(await read_body(request), ResponsesRequest)
+        asked = self._responses.with_items(given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
         return await self._answer(request, asked.as_chat_request(before), shape)
@@ -177,17 +185,28 @@ class ChatServer:
                 param="model",
                 code="model_not_found",
             )
-        parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
+        options = self._options(asked)
+        parts = ReplyParts(self.replies, self._history(asked), options)
         try:
             await _await_unless_disconnected(request, parts.begin())
             if asked.stream:
-                return _EventStream(shape.events(parts), shape.media, parts)
-            return JSONResponse(
-                await _await_unless_disconnected(request, shape.whole_response(parts))
-            )
+                response: Response = _EventStream(shape.events(parts), shape.media, parts)
+            else:
+                whole = await _await_unless_disconnected(request, shape.whole_response(parts))
+                response = JSONResponse(whole)
+            self._tell(options.notes, response)
+            return response
         except BaseException:
             parts.cancel()
             raise
+
+    def _tell(self, notes: list[str], response: Response) -> None:
+        """Say in a header, and once in the log, what is not quite as the request asked."""
+        if notes:
+            response.headers["X-Sirchat-Note"] = "; ".join(dict.fromkeys(notes))
+        for note in set(notes) - self._told:
+            _LOG.warning("a request is not quite met: %s", note)
+            self._told.add(note)
 
     def _history(self, asked: ReplyRequest) -> History:
         if isinstance(asked, TextRequest):
@@ -224,30 +243,51 @@ class ChatServer:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
         if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
             return ReplyOptions(is_plain=True, holds_all=asked.sirchat_ask.holds_all)
-        settings = asked.settings()
+        settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
+            settings[name] = had = nearest(name, value)
+            if had != value:
+                notes.append(f"{name} is {had:g}")
             try:
-                changed_profile(self._profile, "the request", **{name: value})
+                changed_profile(self._profile, "the request", **{name: had})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:
             settings.setdefault("seed", secrets.randbelow(2**63))
         own = asked.sirchat.given()
+        if asked.num_ctx is not None:
+            own["budget"] = min(asked.num_ctx, self._loaded.context_length)
+            if own["budget"] < asked.num_ctx:
+                notes.append(f"num_ctx is {own['budget']}, the model's context")
         try:
             profile = changed_profile(self._profile, "sirchat", **own)
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
-        options = ReplyOptions(settings, memory, tuple(asked.stop), own=frozenset(own))
+        options = ReplyOptions(settings, memory, tuple(asked.stop), own=frozenset(own), notes=notes)
         if not isinstance(asked, ChatRequest):
             return options
-        form = None
-        if (schema := asked.response_format.schema_of_reply) is not None:
-            form = partial(self._formats.json_format, schema)
+        form: Callable[[Session], Allowed] | None = None
+        schema = asked.response_format.schema_of_reply
         if called := asked.called_tools:
             is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
-            form = partial(self._formats.tool_call_format, called, 1 if is_one else _MOST_CALLS)
-        return replace(options, logprobs=asked.logprobs, calls=call_parser_for(asked), format=form)
+            most = 1 if is_one else _MOST_CALLS
+            form = partial(self._formats.tool_call_format, called, most, None, notes)
+        elif asked.tools and asked.tool_choice == "auto" and schema is not None:
+            functions = [tool.function for tool in asked.tools]
+            form = partial(self._formats.tool_call_format, functions, _MOST_CALLS, schema, notes)
+        elif asked.wants_strict:
+            functions = [tool.function for tool in asked.tools]
+            form = partial(self._formats.strict_calls, functions, notes)
+        elif schema is not None:
+            form = partial(self._formats.json_format, schema, notes)
+        return replace(
+            options,
+            logprobs=asked.logprobs,
+            calls=call_parser_for(asked),
+            format=form,
+            prefill=asked.prefill or "",
+        )
 
 
 def model_names(model: str) -> tuple[str, ...]:
@@ -329,10 +369,11 @@ async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any,
 
 
 async def _show_http_error(request: Request, error: HTTPException) -> Response:
-    shown = RequestError(f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(shown.body, error.status_code, error.headers)
+    path = request.url.path
+    shown = RequestError(f"{request.method} {path}: {error.detail}")
+    return JSONResponse(shown.body_at(path), error.status_code, error.headers)
 
 
 async def _show_failure(request: Request, error: Exception) -> Response:
     shown = RequestError(f"the request failed: {type(error).__name__}", status=500)
-    return JSONResponse(shown.body, shown.status)
+    return JSONResponse(shown.body_at(request.url.path), shown.status)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,13 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.server.requests import FunctionFields, RequestError
-from sirchat.server.tools import CLOSE, OPEN
+from sirchat.server.rule import FORMATS, NOT_KEPT
+from sirchat.server.tools import CLOSE, OPEN, PYTHON
 from sirchat.text.other_templates import ToolTemplate
 
+# Keywords of a schema: with schemas by names, and with values.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
 # would write blanks without end.
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -23,87 +29,162 @@ _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Formats:
     """Makes the masks of next ids that hold a model's replies to JSON or to calls of tools.
 
-    The model's vocabulary is prepared at first use.
+    The model's vocabulary is prepared at first use. What of a schema is not kept is added to the
+    `notes` of a method. All raise RequestError if the model or a schema can't be used.
     """
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
-    def json_format(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
-        """The format of a reply in JSON by this schema; RequestError if that is not possible."""
-        return self._format(
-            session,
-            "response_format",
-            lambda matcher: matcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS),
-        )
+    def json_format(
+        self, schema: dict[str, Any], notes: list[str], session: Session
+    ) -> ReplyFormat:
+        """The format of a reply in JSON by this schema."""
+        return self._format(session, "response_format", f"start: {_json(schema, notes)}")
 
     def tool_call_format(
-        self, tools: Sequence[FunctionFields], most: int, session: Session
+        self,
+        tools: Sequence[FunctionFields],
+        most: int,
+        schema: dict[str, Any] | None,
+        notes: list[str],
+        session: Session,
     ) -> ReplyFormat:
         """The format of a reply that consists of one to `most` calls of these tools.
 
-        RequestError if the chat template does not write calls as JSON, or if the model or a schema
-        can't be used.
+        If `schema` is not None, the reply may be JSON by it instead.
         """
+        param = "tool_choice" if schema is None else "response_format"
+        form = self._call_form(session, param)
+        most = most if form.opening else 1  # without tags, a reply can be only one call
+        several = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
+        other = "" if schema is None else f" | {_json(schema, notes)}"
+        lines = [f"start: call{several}{other}", *form.rules(tools, notes)]
+        return self._format(session, param, "\n".join(lines), form.controls)
+
+    def strict_calls(
+        self, tools: Sequence[FunctionFields], notes: list[str], session: Session
+    ) -> StrictCalls:
+        """The format of a free reply in which calls are of these tools, as strict ones say."""
+        form = self._call_form(session, "tools with strict")
+        free = [t if t.strict else t.model_copy(update={"parameters": {}}) for t in tools]
+        grammar = "\n".join(["start: after", *form.rules(free, notes)])
+        call = self._format(session, "tools", grammar, form.controls, may_reason=True)
+        ids, is_tagged = session.model.tokenizer, bool(form.opening)
+        return StrictCalls(call, ids, self._vocabulary, tagged=is_tagged)
+
+    def _call_form(self, session: Session, param: str) -> _CallForm:
         template = session.template
         form = template.call_form() if isinstance(template, ToolTemplate) else None
         if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
             problem = "the model's chat template does not write calls as JSON"
-            raise _refusal("tool_choice", f"can't have a tool in it: {problem}")
-        most = most if form[0] else 1  # without tags, a reply can be only one call
-        grammar = _grammar(tools, most, *form)
-        return self._format(
-            session, "tool_choice", lambda matcher: matcher.grammar_from_lark(grammar)
-        )
+            raise _refusal(param, f"can't be had with a tool: {problem}")
+        return _CallForm(*form, {text: i for i, text in template.controls.items()})
 
-    def _format(self, session: Session, param: str, grammar: Callable[[Any], str]) -> ReplyFormat:
-        """The format by the text that `grammar` makes with llguidance's class `LLMatcher`."""
+    def _format(
+        self,
+        session: Session,
+        param: str,
+        grammar: str,
+        controls: Collection[int] = (),
+        *,
+        may_reason: bool = False,
+    ) -> ReplyFormat:
+        """The format by a grammar; `controls` are the control tokens that it has."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
             problem = "needs the package llguidance: pip install 'sirchat[server]'"
             raise _refusal(param, problem) from None
         model, template = session.model, session.template
-        if template.marks.is_open:
+        if template.marks.is_open and not may_reason:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise _refusal(param, problem)
+        declared = getattr(model.module.generation_config, "eos_token_id", None)
+        ends = sorted(template.end_ids(declared))
         if self._vocabulary is None:
-            declared = getattr(model.module.generation_config, "eos_token_id", None)
-            ends = sorted(template.end_ids(declared))
             try:
-                written = model.tokenizer.backend_tokenizer.to_str()
+                written = json.loads(model.tokenizer.backend_tokenizer.to_str())
+                # Else the text of a control token in a schema would be read as this token.
+                written["added_tokens"] = [
+                    token
+                    for token in written["added_tokens"]
+                    if token["id"] not in template.controls
+                ]
+                written = json.dumps(written | {"post_processor": None})
                 self._vocabulary = LLTokenizer(written, n_vocab=model.vocab_size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise _refusal(param, f"can't be had from this model: {error}") from None
-        try:
-            written = grammar(LLMatcher)
-            problem = LLMatcher.validate_grammar(written, self._vocabulary)
-        except ValueError as error:  # such as a number that is too large
-            problem = str(error)
-        if problem:
+        if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
             raise _refusal(param, f"has a schema that can't be used: {problem}")
-        return ReplyFormat(LLMatcher(self._vocabulary, written), model.vocab_size)
+        never = sorted(template.controls.keys() - set(controls) - set(ends))
+        return ReplyFormat(LLMatcher(self._vocabulary, grammar), model.vocab_size, never, ends)
 
 
-def _grammar(
-    tools: Sequence[FunctionFields], most: int, opening: str, arguments: str, closing: str
-) -> str:
-    """A grammar, in llguidance's dialect of Lark, for one to `most` calls, each on its own line.
+@dataclass(frozen=True)
+class _CallForm:
+    """How a chat template writes a call: JSON with the key `arguments`, and what is around it.
 
-    `opening` and `closing` stand around a call; `arguments` names the field for its arguments.
+    `tokens` are the ids of control tokens, by their texts.
     """
-    before, after = ([json.dumps(text)] if text else [] for text in (opening, closing))
-    calls = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
-    lines = [
-        "start: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
-        f"call: {' '.join([*before, calls, *after])}",
-    ]
-    for number, tool in enumerate(tools):
-        begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments)}: '
-        schema = json.dumps(_forbid_other_arguments(tool.parameters) | {"x-guidance": _BLANKS})
-        lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
-        lines.append(f"arguments{number}: %json {schema}")
-    return "\n".join(lines)
+
+    opening: str
+    arguments: str
+    closing: str
+    tokens: Mapping[str, int]
+
+    @property
+    def controls(self) -> list[int]:
+        """The control tokens around a call."""
+        return [i for text, i in self.tokens.items() if text in (OPEN, CLOSE)]
+
+    def rules(self, tools: Sequence[FunctionFields], notes: list[str]) -> list[str]:
+        """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
+        before, mark, rest = self.opening.partition(OPEN)
+        names = " | ".join(f"call{number}" for number in range(len(tools)))
+        lines = [
+            f"call: {self._text(before + mark)} {self._text(rest)} called",
+            "after: /[ \\n]*/ called",
+            f"called: ({names}) {self._text(self.closing)}",
+        ]
+        for number, tool in enumerate(tools):
+            begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.arguments)}: '
+            schema = {**_forbid_other_arguments(tool.parameters), "type": "object"}
+            lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
+            lines.append(f"arguments{number}: {_json(schema, notes)}")
+        return lines
+
+    def _text(self, text: str) -> str:
+        """A text in a grammar, in which tags that are control tokens stand by their ids."""
+        parts = re.split(f"({OPEN}|{CLOSE})", text)
+        return " ".join(
+            f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part)
+            for part in parts
+            if part
+        )
+
+
+def _json(schema: dict[str, Any], notes: list[str]) -> str:
+    """JSON by a schema, in a grammar."""
+    return f"%json {json.dumps({**_kept(schema, notes), 'x-guidance': _BLANKS})}"
+
+
+def _kept(schema: Any, notes: list[str]) -> Any:
+    """A schema without what is not kept, which is added to `notes`."""
+    if isinstance(schema, list):
+        return [_kept(item, notes) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name in NOT_KEPT or (name == "format" and value not in FORMATS):
+            if value:
+                notes.append(f"{name} of the schema is not kept")
+        elif name in _NAMED and isinstance(value, dict):
+            kept[name] = {key: _kept(item, notes) for key, item in value.items()}
+        else:
+            kept[name] = value if name in _VALUES else _kept(value, notes)
+    return kept
 
 
 def _forbid_other_arguments(schema: dict[str, Any]) -> dict[str, Any]:
@@ -119,20 +200,74 @@ def _forbid_other_arguments(schema: dict[str, Any]) -> dict[str, Any]:
 class ReplyFormat:
     """Called with the ids of the reply so far, returns which ids may follow: a mask, bool [V].
 
-    `matcher` is llguidance's, which reads the ids one after another; `size` is V.
+    `matcher` is llguidance's, which reads the ids one after another; `size` is V. The ids `never`
+    may not follow, and the `ends` only where the reply may end. RequestError if the matcher fails.
     """
 
-    def __init__(self, matcher: Any, size: int) -> None:
-        self._matcher = matcher
-        self._size = size
+    def __init__(
+        self, matcher: Any, size: int, never: Sequence[int] = (), ends: Sequence[int] = ()
+    ) -> None:
+        self.matcher, self.size = matcher, size
+        self._never, self._ends = list(never), list(ends)
         self._read = 0
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        for token in ids[self._read :]:
-            self._matcher.consume_token(token)
+        self.matcher.consume_tokens(list(ids[self._read :]))
         self._read = len(ids)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._size].astype(bool))
+        return self.mask()
+
+    def mask(self) -> Tensor:
+        """Which ids may follow what the matcher has read."""
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
+        mask[self._never] = False
+        if not self.matcher.is_accepting():
+            mask[self._ends] = False
+        if self.matcher.is_error() or not mask.any():
+            problem = self.matcher.get_error() or "no token may follow"
+            raise RequestError(f"the format can't be kept: {problem[:200]}", status=500)
+        return torch.from_numpy(mask)
+
+
+class StrictCalls:
+    """As `ReplyFormat`, for a reply in which all ids may follow, but for those within calls.
+
+    A call begins with OPEN, or, if the template has no such tags, with a `{` at the reply's start;
+    `call` is the format of what follows then.
+    """
+
+    def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, *, tagged: bool) -> None:
+        self._call, self._tagged = call, tagged
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._free = torch.ones(call.size, dtype=torch.bool)
+        self._in_call = self._is_text = False
+        self._read = 0
+        self._newest: list[int] = []  # outside calls
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        matcher = self._call.matcher
+        for token in ids[self._read :]:
+            if self._in_call:
+                matcher.consume_token(token)
+                self._in_call = not (self._tagged and matcher.is_accepting())
+                continue
+            self._newest = [*self._newest[-len(OPEN) :], token]
+            if (begun := self._begun()) is not None:
+                matcher.reset()
+                matcher.consume_tokens(self._vocabulary.tokenize_str(begun))
+                self._in_call, self._newest = True, []
+        self._read = len(ids)
+        return self._call.mask() if self._in_call else self._free
+
+    def _begun(self) -> str | None:
+        """What the newest ids have of a call; None if none has begun."""
+        text = self._tokenizer.decode(self._newest, clean_up_tokenization_spaces=False)
+        if self._tagged:
+            _, opening, begun = text.partition(OPEN)
+            return begun if opening else None
+        text = text.lstrip().removeprefix(PYTHON)
+        self._is_text |= bool(text) and not text.startswith("{")
+        return text if text and not self._is_text else None
 
 
 def _refusal(param: str, problem: str) -> RequestError:

@@ -7,14 +7,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from sirchat.server.completions import Parts, collect_reply
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
-    MANY,
     MOST_MESSAGES,
     CallId,
     ChatRequest,
@@ -26,6 +25,7 @@ from sirchat.server.requests import (
     Tool,
     make_request,
 )
+from sirchat.server.rule import MANY
 from sirchat.server.tools import ToolCall, call_id
 
 VERSION = "0.12.0"  # of Ollama, whose chat API this is
@@ -36,6 +36,7 @@ _RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 class OllamaOptions(Fields):
     """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
+    place = "request"
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -43,18 +44,13 @@ class OllamaOptions(Fields):
     seed: int | None = None
     stop: list[str] | str | None = None
     repeat_penalty: float | None = None
-    num_predict: Annotated[
-        int | None,
-        BeforeValidator(lambda number: MANY if number == -1 else number),
-        Field(ge=1, le=MANY),
-    ] = None
+    num_predict: int | None = Field(default=None, ge=1, le=MANY)
     num_ctx: int | None = None
 
 
 class OllamaFunction(Fields):
     """The field `function` of a tool call."""
 
-    index: int | None = None
     name: Name
     arguments: Json = Field(default={})
 
@@ -72,7 +68,6 @@ class OllamaMessage(Fields):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    thinking: str = ""  # of earlier replies, which the conversation has
     tool_calls: list[OllamaCall] = Field(default=[])
     tool_name: Name | None = None
     tool_call_id: CallId | None = None
@@ -81,6 +76,7 @@ class OllamaMessage(Fields):
 class OllamaRequest(Fields):
     """The body of a request to `/api/chat`."""
 
+    place = "request"
     model: str
     messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: list[Tool] = Field(default=[])
@@ -92,17 +88,12 @@ class OllamaRequest(Fields):
     def as_chat_request(self) -> ChatRequest:
         """This request as one of OpenAI's chat API; RequestError if a value is not allowed."""
         options = self.options.model_dump(exclude_none=True)
-        budget, memory = options.pop("num_ctx", None), self.sirchat
-        if budget is not None:
-            if memory.budget not in (None, budget):
-                raise RequestError("num_ctx and sirchat.budget differ; give one of them")
-            memory = memory.model_copy(update={"budget": budget})
         fields: dict[str, Any] = {
             "model": self.model.removesuffix(":latest"),
             "messages": list(self._messages()),
             "tools": self.tools,
             "stream": self.stream,
-            "sirchat": memory,
+            "sirchat": self.sirchat,
         }
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -156,7 +147,7 @@ class OllamaShape:
                 elif part != ReplyText(""):
                     yield _line(self._piece(part))
         except RequestError as error:
-            yield _line(error.body)
+            yield _line(error.body_at("/api/"))
 
     def _piece(self, said: ReplyText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": said.text}

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
@@ -22,6 +23,7 @@ from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
 from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key, results_from_json
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
+from sirchat.text.reply_marks import shared
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class ReplyOptions:
             that were changed for the conversation before.
         is_plain: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
         holds_all: whether the budget is raised for such a reply to hold all of the message.
+        prefill: the beginning of the reply, which is not sent.
+        notes: says what is not quite as the request asked; complete when the reply begins.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +86,8 @@ class ReplyOptions:
     own: frozenset[str] = frozenset()
     is_plain: bool = False
     holds_all: bool = False
+    prefill: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def memory_settings_for(self, conversation: ServedConversation) -> dict[str, Any]:
         """The memory settings for this reply: the request's, the conversation's, the server's."""
@@ -107,10 +113,13 @@ def generate_reply(
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     conversation.is_exact = False
-    with session.temporary_reply_settings(options.settings):
+    prefill = _Prefill(session, options.prefill) if options.prefill else None
+    most = options.settings.get("max_new_tokens", session.profile.max_new_tokens)
+    longer = {} if prefill is None else {"max_new_tokens": most + prefill.size}
+    with session.temporary_reply_settings(options.settings | longer):
         try:
             _set_template(session, history)
-            allowed = None if options.format is None else options.format(session)
+            allowed = prefill if options.format is None else options.format(session)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
             ):
@@ -210,14 +219,17 @@ def _answer(
         yield pieces.push(said) if said.text else None
     assert asked is not None
     assert done is not None
-    yield pieces.end()
+    # Not cut is a reply that has its end, or that ended with the only call that it may have.
+    yield pieces.end(is_short=done.finish not in ("stop", "control") and not pieces.has_call)
     conversation.add("tool" if role == "tool" else "user", question)
-    calls = () if options.calls is None or pieces.stops.is_found else options.calls.calls
+    calls = pieces.calls
     if calls:
         conversation.add("calls", calls_key(pieces.said, calls))
     else:
         conversation.add("assistant", done.text)
-    is_cut = options.calls is not None and options.calls.is_cut
+    is_cut = options.calls is not None and (
+        options.calls.is_cut or (pieces.stops.is_found and len(calls) > 0)
+    )
     conversation.is_exact = not (role == "text" or options.is_plain or is_cut)
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
@@ -284,20 +296,26 @@ class StopStrings:
 class _Pieces:
     """Cuts a reply into parts: stop strings are left out, calls of tools are taken out of the text.
 
-    `said` is the answer so far, without calls.
+    `said` is the answer so far, without the `calls` that are complete.
     """
 
     def __init__(self, session: Session, options: ReplyOptions) -> None:
         self._session, self._options = session, options
         self.stops = StopStrings(options.stop)
         self._tokens: _TokenProbabilities | None = None
+        self._prefill = options.prefill  # as far as it was not generated yet
         self.said = ""
+        self.calls: list[ToolCall] = []
+
+    @property
+    def has_call(self) -> bool:
+        """Whether the reply has the only call that it may have."""
+        return self._options.calls is not None and self._options.calls.has_ended
 
     @property
     def has_ended(self) -> bool:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
-        calls = self._options.calls
-        return self.stops.is_found or (calls is not None and calls.has_ended)
+        return self.stops.is_found or self.has_call
 
     def begin(self) -> None:
         """The next generated token is the first one of the reply."""
@@ -311,26 +329,53 @@ class _Pieces:
         calls = self._options.calls
         if said.part == "call" and calls is not None and calls.holds(said.text):
             return None
-        waiting = len(self.stops.waiting) + len(said.text)
-        text = self.stops.push(said.text)
         if self._tokens is not None:
+            waiting = len(self.stops.waiting) + len(said.text)
+            text = self.stops.push(said.text)
             return ReplyText(text, self._tokens.complete(text, said.end - waiting + len(text)))
-        new: list[ToolCall] = []
-        if calls is not None:
-            text, new = calls.push(text)
-        self.said += text
-        return ReplyText(text, calls=tuple(new)) if text or new else None
+        size = shared(self._prefill, said.text)
+        text, self._prefill = said.text[size:], self._prefill[size:] if not said.text[size:] else ""
+        return self._add(*((text, []) if calls is None else calls.push(text)))
 
-    def end(self) -> ReplyText:
-        """The last part: the text and calls that were held back until the reply's end."""
-        text, calls = "" if self.stops.is_found else self.stops.waiting, self._options.calls
+    def end(self, *, is_short: bool) -> ReplyText:
+        """The last part: what was held back until the reply's end; `is_short`: it was cut there."""
+        calls = self._options.calls
         if calls is None:
             tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
-            return ReplyText(text, tokens)
+            return ReplyText(self._rest(), tokens)
         lead = self._session.template.marks.call_lead
-        (text, new), (rest, more) = calls.push(text), calls.rest(lead)
-        self.said += text + rest
-        return ReplyText(text + rest, calls=(*new, *more))
+        last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
+        rest = self._rest()
+        self.said += rest
+        return replace(last, text=last.text + rest)
+
+    def _add(self, text: str, new: Sequence[ToolCall]) -> ReplyText | None:
+        """Add text and calls, up to a stop string in the text."""
+        new = () if self.stops.is_found else tuple(new)
+        text = self.stops.push(text)
+        self.said += text
+        self.calls += new
+        return ReplyText(text, calls=new) if text or new else None
+
+    def _rest(self) -> str:
+        return "" if self.stops.is_found else self.stops.waiting
+
+
+class _Prefill:
+    """A reply's format that only says how it begins: with a text, and then with any ids."""
+
+    def __init__(self, session: Session, text: str) -> None:
+        if session.template.marks.is_open:
+            problem = "can't begin the reply of a model that begins every reply with reasoning"
+            raise RequestError(f"a last message of the assistant {problem}", param="messages")
+        self._ids = session.template.as_text(text.rstrip())
+        self.size = len(self._ids)
+        self._any = torch.ones(session.model.vocab_size, dtype=torch.bool)
+
+    def __call__(self, ids: Sequence[int]) -> torch.Tensor:
+        if len(ids) >= len(self._ids):
+            return self._any
+        return torch.arange(len(self._any)) == self._ids[len(ids)]
 
 
 class _TokenProbabilities:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,34 +21,19 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
+from sirchat.server.rule import MANY, READ_AS, TAKEN, Place, is_taken
+from sirchat.text.text_file import without_surrogates
 
 MOST_BYTES = 16 * 2**20  # of a request's body
 MOST_MESSAGES = 10_000
-MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
 
-_MOST_STOPS = 4
+_MOST_STOPS = 64
 _MOST_TOOLS = 128
 _DEEPEST = 64  # levels of nested lists and objects
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "keep_alive")
-_LISTS = {"messages", "input"}
-# Values that change nothing, of fields that some requests do not support; others are refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "store": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "top_logprobs": (0,),
-    "best_of": (1,),
-    "background": (False,),
-    "think": (False,),
-    "parallel_tool_calls": (True,),
-    "truncation": ("auto",),
-    "echo": (False,),
-    "tool_choice": ("none", "auto"),
-    "service_tier": ("auto", "default"),
-}
+# The parts of a message's content that are read, and where each has its text.
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class RequestError(Exception):
@@ -67,6 +54,10 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers or {}
 
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The JSON of the response to a request with this path: Ollama's errors are texts."""
+        return {"error": str(self)} if path.startswith("/api/") else self.body
+
 
 def refuse_deep_nesting(value: Any) -> Any:
     """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
@@ -81,31 +72,52 @@ def refuse_deep_nesting(value: Any) -> Any:
     raise PydanticCustomError("deep", "lists and objects are nested too deeply")
 
 
-def join_text_parts(
-    content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()
-) -> Any:
-    """Join a list of text parts, of one of these `kinds`, to one text; return all else unchanged.
+def join_text_parts(content: Any) -> Any:
+    """Join a list of text parts to one text; return all else unchanged.
 
-    Further fields of parts with names in `extra` are ignored. PydanticCustomError for other parts.
+    Raises PydanticCustomError for other parts, and for fields of a part that can't be had.
     """
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
-        is_text = isinstance(part, dict) and part.get("type") in kinds
-        if not is_text or set(part) - {*extra} != {"type", "text"} or type(part["text"]) is not str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = _PARTS.get(kind) if isinstance(kind, str) else None
+        if name is None or not isinstance(part.get(name), str):
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
-    return "\n".join(part["text"] for part in content)
+        for field in set(part) - {"type", name}:
+            if not is_taken("item", field, part[field]):
+                raise PydanticCustomError("content", f"{field} of a part is not supported")
+        texts.append(part[name])
+    return "\n".join(texts)
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
+CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/=+@~-]{1,256}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
 class Fields(BaseModel):
-    """Base class of requests and their parts; it refuses fields that a subclass does not define."""
+    """Base class of requests and their items; fields that these do not define are as in `rule`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    place: ClassVar[Place] = "item"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_the_rule(cls, given: Any) -> Any:
+        """The fields that have an effect, and those to refuse."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        for name, value in given.items():
+            is_known, meant = name in known, value
+            if is_known and cls.place == "request" and isinstance(value, int | str):
+                meant = READ_AS.get(name, {}).get(value, value)
+            if not (meant is None if is_known else is_taken(cls.place, name, value)):
+                kept[name] = meant
+        return kept
 
     def check(self) -> None:
         """Raise RequestError if the values of some fields contradict each other."""
@@ -116,13 +128,11 @@ class FunctionCall(Fields):
 
     name: Name
     arguments: str
-    parsed_arguments: Any = None  # OpenAI's client adds it to calls that it sends back
 
 
 class CallFields(Fields):
     """A tool call in a message of the assistant."""
 
-    index: int | None = None  # the calls of a streamed reply have it
     id: CallId
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -135,6 +145,14 @@ class FunctionFields(Fields):
     description: str | None = None
     parameters: Json = {"type": "object", "properties": {}}
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        kinds = schema.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise PydanticCustomError("object", "a tool's arguments are an object")
+        return schema | {"type": "object"}
 
 
 class Tool(Fields):
@@ -168,8 +186,6 @@ class ChatMessage(Fields):
     tool_calls: list[CallFields] = Field(default=[])
     tool_call_id: CallId | None = None
     name: Name | None = None
-    parsed: Any = None  # OpenAI's client adds it to replies that it sends back
-    reasoning_content: Any = None  # of earlier replies, which the conversation has
 
     @property
     def text(self) -> str:
@@ -183,9 +199,9 @@ class ChatMessage(Fields):
             raise PydanticCustomError("calls", "only the assistant calls tools")
         if self.content is None and not calls:
             raise PydanticCustomError("missing", "content is missing")
-        if is_tool != (self.tool_call_id is not None) or (self.name is not None and not is_tool):
+        if is_tool != (self.tool_call_id is not None):
             raise PydanticCustomError(
-                "tool", "messages of role tool, and no others, have tool_call_id, and may have name"
+                "tool", "messages of role tool, and no others, have tool_call_id"
             )
         return self
 
@@ -224,8 +240,8 @@ class ResponseFormat(Fields):
 class StreamOptions(Fields):
     """The field `stream_options`: whether a streamed response ends with the token counts."""
 
+    place = "request"
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class MemorySettings(Fields):
@@ -265,27 +281,36 @@ class OwnSession(Fields):
 class ReplyRequest(Fields):
     """The fields that chat and text requests have; `ChatServer` checks sampling settings."""
 
+    place = "request"
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
     seed: int | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+        BeforeValidator(
+            lambda stop: [s for s in stop if s != ""] if isinstance(stop, list) else [stop]
+        ),
         Field(max_length=_MOST_STOPS),
     ] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    num_ctx: int | None = None  # the budget, but at most the model's context
     sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
         given = {name: getattr(self, name) for name in _SAMPLING}
         given["max_new_tokens"] = self.max_tokens
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**63
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -326,37 +351,56 @@ class ChatRequest(ReplyRequest):
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
     @property
+    def wants_strict(self) -> bool:
+        """Whether a call that the reply may make must be as its schema says."""
+        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
+
+    @property
     def system(self) -> str | None:
-        """The text of the system message, which can only be the first message."""
-        first = self.messages[0]
-        return first.content if first.role == "system" else None
+        """The text of the system messages with which the chat begins."""
+        first = self.messages[: self._first]
+        return "\n\n".join(message.text for message in first) if first else None
 
     @property
     def turns(self) -> Sequence[ChatMessage]:
-        """All messages except the system message."""
-        return self.messages[self.messages[0].role == "system" :]
+        """All further messages but the `prefill`, as turns that every chat template has."""
+        return self._turns if self.prefill is None else self._turns[:-1]
+
+    @property
+    def prefill(self) -> str | None:
+        """The beginning of the reply, if the chat ends with a text of the assistant."""
+        last = self._turns[-1]
+        return last.text if last.role == "assistant" and not last.tool_calls else None
+
+    @cached_property
+    def _turns(self) -> list[ChatMessage]:
+        return _in_turns(self.messages[self._first :])
+
+    @property
+    def _first(self) -> int:
+        roles = (number for number, m in enumerate(self.messages) if m.role != "system")
+        return next(roles, len(self.messages))
 
     def check(self) -> None:
         """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
-        _check_order(self.turns)
-        is_free = self.tool_choice in ("none", "auto")
-        if not is_free and not self.called_tools:
+        _check_calls(self.turns)
+        if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        if is_free and any(tool.function.strict for tool in self.tools):
-            raise RequestError(
-                "strict can be had only with a tool_choice that requires a call", param="tools"
-            )
         others = self.model_fields_set - {"messages", "stream", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
-        if self.tools and self.response_format.type != "text":
-            raise RequestError("response_format can't be had with tools", param="response_format")
+        is_free = not self.tools and self.response_format.type == "text" and not self.logprobs
+        if self.prefill is not None and not is_free:
+            problem = "a reply that goes on with the last message can't have tools, a format or"
+            raise RequestError(f"{problem} logprobs", param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
+        if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
+            raise RequestError("num_ctx and sirchat.budget differ; give one of them")
 
 
 Request = TypeVar("Request", bound=Fields)
@@ -365,12 +409,20 @@ Request = TypeVar("Request", bound=Fields)
 def parse_request(body: bytes, kind: type[Request]) -> Request:
     """Parse the JSON body of a request of this kind; RequestError for the first problem."""
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_float=_number, parse_constant=_number)
+        if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
+            given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError):
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
-    return make_request(kind, _fields_with_effect(given, kind.model_fields))
+    return make_request(kind, given)
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise RequestError(f"the request has the number {text[:30]}; allowed: finite numbers")
+    return number
 
 
 def make_request(kind: type[Request], fields: dict[str, Any]) -> Request:
@@ -383,69 +435,66 @@ def make_request(kind: type[Request], fields: dict[str, Any]) -> Request:
     return request
 
 
-def _fields_with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
-    """The fields of a request that have an effect; `offered` are those that it supports.
-
-    Raises RequestError if an unsupported field of `_NEUTRAL` has a value that would have one.
-    """
-    kept = {}
-    for name, value in given.items():
-        is_empty = value is None or (value in ([], {}) and name not in _LISTS)
-        if is_empty or name in _WITHOUT_EFFECT:
-            continue
-        if name in offered or name not in _NEUTRAL:
-            kept[name] = value
-        elif value not in _NEUTRAL[name]:
-            allowed = " or ".join(map(format_value, _NEUTRAL[name]))
-            raise RequestError(
-                f"{name} can't be {format_value(value)}; allowed: {allowed}",
-                param=name,
-                code="unsupported_value",
-            )
-    for name in _LISTS & set(kept):
-        if isinstance(kept[name], list):
-            kept[name] = [_without_empty(item) for item in kept[name]]
-    return kept
-
-
-def _without_empty(item: Any) -> Any:
-    if not isinstance(item, dict):
-        return item
-    return {name: value for name, value in item.items() if value not in (None, [], {})}
-
-
 def _refusal(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
-    names = map(str, first["loc"])
-    place = ".".join(name for name in names if not name.startswith("literal["))
+    names = [str(name) for name in first["loc"] if not str(name).startswith("literal[")]
+    place, value = ".".join(names), format_value(first["input"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
-    value = "" if first["type"] == "missing" else f" (not {format_value(first['input'])})"
-    return RequestError(f"{place}: {first['msg']}{value}", param=place)
+        values = TAKEN.get(("request", names[-1])) if len(names) < 3 else None
+        if not values:
+            problem, code = f"{place} is not supported", "unsupported_parameter"
+        else:
+            allowed = " or ".join(map(format_value, values))
+            problem, code = f"{place} can't be {value}; allowed: {allowed}", "unsupported_value"
+        return RequestError(problem, param=place, code=code)
+    shown = "" if first["type"] == "missing" else f" (not {value})"
+    return RequestError(f"{place}: {first['msg']}{shown}", param=place)
 
 
-def _check_order(turns: Sequence[ChatMessage]) -> None:
-    before, open_calls = "system", set[str]()
+def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Messages after the system prompt as turns of users, replies, and what tools returned.
+
+    A later system message is a part of the user's turn that follows, replies in a row are one, and
+    a chat without a first turn of the user has an empty one. Names stand before the texts.
+    """
+    names = {message.name for message in messages if message.role == "assistant"}
+    turns: list[ChatMessage] = []
+    is_system = False
+    for message in messages or [ChatMessage(role="user", content="")]:
+        role = "user" if message.role == "system" else message.role
+        text, calls = message.text, message.tool_calls
+        if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
+            text = f"{message.name}: {text}"
+        before = turns[-1].role if turns else None
+        if (is_system and role == "user") or role == before == "assistant":
+            last = turns.pop()
+            text = "\n\n".join(filter(None, [last.text, text]))
+            calls = [*last.tool_calls, *calls]
+        elif before is None and role == "assistant":
+            turns.append(ChatMessage(role="user", content=""))
+        turns.append(
+            message.model_copy(update={"role": role, "content": text, "tool_calls": calls})
+        )
+        is_system = message.role == "system"
+    return turns
+
+
+def _check_calls(turns: Sequence[ChatMessage]) -> None:
+    open_calls = set[str]()
     for number, message in enumerate(turns):
-        where = f"message {number + 1} after the system message"
-        problem = ""
-        if message.role == "system":
-            problem = "a system message must be the first message"
-        elif message.role == "tool" and message.tool_call_id not in open_calls:
+        where, problem = f"turn {number + 1} after the system message", ""
+        if message.role == "tool" and message.tool_call_id not in open_calls:
             problem = (
                 f"{where} answers the call {format_value(message.tool_call_id)}, but the reply "
                 "before has no such call, or it is answered already"
             )
         elif message.role != "tool" and open_calls:
             problem = f"{where} must be what the tool returned for the call {min(open_calls)}"
-        elif message.role == "assistant" and before not in ("user", "tool"):
-            problem = f"{where} is of the assistant, but follows no user message"
         if problem:
             raise RequestError(problem, param="messages")
         open_calls.discard(message.tool_call_id or "")
         open_calls |= {call.id for call in message.tool_calls}
-        before = message.role
-    if before not in ("user", "tool") or open_calls:
+    if open_calls:
         raise RequestError(
             "the last message must be a user message, or what the called tools returned",
             param="messages",

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -18,7 +17,6 @@ from sirchat.errors import format_value
 from sirchat.server.completions import Parts, collect_reply, server_sent_event
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
-    MANY,
     MOST_MESSAGES,
     CallFields,
     CallId,
@@ -35,6 +33,7 @@ from sirchat.server.requests import (
     join_text_parts,
     make_request,
 )
+from sirchat.server.rule import MANY
 from sirchat.server.tools import ToolCall
 
 _PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
@@ -49,26 +48,10 @@ _SHOWN = {
     *("store", "parallel_tool_calls", "tool_choice", "tools"),
 }
 
-_Content = Annotated[
-    str,
-    BeforeValidator(
-        partial(
-            join_text_parts,
-            kinds=("input_text", "output_text"),
-            extra=("annotations", "logprobs", "parsed"),
-        )
-    ),
-]
+_Content = Annotated[str, BeforeValidator(join_text_parts)]
 
 
-class _Item(Fields):
-    """What items of the field `input` share: clients send back items of earlier responses."""
-
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-
-
-class InputMessage(_Item):
+class InputMessage(Fields):
     """A message in the field `input` of a request."""
 
     type: Literal["message"] = "message"
@@ -80,21 +63,20 @@ class InputMessage(_Item):
         return ChatMessage(role=self.role, content=self.content)  # type: ignore[arg-type]
 
 
-class CalledFunction(_Item):
+class CalledFunction(Fields):
     """A tool call in the field `input` of a request."""
 
     type: Literal["function_call"]
     call_id: CallId
     name: Name
     arguments: str
-    parsed_arguments: Any = None
 
     def message(self) -> ChatMessage:
         """This item as a message of a chat request."""
         return _reply("", [ToolCall(self.call_id, self.name, self.arguments)])
 
 
-class FunctionOutput(_Item):
+class FunctionOutput(Fields):
     """The result of one tool call, in the field `input` of a request."""
 
     type: Literal["function_call_output"]
@@ -104,6 +86,13 @@ class FunctionOutput(_Item):
     def message(self) -> ChatMessage:
         """This item as a message of a chat request."""
         return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
+class ItemReference(Fields):
+    """An item of an earlier response, by its id; `ResponsesRequest` has it in its place."""
+
+    id: str
+    type: Literal["item_reference"] = "item_reference"
 
 
 class FunctionTool(FunctionFields):
@@ -135,6 +124,7 @@ class TextFormat(Fields):
 class TextOptions(Fields):
     """The field `text` of a request: an object with the format of the reply."""
 
+    place = "request"
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
@@ -143,23 +133,34 @@ class TextOptions(Fields):
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
 
+class ReasoningOptions(Fields):
+    """The field `reasoning` of a request, of which nothing can be had but what is usual."""
+
+    place = "request"
+
+
 def _without_reasoning(given: Any) -> Any:
     """The field `input`, as a list, without reasoning that clients send back: it is not read."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    items = given if isinstance(given, list) else []
-    return [item for item in items if _kind(item) != "reasoning"] if items else given
+    if not isinstance(given, list):
+        return given
+    return [item for item in given if _kind(item) != "reasoning"]
 
 
 def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    if not isinstance(item, dict):
+        return getattr(item, "type", None)
+    is_reference = set(item) - {"type"} == {"id"} and item.get("type") is None
+    return "item_reference" if is_reference else item.get("type") or "message"
 
 
 _Items = list[
     Annotated[
         Annotated[InputMessage, Tag("message")]
         | Annotated[CalledFunction, Tag("function_call")]
-        | Annotated[FunctionOutput, Tag("function_call_output")],
+        | Annotated[FunctionOutput, Tag("function_call_output")]
+        | Annotated[ItemReference, Tag("item_reference")],
         Discriminator(_kind),
     ]
 ]
@@ -168,6 +169,7 @@ _Items = list[
 class ResponsesRequest(Fields):
     """The body of a request to `/v1/responses`."""
 
+    place = "request"
     input: Annotated[
         _Items,
         BeforeValidator(_without_reasoning),
@@ -182,6 +184,7 @@ class ResponsesRequest(Fields):
     stream: bool = False
     store: bool = True
     text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
@@ -191,10 +194,6 @@ class ResponsesRequest(Fields):
         """A chat request: messages `before`, then those given; RequestError if not possible."""
         messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
-            if messages[0].role == "system":
-                raise RequestError(
-                    "instructions and a system message can't both be given", param="instructions"
-                )
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         choice: Any = self.tool_choice
         if not isinstance(choice, str):
@@ -210,21 +209,50 @@ class ResponsesRequest(Fields):
 
 
 class KeptResponses:
-    """The messages up to each earlier response, by its id; the oldest are dropped."""
+    """The messages up to each earlier response, and its items, by their ids; the oldest leave."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[ChatMessage], int]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[list[ChatMessage], int, list[str]]] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}
         self._size = 0
 
-    def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
-        """Keep a response: the messages `before` its request, and those of request and reply."""
+    def add(
+        self,
+        ident: str,
+        before: list[ChatMessage],
+        new: list[ChatMessage],
+        items: list[dict[str, Any]],
+    ) -> None:
+        """Keep a response: the messages `before` its request, those of request and reply, and its
+        output `items`.
+        """
         texts = [message.text for message in new]  # those of earlier messages are shared
         texts += [call.function.arguments for message in new for call in message.tool_calls]
         size = sum(map(len, texts))
-        self._kept[ident] = [*before, *new], size
+        self._kept[ident] = [*before, *new], size, [item["id"] for item in items]
+        self._items |= {item["id"]: item for item in items}
         self._size += size
         while len(self._kept) > _MOST_KEPT or self._size > _MOST_CHARACTERS:
-            self._size -= self._kept.popitem(last=False)[1][1]
+            _, (_, size, dropped) = self._kept.popitem(last=False)
+            self._size -= size
+            for item in dropped:
+                del self._items[item]
+
+    def with_items(self, asked: ResponsesRequest) -> ResponsesRequest:
+        """The request with kept items in place of references; RequestError if one is not kept."""
+        items: list[Any] = []
+        for item in asked.input:
+            if isinstance(item, ItemReference):
+                if item.id not in self._items:
+                    problem = f"there is no item {format_value(item.id)}"
+                    raise RequestError(
+                        f"{problem}; it may be dropped, or was not stored", param="input"
+                    )
+                items.append(self._items[item.id])
+            else:
+                items.append(item)
+        given = {name: getattr(asked, name) for name in asked.model_fields_set}
+        return make_request(ResponsesRequest, given | {"input": items})
 
     def messages(self, ident: str | None) -> list[ChatMessage]:
         """All messages up to a response, [] for None; RequestError if it is not kept."""
@@ -359,7 +387,7 @@ class ResponsesShape:
             self._end_text(kind, status)
         if self._asked.store:
             new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
-            self._kept.add(self._id, self._before, new)
+            self._kept.add(self._id, self._before, new, self._items)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         return self._response(status) | more
@@ -373,16 +401,8 @@ class ResponsesShape:
         self._told.append(server_sent_event(numbered, kind))
 
 
-def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:
-    """Items as messages of a chat request; a reply's text and its calls become one message."""
-    messages: list[ChatMessage] = []
-    for message in (item.message() for item in items):
-        if message.tool_calls and messages and messages[-1].role == "assistant":
-            calls = [*messages[-1].tool_calls, *message.tool_calls]
-            messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
-        else:
-            messages.append(message)
-    return messages
+def _messages(items: Iterable[Any]) -> list[ChatMessage]:
+    return [item.message() for item in items]
 
 
 def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:

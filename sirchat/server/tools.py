@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from sirchat.server.requests import ChatMessage, ChatRequest, refuse_deep_nestin
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
-_PYTHON = "<|python_tag|>"
+# What a call in tags is up to its CLOSE, which may also stand in a text of its arguments.
+_INSIDE = re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{CLOSE[1:]}))*', re.DOTALL)
+_BARE = '{"name"'  # how a call without tags begins
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # as in requests
 
 
@@ -62,7 +66,7 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        if not self._has_begun and (not start or _begins(start, "{") or _begins(start, _PYTHON)):
+        if not self._has_begun and (not start or _begins(start, "{") or _begins(start, PYTHON)):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
         before = len(self.calls)
@@ -77,8 +81,11 @@ class CallParser:
             self._marked += text
         return self._marked is not None
 
-    def rest(self, lead: str = "") -> tuple[str, list[ToolCall]]:
-        """The text and the calls that were held back, at the reply's end; `lead` as in `read`."""
+    def rest(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
+        """The text and the calls that were held back, at the reply's end; `lead` as in `read`.
+
+        `is_short`: the reply was cut there, and half a call is not a part of its text.
+        """
         before, left = len(self.calls), self._waiting
         if self.has_ended:
             self.is_cut = bool(left.strip())
@@ -89,8 +96,12 @@ class CallParser:
             is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
-        if self._marked and not self.read(self._marked, lead):
+        if self._marked and not self.read(self._marked, lead) and not is_short:
             left += self._marked
+        begun = left.strip()
+        is_bare = not self._has_begun and _begins(begun.removeprefix(PYTHON).strip(), _BARE)
+        if is_short and begun and (_begins(begun, OPEN) or is_bare):
+            left = ""
         return left, self.calls[before:]
 
     def read(self, marked: str, lead: str) -> list[ToolCall]:
@@ -102,7 +113,7 @@ class CallParser:
         before, at, done = len(self.calls), 0, 0
         while found := re.compile(r"[{\[]").search(marked, at):
             try:
-                value, end = json.JSONDecoder().raw_decode(marked, found.start())
+                value, end = _JSON.raw_decode(marked, found.start())
             except (ValueError, RecursionError):  # such as for the `[` of a mark
                 at = found.end()
                 continue
@@ -123,9 +134,10 @@ class CallParser:
             shown, self._waiting = self._waiting[:at], self._waiting[at:]
             return shown.rstrip()
         if at == 0:
-            inner, closing, rest = self._waiting[len(OPEN) :].partition(CLOSE)
-            if not closing:
+            inside = _INSIDE.match(self._waiting, len(OPEN)) if CLOSE in self._waiting else None
+            if inside is None or not self._waiting.startswith(CLOSE, inside.end()):
                 return None
+            inner, rest = inside[0], self._waiting[inside.end() + len(CLOSE) :]
             is_call = self._add(inner)
             self._waiting = rest.lstrip() if is_call else rest
             return "" if is_call else f"{OPEN}{inner}{CLOSE}"
@@ -138,20 +150,23 @@ class CallParser:
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
         """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
         calls: list[ToolCall] = []
-        left = written.strip().removeprefix(_PYTHON).strip()
+        left = written.strip().removeprefix(PYTHON).strip()
         while left:
             try:
-                call, end = json.JSONDecoder().raw_decode(left)
+                call, end = _JSON.raw_decode(left)
                 refuse_deep_nesting(call)
             except (ValueError, RecursionError):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
             name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
-            if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            if isinstance(arguments, str):
+                arguments = _parse_arguments(arguments)
+            if not isinstance(name, str) or not isinstance(arguments, dict):
                 return False
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            written = without_surrogates(json.dumps(arguments, ensure_ascii=False))
+            text = json.dumps(json.loads(written))
             calls.append(ToolCall(call_id(self._number + len(calls)), name, text))
             left = left[end:].lstrip().removeprefix(";").lstrip()
         if self._only_one and len(calls) > 1:
@@ -225,6 +240,14 @@ def results_from_json(text: str) -> list[dict[str, str]]:
     ]
 
 
+def _finite(written: str) -> float | None:
+    return number if math.isfinite(number := float(written)) else None
+
+
+# JSON has no NaN and no infinite numbers, which models may write; they become null.
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
 def _begins(text: str, opening: str) -> bool:
     return text.startswith(opening) or opening.startswith(text)
 
@@ -232,6 +255,6 @@ def _begins(text: str, opening: str) -> bool:
 def _parse_arguments(arguments: str) -> Any:
     """The arguments of a call; the text itself if it is not valid JSON."""
     try:
-        return refuse_deep_nesting(json.loads(arguments))
+        return refuse_deep_nesting(_JSON.decode(arguments)) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments

@@ -332,6 +332,12 @@ class Template:
         return set(self._control - (used - {self._tokenizer.bos_token_id}))
 
     @property
+    def controls(self) -> dict[int, str]:
+        """The control tokens, which are never made from text."""
+        added = self._tokenizer.added_tokens_decoder
+        return {i: added[i].content for i in self._control}
+
+    @property
     def _control(self) -> frozenset[int]:
         return self._control_tokens.known
 

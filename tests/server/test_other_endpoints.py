@@ -140,7 +140,7 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
 def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
     kept = KeptResponses()
     for number in range(1002):
-        kept.add(str(number), [], [ChatMessage(role="user", content="a")])
+        kept.add(str(number), [], [ChatMessage(role="user", content="a")], [{"id": str(number)}])
     assert kept.messages("1001")
     with pytest.raises(RequestError):
         kept.messages("1")
@@ -299,4 +299,4 @@ def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
     assert count == 6  # one conversation: what tools returned in a row is one message
     messages += [pieces[0]["message"], {"role": "tool", "content": "Rain.", "tool_name": "other"}]
     body = {"model": "tiny", "tools": [WEATHER], "messages": messages}
-    assert "no such call" in refusal(with_tools.client.post("/api/chat", json=body))["message"]
+    assert "no such call" in with_tools.client.post("/api/chat", json=body).json()["error"]

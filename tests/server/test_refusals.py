@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving import Served, assistant, refusal, served, system, user
+from serving import Served, refusal, served, user
 from template_shapes import WEATHER, tool_tiny
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -50,75 +50,16 @@ def server() -> Iterator[Served]:
 
 def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400) -> str:
     """The field and the message of the error."""
-    error = refusal(server.client.post(path, json=BASE[path] | fields), status)
+    response = server.client.post(path, json=BASE[path] | fields)
+    if path == OLLAMA:  # its clients show this text
+        assert response.status_code == status
+        (said,) = response.json().values()
+        assert response.json() == {"error": str(said)}
+        return str(said)
+    error = refusal(response, status)
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 400
     return f"{error['param']}: {error['message']}"
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "value"),
-    [
-        *((CHAT, "n", value) for value in (2, "1")),
-        (CHAT, "tools", [{"type": "function"}]),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "no blanks"}}]),
-        (CHAT, "logit_bias", {"5": 100}),
-        (CHAT, "frequency_penalty", 0.5),
-        (CHAT, "top_logprobs", 3),
-        (CHAT, "store", True),
-        (CHAT, "reasoning_effort", "high"),
-        *((CHAT, "temperature", value) for value in ("hot", -1)),
-        (CHAT, "top_p", 0),
-        (CHAT, "seed", -1),
-        (CHAT, "max_tokens", 0),
-        (CHAT, "max_completion_tokens", True),
-        *((CHAT, "stop", value) for value in (["a", "b", "c", "d", "e"], "")),
-        (CHAT, "stream_options", {"other": 1}),
-        (CHAT, "messages", []),
-        (CHAT, "messages", [{"role": "tool", "content": "x"}]),
-        (CHAT, "messages", [{"role": "user"}]),
-        (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
-        (CHAT, "messages", [user("a"), assistant("b")]),
-        (CHAT, "messages", [assistant("b"), user("a")]),
-        (CHAT, "messages", [user("a"), system("b"), user("c")]),
-        (CHAT, "messages", [user("a")] * 10_001),
-        (CHAT, "messages", [user("a") | {"name": "Anna"}]),
-        (CHAT, "tool_choice", "required"),
-        (CHAT, "tool_choice", named("weather")),
-        (CHAT, "response_format", {"type": "xml"}),
-        (CHAT, "response_format", {"type": "json_schema"}),
-        (CHAT, "response_format", {"type": "json_object", "json_schema": {"name": "a"}}),
-        (CHAT, "response_format", form("object")),
-        (CHAT, "response_format", form({"type": "nosuch"})),
-        (CHAT, "response_format", form({"$ref": "http://127.0.0.1/schema"})),
-        (CHAT, "response_format", form({"$ref": "file:///etc/passwd"})),
-        (CHAT, "response_format", form({"type": "string", "pattern": "("})),
-        (CHAT, "response_format", form({"not": {"type": "string"}})),
-        (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
-        *((TEXT, "prompt", value) for value in ("", ["a", "b"], [1, 2])),
-        (TEXT, "suffix", "x"),
-        (TEXT, "echo", True),
-        (TEXT, "logprobs", 3),
-        (TEXT, "n", 2),
-        (TEXT, "messages", [user("a")]),
-        (RESPONSES, "input", []),
-        (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),
-        (RESPONSES, "background", True),
-        (RESPONSES, "reasoning", {"effort": "high"}),
-        *((RESPONSES, "tools", [tool]) for tool in ({"type": "x"}, WEATHER)),
-        (RESPONSES, "max_output_tokens", 0),
-        (RESPONSES, "seed", 3),
-        (OLLAMA, "think", True),
-        (OLLAMA, "format", "xml"),
-        (OLLAMA, "options", {"num_predict": -2}),
-        (OLLAMA, "options", {"mirostat": 1}),
-        (OLLAMA, "messages", [user("a") | {"images": ["x"]}]),
-    ],
-)
-def test_a_field_that_would_be_ignored_is_refused_by_its_name(
-    server: Served, path: str, field: str, value: Any
-) -> None:
-    assert field in refused(server, path, {field: value})
 
 
 @pytest.mark.parametrize(
@@ -141,11 +82,6 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name(
             )
         ),
         (CHAT, {"tools": [WEATHER], "logprobs": True}, "logprobs can't be had with tools"),
-        (
-            CHAT,
-            {"tools": [WEATHER], "response_format": {"type": "json_object"}},
-            "response_format can't be had with tools",
-        ),
         (CHAT, {"tools": [WEATHER], "tool_choice": named("days")}, "tool_choice names no tool"),
         (CHAT, {"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         (
@@ -153,7 +89,6 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name(
             {"tools": [strange(b={"type": "nosuch"})], "tool_choice": "required"},
             "tool_choice has a schema that can't be used",
         ),
-        (CHAT, {"tools": [WEATHER | {"function": {"name": "a", "strict": True}}]}, "strict"),
         (CHAT, {"messages": [user("a"), CALLING]}, "the last message"),
         (CHAT, {"messages": [user("a"), CALLING, user("b")]}, "what the tool returned"),
         (CHAT, {"messages": [user("a"), CALLING, returned("b")]}, "no such call"),
@@ -164,9 +99,7 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name(
             "tool_call_id",
         ),
         (CHAT, {"messages": [user("a") | {"tool_calls": [CALL]}]}, "only the assistant"),
-        (RESPONSES, {"input": [assistant("a")]}, "follows no user message"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "response_format"),
-        (RESPONSES, {"tools": [FUNCTION | {"strict": True}]}, "strict"),
         (
             RESPONSES,
             {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "other"}},
@@ -178,8 +111,6 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name(
             "no such call",
         ),
         (OLLAMA, {"format": {"type": "nosuch"}}, "response_format has a schema"),
-        (OLLAMA, {"options": {"stop": ["a", "b", "c", "d", "e"]}}, "stop"),
-        (OLLAMA, {"options": {"num_ctx": 10**6}, "sirchat": {"policy": "sink"}}, "context length"),
         (OLLAMA, {"options": {"num_ctx": 100}, "sirchat": {"budget": 200}}, "num_ctx"),
     ],
 )

@@ -299,7 +299,6 @@ def test_a_strict_tool_is_called_by_its_schema_where_a_call_is_required(server: 
     strict["function"]["strict"] = True
     (said,) = server.ask(ASKED, tools=[strict], tool_choice=named("city"))["choices"]
     check_calls(said["message"]["tool_calls"])
-    assert "strict" in refusal(server.post(ASKED, tools=[strict]))["message"]
 
 
 @pytest.mark.parametrize("text", ["", "Let me look.\n"])

@@ -1,0 +1,82 @@
+"""The one rule for what the fields of a request may be, as tables.
+
+A value that would change the answer, and can't be had, is refused by its name; every other is
+taken; what is nearly had is had as nearly as can be, which the header `X-Sirchat-Note` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Place = Literal["request", "item"]  # where a field is: an item is a message, part, call or tool
+
+MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
+
+# Fields that are taken, though nothing is done with them: with any value (None), or with these.
+# A field that is null, or an empty text, list or object, is taken, too, unless it has a row here.
+_ROWS: list[tuple[Place, str, tuple[Any, ...] | None]] = [
+    ("request", "user metadata safety_identifier service_tier store prediction summary", None),
+    ("request", "prompt_cache_key prompt_cache_retention cache_prompt keep_alive", None),
+    ("request", "include_obfuscation max_tool_calls timings_per_token mirostat_tau", None),
+    ("request", "mirostat_eta num_gpu main_gpu num_thread num_batch low_vram f16_kv", None),
+    ("request", "numa use_mmap use_mlock num_keep", None),
+    ("request", "presence_penalty frequency_penalty top_logprobs mirostat top_a", (0,)),
+    ("request", "dry_multiplier xtc_probability dynatemp_range min_tokens n_probs", (0,)),
+    ("request", "n best_of typical_p tfs_z", (1,)),
+    ("request", "background echo raw logprobs think ignore_eos vocab_only", (False,)),
+    ("request", "parallel_tool_calls penalize_newline", (True,)),
+    ("request", "reasoning_effort effort", ("none", "medium")),
+    ("request", "chat_template_kwargs", ({}, {"enable_thinking": False})),
+    ("request", "function_call", ("none", "auto")),
+    ("request", "include", ([], ["reasoning.encrypted_content"])),
+    ("request", "modalities", (["text"],)),
+    ("request", "thinking", ({"type": "disabled"},)),
+    ("request", "tool_choice truncation", ("auto",)),
+    ("request", "verbosity", ("medium",)),
+    ("request", "web_search_options", ()),
+    ("item", "id index status phase created_at cache_control citations annotations", None),
+    ("item", "logprobs parsed parsed_arguments encrypted_content reasoning thinking", None),
+    ("item", "reasoning_content reasoning_details thinking_blocks", None),
+    ("item", "provider_specific_fields", None),
+]
+TAKEN = {(place, name): values for place, names, values in _ROWS for name in names.split()}
+
+# Values that stand for another one; None: for that of the server.
+READ_AS: dict[str, dict[Any, Any]] = {
+    "seed": {-1: None},
+    "stop": {"": None},
+    "top_k": {0: None, -1: None},
+    "num_predict": {-1: MANY, -2: MANY},
+    "max_tokens": {-1: MANY},
+    "max_completion_tokens": {-1: MANY},
+    "max_output_tokens": {-1: MANY},
+}
+
+# Between which values a setting is had; from 0 on, others are changed to the nearest.
+NEAREST: dict[str, tuple[float, float]] = {
+    "temperature": (0, 10),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 0.99),
+    "repetition_penalty": (0.1, 10),
+}
+
+# What a schema says of a text's `format` is kept for these, and for no other.
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+)
+# What schemas may say, though it is not kept.
+NOT_KEPT = ("uniqueItems", "propertyNames")
+
+
+def is_taken(place: Place, name: str, value: Any) -> bool:
+    """Whether a field that the server does not know is taken with this value."""
+    values = TAKEN.get((place, name), (None, "", [], {}))
+    return values is None or value is None or value in values
+
+
+def nearest(name: str, value: Any) -> Any:
+    """The value that a setting has, if a request gives it `value`."""
+    if name not in NEAREST or value < 0:
+        return value
+    least, most = NEAREST[name]
+    return min(max(value, least), most)

@@ -1,0 +1,272 @@
+"""The one rule: what would change the answer and can't be had is refused; all else is taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sirchat.server
+from serving import Served, assistant, served, user
+from sirchat.server.rule import NEAREST, TAKEN
+from template_shapes import WEATHER, tool_tiny
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+OLLAMA, OPTIONS = "/api/chat", "options"
+SAID = [user("Hello."), assistant("Hi."), user("Who are you?")]
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": SAID},
+    TEXT: {"prompt": "Hello."},
+    RESPONSES: {"input": SAID},
+    OLLAMA: {"model": "tiny", "messages": SAID, "stream": False},
+}
+FUNCTION = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(tool_tiny(), policy="full", max_new_tokens=20) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def usual(server: Served) -> dict[str, Any]:
+    """What is replied at each address."""
+    return {path: text(ask(server, path)) for path in BASE}
+
+
+def part(**more: Any) -> list[dict[str, Any]]:
+    """A content that is one part."""
+    return [{"type": "text", "text": "Who are you?", **more}]
+
+
+def last(**more: Any) -> list[dict[str, Any]]:
+    """The messages, with more fields of the last one."""
+    return [*SAID[:-1], SAID[-1] | more]
+
+
+def replied(**more: Any) -> list[dict[str, Any]]:
+    """The messages, with more fields of the reply."""
+    return [SAID[0], SAID[1] | more, SAID[2]]
+
+
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def strange(**parameters: Any) -> dict[str, Any]:
+    """A tool with these parameters."""
+    return {"type": "function", "function": {"name": "a", "parameters": {"properties": parameters}}}
+
+
+NEUTRAL: list[tuple[str, str, Any]] = [
+    *((CHAT, name, None) for name in ("stop", "tools", "logprobs", "seed", "nosuch", "top_k")),
+    *((CHAT, name, "x") for name in ("user", "prompt_cache_key", "safety_identifier")),
+    (CHAT, "service_tier", "flex"),
+    (CHAT, "metadata", {"a": "b"}),
+    *((CHAT, "store", value) for value in (True, False)),
+    (CHAT, "prediction", {"type": "content", "content": "x"}),
+    (CHAT, "cache_prompt", True),
+    (CHAT, "n", 1),
+    *((CHAT, name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")),
+    *((CHAT, name, 0) for name in ("mirostat", "dry_multiplier", "min_tokens")),
+    (CHAT, "logit_bias", {}),
+    (CHAT, "modalities", ["text"]),
+    *((CHAT, "function_call", value) for value in ("none", "auto")),
+    *((CHAT, "reasoning_effort", value) for value in ("none", "medium")),
+    (CHAT, "verbosity", "medium"),
+    (CHAT, "thinking", {"type": "disabled"}),
+    *((CHAT, "chat_template_kwargs", value) for value in ({}, {"enable_thinking": False})),
+    (CHAT, "stream_options", {"include_obfuscation": True}),
+    *((CHAT, "stop", value) for value in ("", [""], [], ["zz"] * 20)),
+    *((CHAT, "top_k", value) for value in (0, -1)),
+    *((CHAT, "seed", value) for value in (-1, -5, 2**64)),
+    *((CHAT, name, -1) for name in ("max_tokens", "max_completion_tokens")),
+    *((CHAT, name, 1) for name in ("repetition_penalty", "repeat_penalty", "typical_p")),
+    (CHAT, "tools", []),
+    (CHAT, "tool_choice", "none"),
+    (CHAT, "response_format", {"type": "text"}),
+    (CHAT, "messages", last(content=part(cache_control={"type": "ephemeral"}))),
+    *((CHAT, "messages", last(**{name: None})) for name in ("name", "tool_calls", "nosuch")),
+    *((CHAT, "messages", replied(reasoning_content=value)) for value in ("", "x")),
+    (CHAT, "messages", replied(refusal="", annotations=[], audio=None, function_call=None)),
+    (CHAT, "messages", replied(content=[{"type": "refusal", "refusal": "Hi."}])),
+    (CHAT, "messages", replied(provider_specific_fields={"a": 1}, name="bot")),
+    (TEXT, "suffix", ""),
+    (TEXT, "echo", False),
+    *((TEXT, name, 1) for name in ("best_of", "n")),
+    (TEXT, "logprobs", False),
+    (RESPONSES, "truncation", "auto"),
+    (RESPONSES, "background", False),
+    (RESPONSES, "include", ["reasoning.encrypted_content"]),
+    *((RESPONSES, "reasoning", value) for value in ({}, {"effort": "medium", "summary": "auto"})),
+    (RESPONSES, "text", {"verbosity": "medium", "format": {"type": "text"}}),
+    (RESPONSES, "prompt_cache_retention", "24h"),
+    (RESPONSES, "max_tool_calls", 3),
+    (RESPONSES, "input", replied(id="msg_1", status="in_progress", phase="final_answer")),
+    (RESPONSES, "input", [*SAID[:2], {"type": "reasoning", "id": "a", "summary": []}, SAID[2]]),
+    (OLLAMA, "think", False),
+    (OLLAMA, "keep_alive", "5m"),
+    (OLLAMA, "messages", replied(thinking="x")),
+    *((OLLAMA, OPTIONS, {name: 1}) for name in ("num_gpu", "num_thread", "repeat_penalty")),
+    *((OLLAMA, OPTIONS, {"mirostat": value}) for value in (None, 0)),
+    *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
+    (OLLAMA, OPTIONS, {"stop": ["1", "2", "3", "4", "5"]}),
+]
+REFUSED: list[tuple[str, str, Any]] = [
+    *((CHAT, "n", value) for value in (2, "1")),
+    (CHAT, "nosuch", 1),
+    (CHAT, "logit_bias", {"5": 100}),
+    (CHAT, "frequency_penalty", 0.5),
+    (CHAT, "top_logprobs", 3),
+    (CHAT, "modalities", ["text", "audio"]),
+    (CHAT, "web_search_options", {}),
+    (CHAT, "reasoning_effort", "high"),
+    (CHAT, "chat_template_kwargs", {"enable_thinking": True}),
+    *((CHAT, "temperature", value) for value in ("hot", -1)),
+    *((CHAT, "top_p", value) for value in (-1, "all")),
+    (CHAT, "seed", 1.5),
+    (CHAT, "max_tokens", 0),
+    (CHAT, "max_completion_tokens", True),
+    *((CHAT, "stop", value) for value in (["a"] * 65, 5)),
+    (CHAT, "stream_options", {"other": 1}),
+    (CHAT, "tools", [{"type": "function"}]),
+    (CHAT, "tools", [{"type": "function", "function": {"name": "no blanks"}}]),
+    (CHAT, "tools", [{"type": "web_search"}]),
+    (
+        CHAT,
+        "tools",
+        [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}],
+    ),
+    *((CHAT, "tool_choice", value) for value in ("required", "any")),
+    (CHAT, "tool_choice", {"type": "function", "function": {"name": "weather"}}),
+    (CHAT, "messages", []),
+    (CHAT, "messages", [{"role": "tool", "content": "x"}]),
+    (CHAT, "messages", [{"role": "user"}]),
+    (CHAT, "messages", [{"role": "king", "content": "x"}]),
+    (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+    (CHAT, "messages", last(content=part(nosuch=1))),
+    (CHAT, "messages", last(weight=0)),
+    (CHAT, "messages", [user("a")] * 10_001),
+    (CHAT, "response_format", {"type": "xml"}),
+    (CHAT, "response_format", {"type": "json_schema"}),
+    (CHAT, "response_format", {"type": "json_object", "json_schema": {"name": "a"}}),
+    (CHAT, "response_format", form("object")),
+    (CHAT, "response_format", form({"type": "nosuch"})),
+    (CHAT, "response_format", form({"$ref": "http://127.0.0.1/schema"})),
+    (CHAT, "response_format", form({"$ref": "file:///etc/passwd"})),
+    (CHAT, "response_format", form({"type": "string", "pattern": "("})),
+    (CHAT, "response_format", form({"not": {"type": "string"}})),
+    (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
+    *((TEXT, "prompt", value) for value in ("", ["a", "b"], [1, 2])),
+    (TEXT, "suffix", "x"),
+    (TEXT, "echo", True),
+    (TEXT, "logprobs", 3),
+    (TEXT, "messages", [user("a")]),
+    (RESPONSES, "input", []),
+    (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),
+    (RESPONSES, "background", True),
+    (RESPONSES, "truncation", "disabled"),
+    (RESPONSES, "include", ["message.output_text.logprobs"]),
+    (RESPONSES, "reasoning", {"effort": "high"}),
+    *((RESPONSES, "tools", [tool]) for tool in ({"type": "x"}, WEATHER)),
+    (RESPONSES, "max_output_tokens", 0),
+    (RESPONSES, "prompt", {"id": "x"}),
+    (OLLAMA, "think", True),
+    (OLLAMA, "format", "xml"),
+    (OLLAMA, OPTIONS, {"mirostat": 1}),
+    (OLLAMA, OPTIONS, {"num_predict": -3}),
+    (OLLAMA, "messages", [user("a") | {"images": ["x"]}]),
+]
+
+
+def text(response: Any) -> Any:
+    """What a reply says."""
+    assert response.status_code == 200, response.text
+    found = response.json()
+    if "choices" in found:
+        (choice,) = found["choices"]
+        return choice.get("message", {}).get("content", choice.get("text"))
+    return found["output"][0]["content"] if "output" in found else found["message"]
+
+
+def ask(server: Served, path: str, **fields: Any) -> Any:
+    base = BASE[path] if path == OLLAMA else BASE[path] | {"temperature": 0}
+    return server.client.post(path, json=base | fields)
+
+
+@pytest.mark.parametrize(("path", "field", "value"), NEUTRAL)
+def test_a_value_that_changes_nothing_is_taken(
+    server: Served, usual: dict[str, Any], path: str, field: str, value: Any
+) -> None:
+    response = ask(server, path, **{field: value})
+    assert text(response) == usual[path]
+    assert "X-Sirchat-Note" not in response.headers
+
+
+@pytest.mark.parametrize(("path", "field", "value"), REFUSED)
+def test_a_value_that_can_t_be_had_is_refused_by_its_name(
+    server: Served, path: str, field: str, value: Any
+) -> None:
+    response = ask(server, path, **{field: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    if path != OLLAMA:
+        assert error["type"] == "invalid_request_error"
+        error = f"{error['param']}: {error['message']}"
+    assert field in error
+    assert len(error) < 500
+
+
+def test_there_are_as_many_values_as_the_rule_needs() -> None:
+    assert len(NEUTRAL) >= 70
+    assert len(REFUSED) >= 40
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "note"),
+    [
+        (CHAT, {"temperature": 99}, "temperature is 10"),
+        (CHAT, {"top_p": 0}, "top_p is 1e-06"),
+        (CHAT, {"top_p": 1.5}, "top_p is 1"),
+        (CHAT, {"repeat_penalty": 0}, "repetition_penalty is 0.1"),
+        (OLLAMA, {"options": {"num_ctx": 10**6}}, "num_ctx is 2048, the model's context"),
+        (
+            CHAT,
+            {"response_format": form({"enum": ["a"], "format": "password", "uniqueItems": True})},
+            "format of the schema is not kept; uniqueItems of the schema is not kept",
+        ),
+        (
+            CHAT,
+            {"tools": [strange(b={"propertyNames": {}, "enum": [1]})], "tool_choice": "required"},
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_nearly_had_is_said_in_a_header_and_once_in_the_log(
+    path: str, fields: Any, note: str | None, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(tool_tiny(), policy="sink", budget=512, max_new_tokens=3) as server:
+        for _ in range(2):
+            response = ask(server, path, **fields, stream=stream)
+            assert response.status_code == 200, response.text
+            assert response.headers.get("X-Sirchat-Note") == note
+    said = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(said) == (0 if note is None else note.count(";") + 1)
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = Path(sirchat.server.__file__).with_name("README.md").read_text("utf-8")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (place, name), values in TAKEN.items():
+        written = ["any"] if values is None else [f"`{json.dumps(value)}`" for value in values]
+        rows.setdefault((place, " or ".join(written) or "none"), []).append(f"`{name}`")
+    for row, names in rows.items():
+        assert f"| {row[0]} | {', '.join(names)} | {row[1]} |" in readme
+    for name, (least, most) in NEAREST.items():
+        assert f"`{name}` from {least:g} to {most:g}" in readme

@@ -1,0 +1,253 @@
+"""Messages, items and calls as clients send them, and models write them: all read, none lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatting import hub_tokenizer
+from serving import Served, assistant, cached, said, served, system, user
+from sirchat.server.requests import ChatMessage, ChatRequest, make_request
+from sirchat.server.tools import CallParser
+from template_shapes import WEATHER, script, tool_tiny
+
+ASKED = [user("How is the weather in Oslo?")]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+        yield one
+
+
+def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
+    """Role and text of each turn of the messages; the system prompt is the first, if any."""
+    request = make_request(ChatRequest, {"messages": list(messages)})
+    first = [] if request.system is None else [("system", request.system)]
+    return [*first, *((turn.role, turn.text) for turn in request.turns)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "wanted"),
+    [
+        ([system("a"), system("b"), user("c")], [("system", "a\n\nb"), ("user", "c")]),
+        (
+            [user("a"), assistant("b"), system("c"), user("d")],
+            [("user", "a"), ("assistant", "b"), ("user", "c\n\nd")],
+        ),
+        (
+            [user("a"), assistant("b"), system("c"), system("d")],
+            [("user", "a"), ("assistant", "b"), ("user", "c\n\nd")],
+        ),
+        ([assistant("a"), user("b")], [("user", ""), ("assistant", "a"), ("user", "b")]),
+        (
+            [user("a"), assistant("b"), assistant("c"), user("d")],
+            [("user", "a"), ("assistant", "b\n\nc"), ("user", "d")],
+        ),
+        ([system("a")], [("system", "a"), ("user", "")]),
+        ([user("a"), user("b")], [("user", "a"), ("user", "b")]),
+        ([user("a"), assistant("b")], [("user", "a")]),  # and a reply that begins with "b"
+        ([user("a") | {"name": "Anna"}], [("user", "Anna: a")]),
+        (
+            [user("a"), assistant("b") | {"name": "bot"}, user("c") | {"name": "Jo"}],
+            [("user", "a"), ("assistant", "b"), ("user", "Jo: c")],
+        ),
+        (
+            [
+                user("a"),
+                *(assistant(text) | {"name": name} for text, name in (("b", "x"), ("c", "y"))),
+                user("d"),
+            ],
+            [("user", "a"), ("assistant", "x: b\n\ny: c"), ("user", "d")],
+        ),
+    ],
+)
+def test_messages_are_turns_whatever_their_order(
+    messages: list[Any], wanted: list[tuple[str, str]]
+) -> None:
+    assert turns(*messages) == wanted
+
+
+@given(st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=7))
+@settings(max_examples=50, deadline=None)
+def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
+    roles: list[str],
+) -> None:
+    messages = [{"role": role, "content": f"t{at}"} for at, role in enumerate(roles)]
+    request = make_request(ChatRequest, {"messages": messages})
+    found = [turn.role for turn in request.turns]
+    assert found[0] == found[-1] == "user"
+    assert "assistant assistant" not in " ".join(found)
+    texts = [request.system, *(turn.text for turn in request.turns), request.prefill]
+    assert [t for text in texts if text for t in text.split()] == [m["content"] for m in messages]
+
+
+def test_a_greeting_is_read_and_the_chat_goes_on_after_it(server: Served) -> None:
+    messages = [system("Be kind."), assistant("Welcome."), user("Hello.")]
+    reply = server.ask(messages, max_tokens=5)
+    longer = [*messages, assistant(said(reply)), user("And now?")]
+    assert cached(server.ask(longer, max_tokens=5)) == reply["sirchat"]["seen"]
+
+
+def test_a_text_of_the_assistant_at_the_end_is_gone_on_with(server: Served) -> None:
+    whole = server.reply(ASKED)
+    for size in (1, 9, len(whole)):
+        begun = [*ASKED, assistant(whole[:size])]
+        assert whole[:size] + server.reply(begun) == whole
+        chunks = server.chunks(begun)
+        rest = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+        assert whole[:size] + "".join(rest) == whole
+    other = server.ask([*ASKED, assistant("Snow and ")], max_tokens=3)
+    longer = [*ASKED, assistant("Snow and " + said(other)), user("Thanks.")]
+    assert cached(server.ask(longer, max_tokens=3)) > 0
+    form = {"type": "json_object"}
+    response = server.post([*ASKED, assistant("{")], response_format=form)
+    assert "goes on with the last message" in response.json()["error"]["message"]
+
+
+def test_items_of_earlier_responses_are_found_by_their_ids(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
+    script(monkeypatch, [f"Let me look.\n{CALL}", "It is cold.", "Bye."])
+    path = "/v1/responses"
+    first = server.send(path, input=ASKED, tools=tools)
+    told = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    result = {"type": "function_call_output", "call_id": "call00000", "output": "Snow."}
+    second = server.send(path, input=[*ASKED, *told, result], tools=tools)
+    assert second["output"][0]["content"][0]["text"] == "It is cold."
+    assert cached(second) == first["sirchat"]["seen"]
+    items = [*ASKED, *first["output"], result, {"id": second["output"][0]["id"]}, user("Thanks.")]
+    third = server.send(path, input=items, tools=tools, instructions=None)
+    assert cached(third) == second["sirchat"]["seen"]
+    body = {"input": [{"type": "item_reference", "id": "msg_1"}]}
+    error = server.client.post(path, json=body).json()["error"]
+    assert (error["param"], "there is no item" in error["message"]) == ("input", True)
+
+
+def test_instructions_stand_beside_messages_of_the_developer(server: Served) -> None:
+    asked = [{"role": "developer", "content": "Be brief."}, *ASKED]
+    both = server.send("/v1/responses", input=asked, instructions="Be kind.", max_output_tokens=9)
+    text = server.reply([system("Be kind.\n\nBe brief."), *ASKED], max_tokens=9)
+    assert both["output"][0]["content"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"city": "</tool_call>", "days": 2}', {"city": "</tool_call>", "days": 2}),
+        ('{"city": "a \\" </tool_call> <tool_call>"}', {"city": 'a " </tool_call> <tool_call>'}),
+        (
+            '{"days": NaN, "low": -Infinity, "high": 1e999}',
+            {"days": None, "low": None, "high": None},
+        ),
+        ('{"city": "\\ud83d"}', {"city": "\N{REPLACEMENT CHARACTER}"}),
+        ('{"city": "\\ud83d\\ude00"}', {"city": "\N{GRINNING FACE}"}),
+        ('"{\\"city\\": \\"Oslo\\"}"', {"city": "Oslo"}),
+        ("false", None),
+        ('"Oslo"', None),
+        ('{"city": "Os', None),
+    ],
+)
+def test_arguments_of_a_call_are_strict_json_of_an_object(
+    written: str, arguments: dict[str, Any] | None
+) -> None:
+    reply = f'Wait.\n<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call> Bye.'
+    for size in (1, 3, len(reply)):
+        parser, text = CallParser({"weather"}, 0), ""
+        for at in range(0, len(reply), size):
+            text += parser.push(reply[at : at + size])[0]
+        text += parser.rest()[0]
+        if arguments is None:
+            assert (text.split("<")[1:], parser.calls) == (reply.split("<")[1:], [])
+            continue
+        (call,) = parser.calls
+        assert json.loads(call.arguments, parse_constant=pytest.fail) == arguments
+        assert text.split() == ["Wait.", "Bye."] or text == "Wait.Bye."
+
+
+@pytest.mark.parametrize("size", range(1, len(CALL) - 12, 3))
+@pytest.mark.parametrize("bare", [False, True])
+def test_half_a_call_is_never_a_text(size: int, bare: bool) -> None:
+    written = CALL[12:-13] if bare else f"Wait.\n{CALL}"
+    half = written[: size + (0 if bare else 7)]
+    parser = CallParser({"weather"}, 0)
+    shown = parser.push(half)[0] + parser.rest(is_short=True)[0]
+    if parser.calls:  # it was whole, but for its end
+        assert json.loads(parser.calls[0].arguments) == {"city": "Oslo"}
+    assert shown.strip() == ("" if bare else "Wait.")
+
+
+def test_a_call_that_the_limit_cuts_is_not_shown_and_a_stop_string_in_one_cuts_nothing(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most in range(5, 20, 4):
+        (choice,) = server.ask(ASKED, tools=[WEATHER], tool_choice="required", max_tokens=most)[
+            "choices"
+        ]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    script(monkeypatch, [f"Let me look.\n{CALL}", f"Oslo?\n{CALL}\nIt is", "Snow."])
+    (choice,) = server.ask(ASKED, tools=[WEATHER], stop=['Oslo"', "x"])["choices"]
+    assert choice["message"]["content"] == "Let me look."
+    assert choice["finish_reason"] == "tool_calls"
+    (choice,) = server.ask(ASKED, tools=[WEATHER], stop=["It"])["choices"]
+    assert choice["message"]["content"].strip() == "Oslo?"
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+def test_parameters_without_a_type_are_those_of_an_object(server: Served) -> None:
+    for parameters in (None, {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        (choice,) = server.ask(ASKED, tools=[tool], tool_choice="required", max_tokens=80)[
+            "choices"
+        ]
+        for call in choice["message"]["tool_calls"]:
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/api/chat"]
+)
+def test_half_characters_are_replaced_and_endless_numbers_refused(
+    server: Served, path: str
+) -> None:
+    half = '{"model": "tiny", "max_tokens": 2, "stream": false, %s}'
+    half = half.replace("max_tokens", {"/v1/responses": "max_output_tokens"}.get(path, "user"))
+    bodies = {
+        "/v1/completions": '"prompt": "cut \\ud83d"',
+        "/v1/responses": '"input": "cut \\ud83d", "instructions": "\\ude00"',
+    }
+    message = '{"role": "user", "content": "cut \\ud83d", "\\ud83d": null}'
+    own = half % bodies.get(path, f'"messages": [{message}]')
+    assert server.client.post(path, content=own).status_code == 200
+    for number in ("NaN", "Infinity", "-1e999"):
+        response = server.client.post(path, content=own[:-1] + f', "temperature": {number}}}')
+        assert response.status_code == 400
+        assert number in response.text
+
+
+def test_errors_of_ollama_are_texts_whatever_goes_wrong(server: Served) -> None:
+    for response in (
+        server.client.get("/api/nothing"),
+        server.client.get("/api/chat"),
+        server.client.post("/api/chat", content=b"{"),
+        server.client.post("/api/chat", json={"model": "other", "messages": ASKED}),
+        server.client.get("/api/tags", headers={"host": "example.com"}),
+    ):
+        assert response.status_code >= 400
+        assert isinstance(response.json()["error"], str)
+
+
+def test_the_whole_of_a_named_message_is_read_as_the_template_writes_it(server: Served) -> None:
+    asked = {**ASKED[0], "name": "Anna"}
+    usage = server.ask([asked], max_tokens=1)["usage"]
+    told = [user(f"Anna: {ASKED[0]['content']}")]
+    whole = hub_tokenizer().apply_chat_template(told, add_generation_prompt=True, return_dict=False)
+    assert usage["prompt_tokens"] == len(whole)
+    assert ChatMessage(role="user", content="a", name="Anna").text == "a"
