@@ -7,7 +7,7 @@ mask, no expanded heads and no batch, so half of them are enough, with the model
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import sqrt
+from math import e, log2, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +202,23 @@ class _StepLayer(nn.Module):
         new = turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size)
         keys, values = update(number, new[0].to(self.dtype), new[1].to(self.dtype))
         queries = turned[:count]
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and self._uses_own_attention:
+            scaled = queries.view(heads, -1, size) * (self.scale * log2(e))
+            attended = torch.ops.sirchat.attend(scaled, keys[0], values[0])
+        elif torch.compiler.is_exporting():
             attended = _attention(queries.view(heads, -1, size), keys[0], values[0], self.scale)
         else:
             queries = queries.view(1, -1, self.shared, size).to(self.dtype)
             attended = self._attention(queries, keys, values)
         added: Tensor = self.output(attended.flatten())
         return added
+
+    @property
+    def _uses_own_attention(self) -> bool:
+        """Whether the attention of `products.cpp` fits; its library is loaded for the weights."""
+        part = next(iter(self.output.parts))
+        has_library = isinstance(part, PackedLinear) and part.own_rows > 0
+        return has_library and self.dtype == torch.bfloat16 and self.size % 64 == 0
 
     def _turned(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Split heads [..., H_q + 2 H, D]; returns queries and keys, rotated (RoPE), and values."""

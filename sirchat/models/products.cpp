@@ -2,7 +2,8 @@
 //
 // x is rounded to 8 bits in groups of 32. A thread multiplies all rows of x with some rows of the
 // weights, which it reads once. Each number of y is computed by the same operations in one order,
-// whatever M and the number of threads are. `products.py` builds this file.
+// whatever M and the number of threads are. Attention of one token is here, too, for the compiled
+// decode step. `products.py` builds this file.
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 
 #include <immintrin.h>
@@ -22,18 +24,24 @@ constexpr int GROUP = 32, CHUNKS = GROUP / 4, TILE = 8;
 // Vectors of L numbers. In a vector of bytes, each of L rows of the weights has four neighbours.
 #ifdef __AVX512BW__
 constexpr int L = 16;
-using I = __m512i;
-using F = __m512;
-inline I load(const void* p) { return _mm512_loadu_si512(p); }
-inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+#else
+constexpr int L = 8;
+#endif
+using I = long long __attribute__((vector_size(4 * L)));
+using F = float __attribute__((vector_size(4 * L)));
+inline void store(float* p, F x) { memcpy(p, &x, sizeof(x)); }
+inline I load(const void* p) {
+  I x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+#ifdef __AVX512BW__
 inline I all(int32_t x) { return _mm512_set1_epi32(x); }
 inline F all(float x) { return _mm512_set1_ps(x); }
-inline F mul(F x, F y) { return _mm512_mul_ps(x, y); }
 inline F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
 inline F wide(I x) { return _mm512_cvtepi32_ps(x); }
 inline F bits(I x) { return _mm512_castsi512_ps(x); }
-inline I both(I x, I y) { return _mm512_and_si512(x, y); }
-inline I flip(I x, I y) { return _mm512_xor_si512(x, y); }
 inline I up(I x) { return _mm512_slli_epi32(x, 16); }
 inline I down(I x) { return _mm512_srli_epi32(x, 4); }
 inline I add(I x, I y) { return _mm512_add_epi32(x, y); }
@@ -65,19 +73,11 @@ inline I row_pair(const uint8_t* p, int64_t apart) {  // 32 bytes of a row, and 
   return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 4 * apart)), 1);
 }
 #else
-constexpr int L = 8;
-using I = __m256i;
-using F = __m256;
-inline I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
-inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 inline I all(int32_t x) { return _mm256_set1_epi32(x); }
 inline F all(float x) { return _mm256_set1_ps(x); }
-inline F mul(F x, F y) { return _mm256_mul_ps(x, y); }
 inline F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
 inline F wide(I x) { return _mm256_cvtepi32_ps(x); }
 inline F bits(I x) { return _mm256_castsi256_ps(x); }
-inline I both(I x, I y) { return _mm256_and_si256(x, y); }
-inline I flip(I x, I y) { return _mm256_xor_si256(x, y); }
 inline I up(I x) { return _mm256_slli_epi32(x, 16); }
 inline I down(I x) { return _mm256_srli_epi32(x, 4); }
 inline I add(I x, I y) { return _mm256_add_epi32(x, y); }
@@ -120,8 +120,8 @@ inline I dot4(I sum, I w, I x) { return add16(sum, pairs(w, x)); }
 inline I end4(I sum) { return times(sum, 1); }
 inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 16 bits
   const I low = all(0x0f0f0f0f);
-  sum = add(sum, times(pairs(both(w, low), x), 1));
-  return add(sum, times(pairs(both(down(w), low), x), 16));
+  sum = add(sum, times(pairs(w & low, x), 1));
+  return add(sum, times(pairs(down(w) & low, x), 16));
 }
 #endif
 
@@ -178,8 +178,8 @@ struct Four {
       I left, right;
       columns4(packed + 4 * c * ROWS / 2, left, right);
       const I low = all(0x0f0f0f0f);
-      w[0] = both(left, low), w[1] = both(right, low);
-      w[2] = both(down(left), low), w[3] = both(down(right), low);
+      w[0] = left & low, w[1] = right & low;
+      w[2] = down(left) & low, w[3] = down(right) & low;
     }
   };
   Group group(int64_t row, int64_t g) const {
@@ -191,7 +191,7 @@ struct Four {
     for (int i = 0; i < GROUP * L / 2; i += 64)
       __builtin_prefetch(packed + (row + ROWS) * k / 2 + g * GROUP * L / 2 + i);
     I pairs = load(p);
-    scale = bits(up(pairs)), zero = bits(both(pairs, all((int32_t)0xffff0000)));
+    scale = bits(up(pairs)), zero = bits(pairs & all((int32_t)0xffff0000));
   }
   static I add_dot(I sum, I w, I x) { return dot4(sum, w, x); }
   static I end(I sum, int32_t start) { return add(end4(sum), all(start)); }
@@ -224,8 +224,8 @@ struct Eight {
     Group group;
     const I center = all((int32_t)0x80808080);  // makes them unsigned
     for (int i = 0; i < 4; i++) {
-      group.columns[i] = flip(lanes02(fours[0][i], fours[1][i]), center);
-      group.columns[i + 4] = flip(lanes13(fours[0][i], fours[1][i]), center);
+      group.columns[i] = lanes02(fours[0][i], fours[1][i]) ^ center;
+      group.columns[i + 4] = lanes13(fours[0][i], fours[1][i]) ^ center;
     }
     return group;
   }
@@ -235,7 +235,7 @@ struct Eight {
   }
   static I add_dot(I sum, I w, I x) { return dot8(sum, w, x); }
   static I end(I sum, int32_t start) { return add(sum, all(start)); }
-  void finish(int64_t row, F& sum) const { sum = mul(sum, halves(scales + row)); }
+  void finish(int64_t row, F& sum) const { sum *= halves(scales + row); }
 };
 
 // One row of x with all rows of a block.
@@ -257,7 +257,7 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
     {
       F scale, zero;
       weights.factors(row + s * L, g, scale, zero);
-      sums[s] = fma(wide(W::end(dots[s], x.starts[g])), mul(scale, all(x.scales[g])), sums[s]);
+      sums[s] = fma(wide(W::end(dots[s], x.starts[g])), scale * all(x.scales[g]), sums[s]);
       if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
     }
   }
@@ -282,7 +282,7 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
     F scale, zero;
     weights.factors(row, g, scale, zero);
     for (int i = 0; i < M; i++) {
-      sums[i] = fma(wide(W::end(dots[i], x.starts[at + i])), mul(scale, all(x.scales[at + i])), sums[i]);
+      sums[i] = fma(wide(W::end(dots[i], x.starts[at + i])), scale * all(x.scales[at + i]), sums[i]);
       if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
     }
   }
@@ -311,6 +311,12 @@ void many_rows(const W& weights, const Rounded& x, int64_t row, float* y, I* unp
       tile[std::min<int64_t>(x.rows - m, TILE) - 1](weights, unpacked + s * size, x, m, row + s * L, y);
 }
 
+template <class Work>
+void in_parallel(Work& work, int64_t count) {
+  auto call = [](int64_t from, int64_t to, void* w) { (*(Work*)w)(from, to); };
+  torch_parallel_for(0, count, 1, call, &work);
+}
+
 template <class W>
 void multiply(const W& weights, const float* x, int64_t m, float* y) {
   Rounded rounded(m, weights.k);
@@ -326,21 +332,131 @@ void multiply(const W& weights, const float* x, int64_t m, float* y) {
     }
     free(unpacked);
   };
-  auto run = [](auto& work, int64_t count) {
-    using Work = std::remove_reference_t<decltype(work)>;
-    auto call = [](int64_t from, int64_t to, void* w) { (*(Work*)w)(from, to); };
-    torch_parallel_for(0, count, 1, call, &work);
-  };
   if (m < 4) round(0, m);
-  else run(round, m);
-  run(part, (weights.n + W::ROWS - 1) / W::ROWS);
+  else in_parallel(round, m);
+  in_parallel(part, (weights.n + W::ROWS - 1) / W::ROWS);
 }
+
+// Attention of one token's queries q [H, G, D], times log2(e), to keys and values [H, n, D] of
+// bfloat16: y [H, G, D]. Each `SPLIT` rows are computed apart, and then put together in order.
+struct Attention {
+  static constexpr int SPLIT = 128, MOST = 4, WIDE = 64 / L;
+  const float* q;
+  const uint16_t *keys, *values;
+  int64_t heads, group, n, size, keys_apart, values_apart;
+  int64_t splits = (n + SPLIT - 1) / SPLIT, length = size + 2;
+  // for each split of each query: sum of its weighted values [D], largest q k, sum of its weights
+  std::unique_ptr<float[]> parts{new float[heads * group * splits * length]};
+
+  static float power(float x) {  // 2^x for x <= 0
+    x = std::max(x, -126.0f);
+    const float whole = x + 0x1.8p23f, t = (x - (whole - 0x1.8p23f)) * 0.693147181f;
+    float y = 1 + t * (1 + t * (1 / 2.f + t * (1 / 6.f + t * (1 / 24.f + t * (1 / 120.f + t / 720)))));
+    int32_t exponent, bits;
+    memcpy(&exponent, &whole, 4), memcpy(&bits, &y, 4);
+    bits += exponent << 23;
+    memcpy(&y, &bits, 4);
+    return y;
+  }
+
+  static F sum_each(const F x[L]) {  // the sums of L vectors
+    F sums[L / 4];
+    for (int i = 0; i < L / 4; i++, x += 4) {
+      F ab = (F)low32((I)x[0], (I)x[1]) + (F)high32((I)x[0], (I)x[1]);
+      F cd = (F)low32((I)x[2], (I)x[3]) + (F)high32((I)x[2], (I)x[3]);
+      sums[i] = (F)low64((I)ab, (I)cd) + (F)high64((I)ab, (I)cd);
+    }
+    for (int left = L / 8; left; left /= 2)
+      for (int i = 0; i < left; i++) {
+        I a = (I)sums[2 * i], b = (I)sums[2 * i + 1];
+        sums[i] = (F)lanes02(a, b) + (F)lanes13(a, b);
+      }
+    return sums[0];
+  }
+
+  template <int G>
+  void some_queries(int64_t head, int64_t first, int64_t split) const {
+    const int64_t start = split * SPLIT, count = std::min<int64_t>(n - start, SPLIT);
+    const float* q = this->q + (head * group + first) * size;
+    float* part = parts.get() + ((head * group + first) * splits + split) * length;
+    float weights[G][SPLIT];
+    for (int64_t at = 0; at < count; at += L) {
+      F products[G][L];
+      for (int64_t i = 0; i < L; i++) {
+        const int64_t row = start + std::min(at + i, count - 1);
+        const uint16_t* k = keys + head * keys_apart + row * size;
+        F sums[G];
+        for (F& sum : sums) sum = all(0.0f);
+        for (int64_t d = 0; d < size; d += L) {
+          const F key = halves(k + d);
+          for (int g = 0; g < G; g++) sums[g] = fma(key, (F)load(q + g * size + d), sums[g]);
+        }
+        for (int g = 0; g < G; g++) products[g][i] = sums[g];
+      }
+      for (int g = 0; g < G; g++) store(weights[g] + at, sum_each(products[g]));
+    }
+    for (int g = 0; g < G; g++) {
+      float* w = weights[g];
+      F most = (F)load(w), sum = all(0.0f);
+      for (int64_t i = L; i < count; i += L) most = most < (F)load(w + i) ? (F)load(w + i) : most;
+      const float largest = *std::max_element((float*)&most, (float*)(&most + 1));
+      for (int64_t i = 0; i < count; i++) w[i] = power(w[i] - largest);
+      std::fill(w + count, w + (count + L - 1) / L * L, 0.0f);
+      for (int64_t i = 0; i < count; i += L) sum += (F)load(w + i);
+      float* of = part + g * splits * length + size;
+      of[0] = largest, of[1] = std::accumulate((float*)&sum, (float*)(&sum + 1), 0.0f);
+    }
+    for (int64_t d = 0; d < size; d += WIDE * L) {
+      F sums[G][WIDE];
+      for (auto& of : sums) for (F& sum : of) sum = all(0.0f);
+      const uint16_t* v = values + head * values_apart + start * size + d;
+      for (int64_t i = 0; i < count; i++, v += size)
+        for (int w = 0; w < WIDE; w++) {
+          const F value = halves(v + w * L);
+          for (int g = 0; g < G; g++) sums[g][w] = fma(value, all(weights[g][i]), sums[g][w]);
+        }
+      for (int g = 0; g < G; g++)
+        for (int w = 0; w < WIDE; w++) store(part + g * splits * length + d + w * L, sums[g][w]);
+    }
+  }
+
+  void put_together(int64_t query, float* y) const {
+    const float *part = parts.get() + query * splits * length, *end = part + splits * length;
+    float most = part[size], sum = 0;
+    for (auto p = part; p < end; p += length) most = std::max(most, p[size]);
+    std::fill(y, y + size, 0.0f);
+    for (auto p = part; p < end; p += length) {
+      const float share = power(p[size] - most);
+      for (int64_t d = 0; d < size; d++) y[d] += share * p[d];
+      sum += share * p[size + 1];
+    }
+    for (int64_t d = 0; d < size; d++) y[d] /= sum;
+  }
+
+  void compute(float* y) const {
+    constexpr decltype(&Attention::some_queries<1>) some[] = {
+        &Attention::some_queries<1>, &Attention::some_queries<2>,
+        &Attention::some_queries<3>, &Attention::some_queries<4>};
+    auto work = [&](int64_t from, int64_t to) {
+      for (int64_t at = from; at < to; at++)
+        for (int64_t g = 0; g < group; g += MOST)
+          (this->*some[std::min<int64_t>(group - g, MOST) - 1])(at / splits, g, at % splits);
+    };
+    in_parallel(work, heads * splits);
+    for (int64_t i = 0; i < heads * group; i++) put_together(i, y + i * size);
+  }
+};
 
 template <class T>
 T* data(AtenTensorHandle tensor) {
   void* p;
   aoti_torch_get_data_ptr(tensor, &p);
   return (T*)p;
+}
+
+AOTITorchError empty(const int64_t* shape, const int64_t* strides, int count, AtenTensorHandle* y) {
+  const int32_t float32 = aoti_torch_dtype_float32(), cpu = aoti_torch_device_type_cpu();
+  return aoti_torch_empty_strided(count, shape, strides, float32, cpu, 0, y);
 }
 
 template <class W>
@@ -350,18 +466,29 @@ AOTITorchError product(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHa
   const int64_t m = sizes[0], k = sizes[1];
   aoti_torch_get_sizes(packed, &sizes);
   const int64_t shape[] = {m, sizes[0]}, strides[] = {sizes[0], 1};
-  const int32_t float32 = aoti_torch_dtype_float32(), cpu = aoti_torch_device_type_cpu();
-  if (auto error = aoti_torch_empty_strided(2, shape, strides, float32, cpu, 0, y)) return error;
+  if (auto error = empty(shape, strides, 2, y)) return error;
   const W weights{data<uint8_t>(packed), data<uint16_t>(scales), shape[1], k};
   multiply(weights, data<float>(x), m, data<float>(*y));
   return 0;
 }
 
-template <class W>
+AOTITorchError attend(AtenTensorHandle q, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle* y) {
+  int64_t *shape, *sizes, *apart, *values_apart;
+  aoti_torch_get_sizes(q, &shape), aoti_torch_get_sizes(keys, &sizes);
+  aoti_torch_get_strides(keys, &apart), aoti_torch_get_strides(values, &values_apart);
+  const int64_t strides[] = {shape[1] * shape[2], shape[2], 1};
+  if (auto error = empty(shape, strides, 3, y)) return error;
+  const Attention attention{data<float>(q), data<uint16_t>(keys), data<uint16_t>(values), shape[0],
+                            shape[1], sizes[1], shape[2], apart[0], values_apart[0]};
+  attention.compute(data<float>(*y));
+  return 0;
+}
+
+template <AOTITorchError (*F)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   auto tensors = (AtenTensorHandle*)stack;
   AtenTensorHandle y;
-  product<W>(tensors[0], tensors[1], tensors[2], &y);
+  F(tensors[0], tensors[1], tensors[2], &y);
   for (int i = 0; i < 3; i++) aoti_torch_delete_tensor_object(tensors[i]);
   tensors[0] = y;
 }
@@ -372,19 +499,20 @@ const int registered = [] {
   aoti_torch_library_init_impl("sirchat", "CPU", __FILE__, __LINE__, &kernels);
   aoti_torch_library_def(definitions, "multiply_4(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   aoti_torch_library_def(definitions, "multiply_8(Tensor x, Tensor packed, Tensor scales) -> Tensor");
-  torch_library_impl(kernels, "multiply_4", boxed<Four>, TORCH_ABI_VERSION);
-  return torch_library_impl(kernels, "multiply_8", boxed<Eight>, TORCH_ABI_VERSION);
+  aoti_torch_library_def(definitions, "attend(Tensor q, Tensor keys, Tensor values) -> Tensor");
+  torch_library_impl(kernels, "multiply_4", boxed<product<Four>>, TORCH_ABI_VERSION);
+  torch_library_impl(kernels, "multiply_8", boxed<product<Eight>>, TORCH_ABI_VERSION);
+  return torch_library_impl(kernels, "attend", boxed<attend>, TORCH_ABI_VERSION);
 }();
 
 }  // namespace
 
 // For compiled programs, which call them without torch's dispatcher.
-extern "C" AOTITorchError aoti_torch_cpu_multiply_4(
-    AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
-  return product<Four>(x, packed, scales, y);
-}
-
-extern "C" AOTITorchError aoti_torch_cpu_multiply_8(
-    AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
-  return product<Eight>(x, packed, scales, y);
-}
+#define FOR_PROGRAMS(name, function)                                                        \
+  extern "C" AOTITorchError aoti_torch_cpu_##name(AtenTensorHandle a, AtenTensorHandle b,   \
+                                                  AtenTensorHandle c, AtenTensorHandle* y) { \
+    return function(a, b, c, y);                                                            \
+  }
+FOR_PROGRAMS(multiply_4, product<Four>)
+FOR_PROGRAMS(multiply_8, product<Eight>)
+FOR_PROGRAMS(attend, attend)

@@ -1,4 +1,4 @@
-"""Builds and loads `products.cpp`: products of packed weights that are never unpacked.
+"""Builds and loads `products.cpp`: products of packed weights that are never unpacked, attention.
 
 It becomes a library of machine code beside the compiled decode steps, and defines operators of
 torch, which the compiled steps can call, too.
@@ -14,6 +14,7 @@ import subprocess
 from contextlib import suppress
 from functools import cache
 from itertools import product
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from sirchat.models.packed import (
 
 SOURCE = Path(__file__).with_name("products.cpp")
 
-_OPERATORS = ("multiply_4", "multiply_8")
+_OPERATORS = ("multiply_4", "multiply_8", "attend")
 _DIGEST = 32  # bytes of the SHA-256 at the end of a file of machine code
 _TOLERANCE = 0.03  # eight bits of the inputs err by 0.005
 
@@ -136,16 +137,28 @@ def _compare_with_torch() -> None:
         layer.matmul_method = MatmulMethod()
         if not error < _TOLERANCE:  # NaN, too
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
+    keys, values = torch.linspace(-9, 9, 2 * 2 * 150 * 64).sin_().view(2, 2, 150, 64).bfloat16()
+    queries = torch.linspace(3, -2, 2 * 5 * 64).view(2, 5, 64)
+    weights = (queries @ keys.float().mT * log(2)).softmax(-1)
+    wanted = weights @ values.float()
+    error = (torch.ops.sirchat.attend(queries, keys, values) - wanted).norm() / wanted.norm()
+    if not error < _TOLERANCE:
+        raise WrongProgramError(f"attention of the compiled library errs by {error:.2g}")
 
 
 @cache
 def _tell_shapes() -> None:
     for name in _OPERATORS:  # a tenth of a second each, which only compiling needs
-        torch.library.register_fake(f"sirchat::{name}", _shape_of_product)
+        shape = _shape_of_attention if name == "attend" else _shape_of_product
+        torch.library.register_fake(f"sirchat::{name}", shape)
 
 
 def _shape_of_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     return x.new_empty(len(x), len(packed), dtype=torch.float32)
+
+
+def _shape_of_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(queries)
 
 
 def _flags() -> list[str]:

@@ -1,10 +1,11 @@
-"""Products of packed weights by the library compiled here: near exact, and always the same."""
+"""Products and attention by the library compiled here: near exact, and always the same."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,34 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
             assert torch.equal(layer(x[:1]), alone[:1])
     finally:
         torch.set_num_threads(1)
+
+
+@settings(max_examples=8 * ATTACK)
+@given(st.data())
+def test_attention_to_the_held_rows_is_exact_with_any_number_of_threads(data: Any) -> None:
+    heads, group, held = (data.draw(st.integers(1, most)) for most in (3, 9, 400))
+    size, free = 64 * data.draw(st.integers(1, 2)), data.draw(st.integers(0, 9))
+    queries = torch.randn(heads, group, size) * data.draw(st.sampled_from([0.1, 3, 100]))
+    rows = torch.randn(2, heads, held + free, size).bfloat16()
+    rows[:, :, held:] = torch.nan  # no token is there
+    keys, values = rows[:, :, :held]
+    exact = (queries.double() @ keys.double().mT * log(2)).softmax(-1) @ values.double()
+    found = torch.ops.sirchat.attend(queries, keys, values)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3)
+    if queries.abs().max() < 20:
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    try:
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(torch.ops.sirchat.attend(queries, keys, values), found)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_attention_to_what_is_no_number_is_none() -> None:
+    rows = torch.randn(2, 1, 200, 64).bfloat16()
+    rows[0, 0, 150, 7] = torch.nan
+    assert torch.ops.sirchat.attend(torch.randn(1, 2, 64), *rows).isnan().all()
 
 
 @pytest.mark.parametrize("make", [four_bits, eight_bits])
