@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 # Why a turn ended. `stop`: the model generated an end token. `control`: it generated a control
 # token that does not belong in a reply, and is neither shown nor held. `length`: the reply has
-# `max_new_tokens` tokens. `interrupt`: Ctrl-C. `context`: the model's context is full. `read`:
-# the turn was not generated.
-Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
+# `max_new_tokens` tokens. `loop`: it only repeated itself. `interrupt`: Ctrl-C. `context`: the
+# model's context is full. `read`: the turn was not generated.
+Finish = Literal["stop", "control", "length", "loop", "interrupt", "context", "read"]
 
 _RENAMED = {"old": "from", "new": "to"}  # fields, in the JSON
 

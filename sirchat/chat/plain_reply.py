@@ -51,6 +51,9 @@ class PlainReply:
                 if event.finish == "length":
                     limit = "--max-new-tokens raises the limit"
                     notes.append(f"the reply was cut at the length limit; {limit}")
+                elif event.finish == "loop":
+                    limit = "--no-stop-loops lets it"
+                    notes.append(f"the reply was ended because it repeated itself; {limit}")
             case Notice():
                 notes = [event.text]
         return text, [note for note in notes if note]

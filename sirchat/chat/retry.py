@@ -1,15 +1,16 @@
-"""Answers the last message again under other settings, which hold for this reply alone."""
+"""Answers the last message again under other settings for this reply alone, or goes on with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from sirchat.chat.events import Delta, Event, Notice, Reading, Undone
+from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
-from sirchat.chat.state import reply_at_end
+from sirchat.chat.state import CUT, reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -72,6 +73,33 @@ def retry_under(
         if not isinstance(event, Reading | Delta | Undone):
             yield event
     yield Notice(note)
+
+
+def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    """Go on with the last reply, which was cut, as the same turn, as if it had not been cut.
+
+    Raises UsageError if it is complete, and UndoError if its message can't be undone.
+    """
+    reply = reply_at_end(session.ledger, session.turns)
+    if reply is None or reply.finish not in CUT:
+        raise UsageError("the last reply is complete", hint="/retry replaces it by another")
+    try:
+        yield from session.go_on(interrupted)
+        return
+    except LookupError:  # a resumed chat, for example: the model generates the reply again
+        text, attempt, said = session.last_said, session.state.attempt, len(reply.ids)
+    yield from session.undo(keep_pins=True)
+
+    def stops() -> bool:
+        is_begun = session.turns[-1].role == "assistant"
+        return is_begun and session.state.reply.tokens_out >= said and interrupted()
+
+    for event in session.ask(text, stops, attempt=attempt, reply=replace(reply, finish=None)):
+        written = session.state.reply.tokens_out
+        if isinstance(event, Delta) and written <= said:
+            yield Reading(written, said)
+        elif not isinstance(event, Notice | TurnDone) or written > said:
+            yield event
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from time import time
 from typing import Any
 
@@ -23,7 +24,7 @@ from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
     build_engine,
-    build_sampling,
+    build_sampler,
     check_profile,
     undone_at_end,
     updated_profile,
@@ -43,19 +44,21 @@ from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ran
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
-from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
+from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows, Selection
 from sirchat.errors import SettingError, UndoError, UsageError, format_value
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.token_vectors import TokenVectors
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.loops import LoopCheck
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.times import TimeRange, time_range
+from sirchat.text.times import time_range
 from sirchat.text.transcript import split_tagged
 
 __all__ = ("Interrupted", "Session")
@@ -64,7 +67,7 @@ __all__ = ("Interrupted", "Session")
 class Session:
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Callers may read the attributes, but only methods change them, except `together` and `stop_ids`:
+    Callers may set the attributes `template`, `together` and `stop_ids`, and read all others:
         model, profile, template: the model, the settings in force, and what turns text into ids.
         state: turns, token counts and times.
         ledger: the table of all tokens ever read.
@@ -111,6 +114,7 @@ class Session:
         self._instructions = dict[tuple[int, str], Positions]()
         self._unpinned = set[tuple[int, str]]()
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
+        self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
 
     @property
     def turns(self) -> list[Turn]:
@@ -175,32 +179,62 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        Tokens are sampled among those `allowed`, with random numbers that `attempt` varies; or else
-        those of `reply` are taken. Raises ContextFullError, before reading, if they can't fit.
+        Its tokens are chosen as `build_sampler` says, with random numbers that `attempt` varies.
+        Raises ContextFullError, before reading, if they can't fit.
         """
         yield from self.read_user(text, interrupted)
         yield from self._pin_instructions()
         self.state.attempt = attempt
-        turn, closing, profile = self._begin_turn("assistant"), self.template.closing, self.profile
-        given = None if reply is None else FixedIds(reply.ids)
-        stops = interrupted if given is None else given.is_exhausted
-        stream = self.template.reply_stream()
+        yield from self._answer(self._begin_turn("assistant"), interrupted, reply, allowed)
+
+    def _answer(
+        self,
+        turn: OpenTurn,
+        interrupted: Interrupted,
+        reply: Reply | None = None,
+        allowed: Allowed | None = None,
+    ) -> Iterator[Event]:
+        profile, finish = self.profile, reply.finish if reply else None
+        sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
+        stops = sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted
+        # A format may want repetitions.
+        loops = LoopCheck() if profile.stop_loops and not (reply or allowed) else None
+        closing, stream, self._cut = self.template.closing, self.template.reply_stream(), None
         records = self._engine.generate(
-            given or Sampler(build_sampling(profile), attempt, allowed),
+            sampler,
             turn.ref,
             stop_ids=self.stop_ids,
-            max_new_tokens=profile.max_new_tokens,
+            max_new_tokens=most,
             closing=len(closing),
-            interrupted=lambda: stream.has_ended or stops(),
+            interrupted=lambda: stream.has_ended or bool(loops and loops.found) or stops(),
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
         with self._recall_ends_at_error():
             yield from turn.answer(
-                records, stream, closing, self._end_ids, reply.finish if reply is not None else None
+                records, stream, closing, self._end_ids, finish, loops, self._note_cut
             )
         residency = self._engine.residency
         self._at_reply = self.seen, residency.before_end or residency.selection
+
+    def _note_cut(self) -> None:
+        """Keep the state, and vectors for passages, before what ends the round of a cut reply."""
+        if self.profile.archive != "off":  # else a new checkpoint deletes what an undo needs
+            here = UndoPoint.of(self.state, self._engine.checkpoint(), "", False, self.budget)
+            self._cut = here, deepcopy(self.ledger.token_vectors)
+
+    def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
+        """Go on with the last reply, which was cut, as if it had not been.
+
+        Raises LookupError, changing nothing, if more was read since, or if a token is lost.
+        """
+        cut, self._cut = self._cut, None
+        if cut is None or self._at_reply[0] != self.seen or not self.undo_points:
+            raise LookupError("the state at the end of the reply is not known")
+        self._engine.undo(cut[0].checkpoint, keep_pins=True)
+        self.state, self.ledger.token_vectors = cut[0].restored_state(self.state), cut[1]
+        self.recall.search.truncate(self.undo_points[-1].checkpoint.cache.seen)
+        yield from self._answer(self._open_turn(self.state.reply), interrupted)
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -250,7 +284,7 @@ class Session:
         with self._recall_ends_at_error():
             recollection = self.recall.restore_for_turn(
                 *(ids.ids, ids.roles, turn.ref, generated),
-                lambda text: self.user_turns_at(time_range(text, time()), turn.stats.index),
+                lambda text: state.user_turns_at(time_range(text, time()), turn.stats.index),
             )
             if recollection is not None:
                 turn.stats.seconds_prefill += recollection.seconds
@@ -346,10 +380,6 @@ class Session:
         """Set settings that are in force already, or that neither engine nor model use."""
         self.profile = profile
 
-    def use_template(self, template: Template) -> None:
-        """Turn text into ids by `template` from the next turn on."""
-        self.template = template
-
     @contextmanager
     def temporary_reply_settings(self, settings: dict[str, Any]) -> Iterator[None]:
         """Context manager: in it, the `settings` of sampling and of a reply's length hold."""
@@ -392,6 +422,7 @@ class Session:
         self._vectors = {}
         self.recall.erase_words()
         self.erasures += 1
+        self._cut = None
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
@@ -417,14 +448,6 @@ class Session:
             return self._vectors[text]
 
         return facts_in(self.ledger, self._texts, model.encoder, self.turns, vector_of, words)
-
-    def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """The user's turns at a time, of those before a turn; the first or the newest first."""
-        said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
-        if asked is None or not said:
-            return []
-        found = asked.turns([self.turns[at].time for at in said]).nonzero()[0].tolist()
-        return [said[at] for at in (found if asked.place == "first" else reversed(found))]
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""

@@ -8,10 +8,11 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from sirchat.chat.state import Reply
 from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.sampling import Sampling
+from sirchat.engine.sampling import Allowed, Continued, FixedIds, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.policies import policy_class
@@ -100,6 +101,21 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
 def build_sampling(profile: Profile) -> Sampling:
     """The sampling settings of a profile."""
     return Sampling(**{field.name: getattr(profile, field.name) for field in fields(Sampling)})
+
+
+def build_sampler(
+    profile: Profile, reply: Reply | None, attempt: int, allowed: Allowed | None
+) -> tuple[Sampler, int]:
+    """What chooses a reply's ids, and their largest number: those of `reply`, if it is given.
+
+    If that has no `finish`, its ids are chosen first. Others are among those `allowed`.
+    """
+    sampling, most = build_sampling(profile), profile.max_new_tokens
+    if reply is None:
+        return Sampler(sampling, attempt, allowed), most
+    if reply.finish is None:
+        return Continued(reply.ids, sampling, attempt), len(reply.ids) + most
+    return FixedIds(reply.ids), most
 
 
 def check_profile(profile: Profile, model: LoadedModel) -> None:

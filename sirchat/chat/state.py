@@ -6,10 +6,14 @@ import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from sirchat.chat.events import Finish
 from sirchat.engine.types import EngineCheckpoint
 from sirchat.memory.ledger import Ledger, Role
+from sirchat.text.times import TimeRange
+
+CUT: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
 
 _UNDO_DEPTH = 64  # user turns
 _UNDO_STATE_BYTES = 1 << 28  # of all saved states of a hybrid model's recurrent layers
@@ -56,10 +60,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that the model generated: its token ids, and the reason why it ended."""
+    """A reply that the model generated: its token ids, and the reason why it ended.
+
+    If that is None, the model is to go on after these ids.
+    """
 
     ids: tuple[int, ...]
-    finish: Finish
+    finish: Finish | None
 
 
 def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
@@ -100,6 +107,14 @@ class ConversationState:
     def last_turn(self) -> int:
         """Index of the last turn; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
+
+    def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
+        """The user's turns at a time, of those before a turn; the first or the newest first."""
+        said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
+        if asked is None or not said:
+            return []
+        found = asked.turns([self.turns[at].time for at in said]).nonzero()[0].tolist()
+        return [said[at] for at in (found if asked.place == "first" else reversed(found))]
 
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""

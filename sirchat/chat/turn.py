@@ -14,7 +14,7 @@ import numpy as np
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
-from sirchat.chat.state import ConversationState, TurnStats
+from sirchat.chat.state import CUT, ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import (
     ChosenToken,
@@ -26,6 +26,7 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
 from sirchat.text.template import TurnIds
 
@@ -102,15 +103,18 @@ class OpenTurn:
         closing: Sequence[int],
         end_ids: Collection[int],
         finish: Finish | None = None,
+        loops: LoopCheck | None = None,
+        at_cut: Callable[[], None] = lambda: None,
     ) -> Iterator[Event]:
         """Yield the events of a reply as the engine generates it, then read the `closing` ids.
 
         A stop id that is not one of the `end_ids` is a control token; `finish`, if given, is the
-        reason of the end to record. If an error cuts the reply off, its text until then is stored,
-        and the `closing` ids are read before the next turn.
+        reason of the end to record. `at_cut` is called before the `closing` ids, if it can go on.
         """
-        stats, said, failure = self.stats, list[Piece](), None
-        at, stop_id = list[int](), None
+        # If an error cuts the reply off, its text until then is stored, and the `closing` ids are
+        # read before the next turn.
+        stats, failure, stop_id = self.stats, None, None
+        at, said = self._said_before(stream, loops)
         self._now.reply, self._now.pending_ids = stats, list(closing)
         stats.finish = "interrupt"  # not changed if the caller stops taking events
         try:
@@ -125,16 +129,21 @@ class OpenTurn:
                         stats.tokens_out += 1
                         at.append(record.position)
                         said += (new := stream.push_id(record.id))
+                        if loops is not None:
+                            loops.push(_joined(new))
                         yield from starmap(Delta, new)
                     elif isinstance(record, EvictedRows):
                         yield self._evicted(record)
                     else:
                         stop_id, reason = record.stop_id, record.reason
                         is_end = reason != "stop" or stop_id in end_ids
-                        reason = "stop" if stream.has_ended else reason
-                        stats.finish = finish or (reason if is_end else "control")
+                        cut: Finish = "loop" if loops and loops.found else reason
+                        end: Finish = "stop" if stream.has_ended else cut
+                        stats.finish = finish or (end if is_end else "control")
                     start = time.perf_counter()
                 stats.seconds_decode += time.perf_counter() - start
+                if stats.finish in CUT:
+                    at_cut()
                 said += (new := stream.flush())
                 yield from starmap(Delta, new or [("",)])
             except ContextFullError as error:
@@ -152,6 +161,21 @@ class OpenTurn:
         yield from self._events.take_problems()
         if failure is not None:
             yield Notice(str(failure))
+
+    def _said_before(
+        self, stream: ReplyStream, loops: LoopCheck | None
+    ) -> tuple[list[int], list[Piece]]:
+        """The positions and pieces of what a reply that goes on has said, for both arguments."""
+        ledger, said = self._engine.ledger, list[Piece]()
+        is_said = ledger.column("turn") == self.ref.turn
+        at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
+        for token_id in ledger.column("token_id")[at].tolist():
+            said += stream.push_id(token_id)
+        if loops is not None:
+            loops.push(_joined(said))
+            if loops.found:  # the user has let it go on
+                loops.begin()
+        return at, said
 
     def _say_why_empty(self, thinking: str, stop_id: int | None) -> Iterator[Notice]:
         """Say why a reply has no answer; `stop_id` has ended it."""
@@ -229,6 +253,10 @@ def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Se
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
     said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
     return closing[next(said, 0) :]
+
+
+def _joined(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def _texts(said: Sequence[Piece]) -> tuple[str, str]:

@@ -122,6 +122,8 @@ class Profile(BaseModel):
     """How many of the newest tokens in the cache the penalty counts; 0 counts all."""
     max_new_tokens: _AtLeastOne = 512
     """Maximum number of tokens in one reply; a longer reply is cut."""
+    stop_loops: bool = True
+    """End a reply that writes the same passage again and again; /continue goes on with it."""
     lookup: bool = True
     """Guess the next tokens from earlier text and check several in one pass: replies stay the same,
     but are faster where they repeat earlier text."""

@@ -123,6 +123,17 @@ class FixedIds(Sampler):
         return self._left.pop()
 
 
+class Continued(Sampler):
+    """A sampler that picks given ids first, and samples those after them."""
+
+    def __init__(self, ids: Sequence[int], sampling: Sampling, attempt: int = 0) -> None:
+        super().__init__(sampling, attempt)
+        self._left = list(reversed(ids))
+
+    def _choose(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+        return self._left.pop() if self._left else super()._choose(logits, said_ids, position)
+
+
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
     """The scores [V]; those of the ids `said` [k] are lowered by the factor `penalty`."""
     chosen = scores[said]

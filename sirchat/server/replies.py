@@ -145,14 +145,14 @@ def _set_template(session: Session, history: History) -> None:
     """Set the chat template to the kind that plain text, or tools with their calls, need."""
     model, template = session.model, session.template
     if history.messages[-1][0] == "text":
-        session.use_template(PlainText(model.tokenizer))
+        session.template = PlainText(model.tokenizer)
         return
     if not history.tools and {"tool", "calls"}.isdisjoint(role for role, _ in history.messages):
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
         with _refuse_template_errors("tools"):
             tools = ToolTemplate(model.tokenizer, model.anchors, history.tools, template.ends)
-            session.use_template(tools)
+            session.template = tools
 
 
 def _prepare_text(session: Session, role: str, text: str) -> str:
@@ -259,7 +259,8 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "policy": served.session.profile.policy,
         "budget": served.session.budget,
     }
-    return ReplyEnd("length" if done.finish in ("length", "context") else "stop", usage, memory)
+    is_cut = done.finish in ("length", "loop", "context")
+    return ReplyEnd("length" if is_cut else "stop", usage, memory)
 
 
 class StopStrings:

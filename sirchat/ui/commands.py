@@ -63,6 +63,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "Talk": {
         "/edit": "change your last message",
         "/retry": "replace the last reply",
+        "/continue": "go on with a reply that was cut",
         "/undo": "remove last message and reply",
         "/read FILE": "send a file's text, like @FILE",
         "/copy": "put a reply on the clipboard",
@@ -127,6 +128,11 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Continue:
+    """Asks the chat to go on with the last reply, which was cut."""
+
+
+@dataclass(frozen=True)
 class Edit:
     """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
 
@@ -149,7 +155,7 @@ class SwitchSession:
 
 
 # What a command asks the chat to do after the command has run.
-Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
+Action = Leave | Send | Continue | Retry | Edit | Summarize | SwitchSession
 
 
 class Commands:
@@ -429,6 +435,11 @@ class Commands:
         holds everything for which the model has room, recall restores tokens that fit; --top-p and
         other sampling settings can be given; all of this holds for this reply only."""
         return parse_retry(rest)
+
+    def do_continue(self, rest: str) -> Action:
+        """-: go on with the last reply, which was cut at the length limit, stopped by you, or
+        ended because it repeated itself, as if it had not been; /undo then takes back the whole."""
+        return Continue()
 
     def do_edit(self, rest: str) -> Action:
         """[TEXT]: replace your last message by TEXT, and go on from there; alone, change it in

@@ -22,7 +22,7 @@ from sirchat.ui.cells import take_rows
 from sirchat.ui.interrupt import whole_output
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_recalled, describe_round, draw_bar
+from sirchat.ui.status import describe_recalled, describe_round, draw_bar, how_to_go_on
 from sirchat.ui.text import DisplayFilter
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ class LiveView:
             recalled = describe_recalled(self._session.recall, turn.seen)
             budget = self._session.budget
             self._note(describe_round(self._user, turn, budget, words, recalled))
+            if how := how_to_go_on(turn.finish, self._session.profile):
+                self._note(how)
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
             evicted = latest_words(self._session, gone, snapshot.rows)

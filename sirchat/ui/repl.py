@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
@@ -15,7 +16,16 @@ from sirchat.models.measuring import check_in_background
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.ui.attaching import attach_files, describe_size
-from sirchat.ui.commands import Action, Commands, Edit, Leave, Send, Summarize, SwitchSession
+from sirchat.ui.commands import (
+    Action,
+    Commands,
+    Continue,
+    Edit,
+    Leave,
+    Send,
+    Summarize,
+    SwitchSession,
+)
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
@@ -152,6 +162,9 @@ class Chat:
                 return False
             case Send(text):
                 self._send(text, line)
+            case Continue():
+                self._make_undoable()
+                self._turn(lambda stops: go_on(self._session, stops))
             case Retry() as asked:
                 self._make_undoable()
                 self._turn(lambda stops: retry(self._session, asked, stops))

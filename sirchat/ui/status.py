@@ -19,8 +19,9 @@ from sirchat.ui.text import counted, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
-    from sirchat.chat.events import TurnDone
+    from sirchat.chat.events import Finish, TurnDone
     from sirchat.chat.session import Session
+    from sirchat.config.profile import Profile
     from sirchat.recall.recall import Recall
 
 _GAUGE = 8  # cells of the toolbar's bar
@@ -29,6 +30,7 @@ _QUOTED = 50  # characters of a passage in a line about recall
 _NAMED = 4  # most turns that a line about recalled tokens names
 _ENDINGS = {
     "length": "reply cut at the length limit",
+    "loop": "reply ended because it repeated itself",
     "interrupt": "interrupted",
     "control": "reply ended at a control token",
     "context": "model's context full",
@@ -103,6 +105,13 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     most_of = max(turns, key=lambda turn: turn.tokens)
     more = f" and {len(turns) - 1:,} more" if len(turns) > 1 else ""
     return f'{tokens}: "{shorten(displayable_line(most_of.text), _QUOTED)}"{more}'
+
+
+def how_to_go_on(finish: Finish, profile: Profile) -> str:
+    """A line for a reply that was cut, except by the user; else empty."""
+    limit = f"/set max_new_tokens {2 * profile.max_new_tokens} allows longer replies"
+    ways = {"length": limit, "loop": "/set stop_loops off lets replies repeat themselves"}
+    return f"/continue goes on with the reply; {ways[finish]}" if finish in ways else ""
 
 
 def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:

@@ -154,7 +154,7 @@ class Switching:
         """
         session, room = self._session, self._session.budget // 4
         chosen = dict[int, Positions]()
-        for index in session.user_turns_at(asked):
+        for index in session.state.user_turns_at(asked):
             column = session.ledger.column
             said = np.flatnonzero((column("turn") == index) & (column("role") == Role.USER))
             if len(said) and room > 0:  # of a message that is too long, its end

@@ -97,11 +97,11 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
     if per is None or anchors is None:
         yield
         return
-    session.use_template(Template(session.model.tokenizer, replace(anchors, per=per)))
+    session.template = Template(session.model.tokenizer, replace(anchors, per=per))
     try:
         yield
     finally:
-        session.use_template(original)
+        session.template = original
 
 
 def switch(session: Session, **settings: object) -> None:
