@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from time import time
 from typing import Final
 
+import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,12 +25,13 @@ from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short_number
 from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import draw_settings, memory_in_words
+from sirchat.ui.lists import draw_choices, draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.quoting import Quoting
 from sirchat.ui.saved_chat import SavedChat
@@ -41,7 +44,7 @@ from sirchat.ui.tables import (
     draw_recalled_turns,
     draw_tokens,
 )
-from sirchat.ui.text import counted, displayable, displayable_line, shorten
+from sirchat.ui.text import class_help, counted, displayable, displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
 from sirchat.ui.why import show_why
@@ -53,7 +56,7 @@ _LONGEST = 40  # most characters shown of an unknown command
 _ELSEWHERE = {  # commands that other programs have, and what does the same here
     **dict.fromkeys(("sessions", "chats", "list"), "/load lists the saved chats"),
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
-    **dict.fromkeys(("search", "find"), "/load WORDS finds chats in which they were said"),
+    "find": "/search WORDS finds messages of this chat, and other chats",
 }
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 _FORMER = {"forget": "erase", "forgotten": "evicted"}  # they still work, but are not listed
@@ -66,7 +69,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/continue": "go on with a reply that was cut",
         "/undo": "remove last message and reply",
         "/read FILE": "send a file's text, like @FILE",
-        "/copy": "put a reply on the clipboard",
+        "/copy, /export": "copy a reply; write the chat",
         "/thinking": "show a reply's reasoning",
     },
     "Memory": {
@@ -79,19 +82,17 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/reset": "start an empty conversation",
     },
     "Look": {
-        "/panel": "show all held tokens",
-        "/tokens": "list held tokens with scores",
+        "/panel, /theme": "show all held tokens; colours",
         "/why WORDS": "tell whether words were held",
-        "/stats": "show token counts and speed",
+        "/tokens, /stats": "list held tokens; counts, speed",
         "/clear": "clear the screen only",
     },
     "Chats": {
-        "/save NAME": "save this chat under a name",
-        "/load NAME": "go on with a saved chat",
+        "/save, /load": "name this chat; open another",
+        "/search WORDS": "find words in all your chats",
         "/branch NAME": "go on in a copy of this chat",
         "/branches": "list the branches of this chat",
         "/switch NAME": "go on with another branch",
-        "/export": "write chat or panel to a file",
     },
     "Settings": {
         "/model NAME": "go on with another model",
@@ -109,7 +110,8 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
 KEYS: Final = (
     "Alt-Enter, Ctrl-J, or Enter after \\ begins a new line; "
     '""" opens and closes a block of lines; // sends a text that begins with a slash. '
-    "Esc or Ctrl-C stops a reply; Ctrl-D leaves the chat."
+    "Esc or Ctrl-C stops a reply; Ctrl-D leaves the chat. What is taller than the "
+    "window opens in a pager; q leaves it."
 )
 _NAMES, _COLUMN = 16, 50  # cells: the names of commands; a column of groups and its gap
 _MOST_COLUMNS = 3
@@ -230,7 +232,10 @@ class Commands:
         others = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
         also = f" (also {others})" if others else ""
         usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
-        self._screen.page(Group(usage, Text(description)))
+        told = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text("utf-8"))[name]
+        example = Text(f"Example: {told['example']}", self._screen.theme.quiet)
+        meaning = f"{description[:1].upper()}{description[1:]} {told['more']}"
+        self._screen.page(Group(usage, Text(meaning), example))
 
     def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""
@@ -247,8 +252,10 @@ class Commands:
             name, *options = rest.split()
             self._switching.change_policy(name, options)
         else:
-            current, others = self._session.profile.policy, ", ".join(policy_choices())
-            self._screen.note(f"policy is {current}; other policies: {others}")
+            current = self._session.profile.policy
+            help_of = {name: class_help(policy_class, name) for name in policy_choices()}
+            self._screen.page(draw_choices(help_of, current, self._screen.theme))
+            self._screen.note(f"policy is {displayable_line(current)}; /policy NAME chooses")
 
     def do_budget(self, rest: str) -> None:
         """[TOKENS]: set how many tokens may be held in the cache."""
@@ -337,6 +344,10 @@ class Commands:
         else:
             _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
             self._switching.change_setting("/panel", "panel", "live" if rest == "on" else rest)
+
+    def do_theme(self, rest: str) -> None:
+        """[auto|dark|light|none]: choose the colours of panel and text."""
+        self._switching.change_setting("/theme", "theme", rest)
 
     def do_thinking(self, rest: str) -> None:
         """[show|fold|hide]: set how replies show reasoning; alone, show the last reasoning."""
@@ -497,6 +508,11 @@ class Commands:
             self._models.drop_former()
             return SwitchSession(session, is_other_chat=True)
         return None
+
+    def do_search(self, rest: str) -> None:
+        """WORDS: find the messages of this chat, held or evicted, and the saved chats that have
+        these words."""
+        self._saved_chat.search(without_quotes(rest))
 
     def do_reset(self, rest: str) -> None:
         """-: start an empty conversation; the settings stay."""

@@ -26,7 +26,7 @@ from sirchat.saved.session_list import MOST_LISTED, list_sessions
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.text import class_help, displayable_line, shorten
 
 # A value that completion offers, and its meaning, which is shown as help.
 Selection = tuple[str, str]
@@ -117,13 +117,13 @@ class SlashCompleter(Completer):
                 yield from _VALUES[name]
             case ["show" | "set"]:
                 yield from self._settings()
-            case ["recall" | "decay" | "thinking" as name] | ["set", name]:
+            case ["recall" | "decay" | "thinking" | "theme" as name] | ["set", name]:
                 yield from self._values(name)
 
     @cached_property
     def _policies(self) -> list[Selection]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
-        return [(name, _class_help(policy_class, name)) for name in policy_choices()]
+        return [(name, class_help(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
         yield from (
@@ -159,16 +159,7 @@ def _value_help(setting: str, value: str) -> str:
         return ""
     if value == "on":
         return f"the best retriever: {BEST_RETRIEVER}"
-    return _class_help(retriever, value)
-
-
-def _class_help(find: Callable[[str], object], name: str) -> str:
-    """The first paragraph of the docstring of the class that `find` finds, or the error's text."""
-    try:
-        text = find(name).__doc__ or ""
-    except SirchatError as error:
-        text = str(error)
-    return displayable_line(text.strip().split("\n\n")[0])
+    return class_help(retriever, value)
 
 
 def _options(policy: str) -> Iterator[Selection]:

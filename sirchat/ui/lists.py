@@ -45,6 +45,15 @@ _LEGEND = (
 )
 
 
+def draw_choices(meanings: Mapping[str, str], current: str, theme: Theme) -> RenderableType:
+    """Draw names and what each means, a line each; a star marks the current one."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, meaning in meanings.items():
+        marked = Text(f"{'*' if name == current else ' '} {name}", no_wrap=True)
+        table.add_row(marked, Text(meaning, theme.quiet, no_wrap=True, overflow="ellipsis"))
+    return table
+
+
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
     """Draw a table of all settings, with their values and descriptions."""
     table = Table.grid(padding=(0, 2))

@@ -286,6 +286,10 @@ class Prompt:
         def _new_line(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
+        @keys.add("escape", filter=typing & Condition(lambda: self._is_editing))
+        def _leave_editing(event: KeyPressEvent) -> None:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
         @keys.add("<sigint>")
         def _signal(event: KeyPressEvent) -> None:
             future = event.app.future

@@ -38,7 +38,7 @@ from sirchat.ui.turn_commands import Retry, edit_in_editor, editor_command, make
 from sirchat.ui.typed_input import Keyboard, LineInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
-_LEAVING = ("exit", "quit", ":q", "bye")
+_LEAVING = ("exit", "quit", "q", ":q", "bye")
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from sirchat.chat.events import Delta, Event, Notice, TurnDone
+from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
 from sirchat.chat.plain_reply import PlainReply, TaggedText, describe_excess, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
+from sirchat.models.progress import Progress
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_recalled, describe_turn
+from sirchat.ui.status import describe_recalled, describe_turn, loading_bar
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,18 @@ def print_reply(
     """
     if holds_all:
         raise_budget_for(session, text)
-    reply = PlainReply(session)
+    reply, bar = PlainReply(session), ExitStack()
+    report: Progress | None = None
 
     def show(event: Event) -> None:
+        nonlocal report
+        if isinstance(event, Reading):
+            if report is None and event.done < event.total:
+                report = bar.enter_context(loading_bar(screen, "text"))
+            if report is not None:
+                report(f"reading {event.total:,} tokens", event.done, event.total)
+            return
+        bar.close()
         if as_json:
             screen.json(event)
             return
@@ -67,7 +78,7 @@ def print_reply(
 
     for event in session.opening_events():
         show(event)
-    with Interrupt() as interrupted:
+    with Interrupt() as interrupted, bar:
         try:
             for event in session.ask(text, interrupted):
                 show(event)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from rich.console import Group
+from rich.text import Text
+
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
@@ -48,6 +51,7 @@ _OF_THE_SESSION = ("description", "seed")
 
 _TURNS = 4  # of a resumed chat that are shown
 _LENGTH = 200  # characters of a turn
+_LEAD = 24  # characters of a found message before the first word
 _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")  # settings that are named if not the defaults
 
 
@@ -285,6 +289,28 @@ class SavedChat:
         more = f" (and {result.more:,} that fit less)" if result.more else ""
         lines = {hit.session.id: hit.line for hit in result.hits}
         return self._picked([hit.session for hit in result.hits], lines, more)
+
+    def search(self, words: str) -> None:
+        """Print the messages of this chat, and the other saved chats, in which all words are."""
+        screen, texts = self._screen, list[Text]()
+        for turn in self._session.turns:
+            text = " ".join(displayable_line(turn.text).split())
+            found = [text.casefold().find(word) for word in words.casefold().split()]
+            if found and min(found) >= 0 and turn.role != "template":
+                shown = text[max(0, min(found) - _LEAD) :]
+                line = Text(f"  {ROLE_NAMES[turn.role]}: {shorten(shown, _LENGTH)}")
+                line.highlight_words(words.split(), "bold underline", case_sensitive=False)
+                texts.append(line)
+        result = search_sessions(sessions_dir(), words, screen.note)
+        hits = [hit for hit in result.hits if hit.session.id != self._saving.id]
+        if not texts and not hits:
+            raise SessionError(f"no message and no saved chat has all of {format_value(words)}")
+        chats = SessionLines(
+            [hit.session for hit in hits], matches={hit.session.id: hit.line for hit in hits}
+        )
+        here = [Text("in this chat:"), *texts] if texts else []
+        title = [Text("in saved chats, which /load ID opens:")] if hits else []
+        screen.page(Group(*here, *title, draw_sessions(chats, screen.width)))
 
     def _picked(
         self,

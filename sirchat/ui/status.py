@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
 _GAUGE = 8  # cells of the toolbar's bar
 _WIDE = 80  # least columns for that bar
 _QUOTED = 50  # characters of a passage in a line about recall
-_NAMED = 4  # most turns that a line about recalled tokens names
 _ENDINGS = {
     "length": "reply cut at the length limit",
     "loop": "reply ended because it repeated itself",
@@ -98,10 +97,7 @@ def describe_recalled(recall: Recall, seen: int) -> str:
         return f"answered from {counted(len(found.passages), 'passage')} of {seen:,} tokens"
     tokens = f"recalled {counted(sum(turn.tokens for turn in turns), 'token')}"
     if not turns[0].text:  # single tokens were found
-        most = sorted(turns, key=lambda turn: -turn.tokens)[:_NAMED]
-        named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
-        others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
-        return f"{tokens} of turn{'s' * (len(turns) > 1)} {named}{others}"
+        return f"{tokens} of {counted(len(turns), 'message')} (/recall shows them)"
     most_of = max(turns, key=lambda turn: turn.tokens)
     more = f" and {len(turns) - 1:,} more" if len(turns) > 1 else ""
     return f'{tokens}: "{shorten(displayable_line(most_of.text), _QUOTED)}"{more}'

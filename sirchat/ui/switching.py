@@ -45,6 +45,7 @@ _CACHE_SETTINGS = {
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 }
 
+_MOST_PINNED = 300  # characters of what was pinned that are shown
 # Settings that `/model` changes to the new model's default, if they have the old one's default.
 _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
 
@@ -115,7 +116,7 @@ class Switching:
         """
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.ledger
-        before = len(ledger.pinned_positions)
+        before = set(ledger.pinned_positions)
         for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
@@ -125,27 +126,30 @@ class Switching:
                 named = event.tokens
             else:
                 self._report(event)
-        count = abs(len(ledger.pinned_positions) - before)  # others were pinned, or not, already
+        changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
+        count = len(changed)
         if not pinned:
             unpinned = f"{counted(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
             self._report_moved(evicted, len(restored))
             return
         came = sum("pinned" in row.flags for row in self._session.tokens(restored))
-        all_held = "tokens, all of which were held" if count > 1 else "token, which was held"
-        done = f"pinned {count:,} {all_held}"
         if not count:
-            done = "all of this is pinned already"
-        elif came:
-            done = f"brought back {came:,} tokens and pinned them"
-            done += f", with {count - came:,} that were held" * (came < count)
+            price = ["all of this is pinned already"]
+        else:
+            spans = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
+            texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
+            text = " … ".join(text.strip() for text in texts)
+            self._screen.note(f"pinned: “{shorten(text, _MOST_PINNED)}”")
+            price = [counted(count, "token") + f", {came:,} of them restored" * bool(came)]
         if 0 < count < named:
-            done += f"; pinned already: {named - count:,}"
+            price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:
-            done += f"; {others:,} others were restored"
+            price.append(f"{counted(others, 'other')} restored, too")
         if evicted:
-            done += f"; {evicted:,} {'others ' * bool(came)}were evicted to make room"
-        self._screen.note(f"{done}; holds {self._session.resident:,}/{self._session.budget:,}")
+            price.append(f"{evicted:,} evicted to make room")
+        held = f"holds {self._session.resident:,}/{self._session.budget:,}"
+        self._screen.note("; ".join([*price, held]))
 
     def pin_time(self, asked: TimeRange) -> None:
         """Restore and pin what the user said at a time, and say what that was.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import Enum
+
+from sirchat.errors import SirchatError
 
 _BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _HIDDEN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")  # C0 but newline and tab, DEL, C1
@@ -93,3 +96,12 @@ def shorten(text: str, length: int) -> str:
     """The text on one line of at most `length` characters; "…" ends one that is cut."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def class_help(find: Callable[[str], object], name: str) -> str:
+    """The first paragraph of the docstring of the class that `find` finds, or the error's text."""
+    try:
+        text = find(name).__doc__ or ""
+    except SirchatError as error:
+        text = str(error)
+    return displayable_line(text.strip().split("\n\n")[0])

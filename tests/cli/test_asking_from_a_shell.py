@@ -21,7 +21,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from terminal import Terminal
+from terminal import WARM, Terminal
 from warm_python import warm_python
 
 COLD = f"PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m sirchat"  # a slow start
@@ -208,6 +208,16 @@ def test_bash_completes_names_with_blanks_quoted(here: Path, folder: Path) -> No
 def test_a_bar_is_drawn_only_on_a_terminal(here: Path) -> None:
     done = shell("FORCE_COLOR=1 sirchat ask 'Hello!'")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_long_text_is_read_behind_a_bar_that_goes(here: Path) -> None:
+    (here / "long.txt").write_text("What a day it is. " * 400, encoding="utf-8")
+    flags = ("ask", "-f", "long.txt", "What?", "--no-input", "--max-new-tokens=8", "--budget=512")
+    with Terminal(WARM, "-m", "sirchat", *flags, home=here) as it:
+        assert it.ended() == 0
+    drawn = it.raw.decode()
+    assert re.search(r"reading 2,[\d,]+ tokens", drawn)
+    assert "reading" not in it.text
 
 
 def test_lists_on_a_pipe_are_whole_and_exported_columns_are_not_the_window(

@@ -46,6 +46,8 @@ def sent(text: str, pasted_signs: set[int] | None = None) -> tuple[str, list[str
         ("@./notes.txt", NOTES.replace("n", "./n", 1)),
         ('@"a b.md" why', "```a b.md\nspaced\n```\n\na b.md why"),
         ('@"a b.md"', "```a b.md\nspaced\n```"),
+        ("@'a b.md' why", "```a b.md\nspaced\n```\n\na b.md why"),
+        (r"why @a\ b.md?", "```a b.md\nspaced\n```\n\nwhy a b.md?"),
         ("@notes.txt or @notes.txt", f"{NOTES}\n\nnotes.txt or notes.txt"),
         ("@notes.txt @Makefile", f"{NOTES}\n\n```Makefile\nall:\n```"),
         ("@notes.txt @anna", f"{NOTES}\n\nnotes.txt @anna"),
@@ -72,6 +74,15 @@ def test_what_looks_like_a_path_and_is_missing_is_pointed_out(word: str) -> None
     assert message == f"see {word}, ok"
     assert "there is no file" in note
     assert "so the name is sent as plain text" in note
+
+
+@pytest.mark.parametrize("form", ["{}/notes.txt", "'{}/a b.md'", '"{}/a b.md" ', r"{}/a\ b.md"])
+def test_a_path_alone_as_it_is_dropped_on_a_terminal_is_not_sent(folder: Path, form: str) -> None:
+    with pytest.raises(UsageError, match="is a file, and nothing is sent") as caught:
+        sent(form.format(folder))
+    assert "@ before it sends its text" in str(caught.value)
+    for text in (f"what is {folder}/notes.txt", f"{folder}/none.txt", "notes.txt"):
+        assert sent(text) == (text, [])
 
 
 def test_a_backslash_keeps_the_sign() -> None:
@@ -108,6 +119,8 @@ def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
         ("notes.txt what   is to do?", f"{NOTES}\n\nwhat   is to do?"),
         ('"notes.txt" why?', f"{NOTES}\n\nwhy?"),
         ('"a b.md"', "```a b.md\nspaced\n```"),
+        (r"a\ b.md why?", "```a b.md\nspaced\n```\n\nwhy?"),
+        ("'a b.md'", "```a b.md\nspaced\n```"),
         ('"a b.md', "```a b.md\nspaced\n```"),
     ],
 )

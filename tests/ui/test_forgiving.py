@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ def chat(own_home: Path) -> Chat:
 
 def test_recall_takes_words_without_quotes(chat: Chat) -> None:
     shown = chat.do("/recall Pelican")
-    assert shown.startswith("brought back ")
-    assert " tokens and pinned them" in shown
-    assert " others were evicted to make room; holds " in shown
+    assert re.match(r"pinned: “.*The Pelican is grey\..*”\n", shown)
+    assert re.search(
+        r"\n\d+ tokens, \d+ of them restored; .*\d+ evicted to make room; holds ", shown
+    )
     assert all("pinned" in rank.row.flags for rank in chat.session.why("Pelican"))
     assert "all of this is pinned already; holds" in chat.do("/recall Pelican")
     assert chat.session.profile.recall == "off"
@@ -79,7 +81,7 @@ def test_pin_and_unpin_count_only_what_they_change() -> None:
     chat = Chat(system="Call me Anna.", save=False)
     chat.say("My name is Anna.")
     shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
-    assert "pinned 1 token, which was held; pinned already: 1; holds" in shown
+    assert shown.startswith("pinned: “Anna”\n1 token; pinned already: 1; holds ")
     assert "all of this is pinned already" in chat.do("/pin Anna")
     assert "nothing of this was pinned" in chat.do("/unpin name")
     assert "2 tokens no longer pinned" in chat.do("/unpin Anna")

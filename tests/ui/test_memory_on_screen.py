@@ -138,16 +138,18 @@ def asked() -> Session:
 @pytest.mark.parametrize(
     ("turns", "line"),
     [
-        ([(3, 140)], "recalled 140 tokens of turn 3"),
-        ([(3, 100), (17, 1_040)], "recalled 1,140 tokens of turns 3, 17"),
-        ([(3, 1)], "recalled 1 token of turn 3"),
+        ([(3, 140)], "recalled 140 tokens of 1 message (/recall shows them)"),
+        ([(3, 100), (17, 1_040)], "recalled 1,140 tokens of 2 messages (/recall shows them)"),
+        ([(3, 1)], "recalled 1 token of 1 message (/recall shows them)"),
         (
             [(1, 5), (2, 1), (4, 9), (6, 7), (9, 8), (11, 2)],
-            "recalled 32 tokens of turns 1, 4, 6, 9 and 2 more",
+            "recalled 32 tokens of 6 messages (/recall shows them)",
         ),
     ],
 )
-def test_the_turns_that_gave_most_are_named(turns: list[tuple[int, int]], line: str) -> None:
+def test_a_line_counts_the_messages_of_single_tokens_that_came_back(
+    turns: list[tuple[int, int]], line: str
+) -> None:
     recall = _Recall([RecalledTurn(*turn) for turn in turns], None)
     assert describe_recalled(recall, 200) == line  # type: ignore[arg-type]
 

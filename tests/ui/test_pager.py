@@ -54,10 +54,18 @@ def test_what_leaves_a_row_for_the_prompt_is_printed_and_what_does_not_is_paged(
         lambda patch: patch.setenv("PAGER", "/no/such/program"),
         lambda patch: patch.setenv("PAGER", ""),
         lambda patch: patch.setenv("PAGER", "cat"),
+        lambda patch: patch.setenv("PAGER", "less '"),
         lambda patch: patch.setenv("TERM", "dumb"),
         lambda patch: patch.setattr(sys, "stdin", io.StringIO()),
     ],
-    ids=["no such program", "an empty $PAGER", "cat", "a dumb terminal", "piped commands"],
+    ids=[
+        "no such program",
+        "an empty $PAGER",
+        "cat",
+        "an open quote",
+        "a dumb terminal",
+        "piped commands",
+    ],
 )
 def test_without_a_pager_or_somebody_to_turn_pages_all_is_printed(
     paged: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]

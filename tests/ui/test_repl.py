@@ -62,7 +62,9 @@ def test_help_names_the_keys_and_describes_one_command(chat: Terminal) -> None:
     assert chat.ask("/?") == keys
     for shown in (chat.ask("/help budget"), chat.ask("/help /budget")):
         assert re.fullmatch(
-            r"/budget \[TOKENS\]\s+set how many tokens may be held in the cache\.", shown
+            r"/budget \[TOKENS\]\s+Set how many tokens may be held in the cache\. A token (.|\n)*\n"
+            r"Example: /budget 512",
+            shown,
         )
     assert chat.ask("/help bye").startswith("/exit (also /quit, /bye)\n")
 
@@ -173,7 +175,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
         ("/sinks", "sinks is 4"),
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
-        ("/policy", "policy is salience; other policies: anchor, "),
+        ("/policy", "  anchor     Keeps the sinks, the current sequence, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),

@@ -1,0 +1,93 @@
+"""`/help NAME`, `/policy`, `/theme`, `/search`, and the ways out of what is not the prompt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from saved_chats import SAYINGS, Chat, refusal, saved
+from sirchat.config.values import policy_choices
+from sirchat.ui import commands
+from sirchat.ui.commands import Commands
+from terminal import Terminal
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def test_each_command_has_a_paragraph_and_an_example_of_it() -> None:
+    text = Path(commands.__file__).with_name("help.yaml").read_text(encoding="utf-8")
+    told = yaml.safe_load(text)
+    names = [name for name in Commands.names() if "the same as" not in Commands.help_of(name)[1]]
+    assert set(names) <= set(told)
+    for name in names:
+        words = told[name]["example"].split()
+        assert words[0] == f"/{name}"
+        assert len(words) == 1 or Commands.help_of(name)[0], name  # one that takes no argument
+        assert told[name]["more"].strip()[-1] == ".", name
+    shown = Chat().do("/help recall")
+    assert "Restore archived tokens" in shown
+    assert "With recall on, sirchat looks in all that was evicted" in " ".join(shown.split())
+    assert shown.endswith("Example: /recall passport number\n")
+
+
+def test_policies_are_listed_with_a_line_each() -> None:
+    lines = Chat(policy="entropy").do("/policy").splitlines()
+    listed = dict(line[2:].split(None, 1) for line in lines if not line.startswith("policy is"))
+    assert set(listed) >= set(policy_choices())
+    assert all(meaning.startswith("Keeps ") for meaning in listed.values())
+    assert [line for line in lines if line.startswith("*")] == [f"* entropy    {listed['entropy']}"]
+    assert lines[-1] == "policy is entropy; /policy NAME chooses"
+
+
+def test_the_theme_changes_at_once() -> None:
+    chat = Chat(theme="dark")
+    assert "theme is dark" in chat.do("/theme")
+    assert "dark -> light" in chat.do("/theme light")
+    assert chat.screen.theme.name == "light"
+    assert "light" in refusal(chat, "/theme pink")
+
+
+def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(folder: Path) -> None:
+    other = saved(folder, "trip")
+    chat = Chat(budget=64)
+    chat.say("The Pelican of Oslo is grey.", *SAYINGS[2:4], "A pelican flies")
+    assert chat.session.resident < chat.session.seen
+    shown = chat.do("/search pelican")
+    assert shown.startswith("in this chat:\n  you: The Pelican of Oslo is grey.\n")
+    assert "  you: A pelican flies\n" in shown
+    assert "saved chats" not in shown
+    shown = chat.do("/search pelican oslo")
+    assert shown.count("you:") == 1
+    shown = chat.do("/search some words")
+    assert re.search(rf"in saved chats, which /load ID opens:\n{other} (.|\n)*trip", shown)
+    assert chat.saved_chat._saving.id not in shown.partition("saved chats")[2]
+    assert "no message and no saved chat has all of" in refusal(chat, "/search Ostrich")
+    assert "has no word to search for" in refusal(chat, "/search ...")
+
+
+def test_a_word_with_a_sign_is_found_as_it_is_written(folder: Path) -> None:
+    for name, text in (("plus", "I write C++ all day"), ("plain", "I can call a cab")):
+        chat = Chat()
+        chat.say(text)
+        chat.do(f"/save {name}")
+        chat.saved_chat.close()
+    shown = Chat().do("/search C++")
+    assert "plus" in shown
+    assert "plain" not in shown
+
+
+def test_esc_leaves_edit_and_q_alone_is_not_sent(tmp_path: Path) -> None:
+    environ = {"EDITOR": "", "VISUAL": ""}
+    with Terminal("--max-new-tokens=4", home=tmp_path, environ=environ) as chat:
+        chat.ask("Hello!")
+        chat.say("/edit")
+        chat.wait_screen("(?m)^edit> Hello!")
+        chat.send("\x1b")
+        chat.wait_screen("the message is unchanged")
+        chat.say("q")
+        chat.wait_screen(r"leave\? \(y/n\)")
+        chat.say("n")
+        chat.wait_screen("nothing was sent")
