@@ -216,6 +216,7 @@ def _run(
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sockets[0].getsockname()[1]}/v1"
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
+    typer.echo(f"chat with it, and see its memory, in a browser: {url.removesuffix('v1')}")
     try:
         Server(config).run(sockets=sockets)
     except SystemExit as leaving:

@@ -1,0 +1,92 @@
+"""The server's page as a user meets it: it chats, and shows the memory of each conversation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import babbler
+from serving import listening, serve_program, served, told, user
+
+_NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+
+
+@contextmanager
+def page(**settings: Any) -> Iterator[Any]:
+    """Yields a function that does one thing on the page, and tells what it then shows."""
+    model = settings.pop("model", None)
+    with served(model, **settings) as server, listening(server) as url:
+        command = ["node", str(_NODE), f"{url}/"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
+
+            def do(**action: Any) -> Any:
+                assert node.stdin is not None
+                assert node.stdout is not None
+                print(json.dumps(action), file=node.stdin, flush=True)
+                return json.loads(node.stdout.readline())
+
+            do.ask = server.ask  # type: ignore[attr-defined]
+            yield do
+            node.kill()
+
+
+def test_messages_are_sent_and_replies_and_memory_shown() -> None:
+    settings = {"temperature": 0.0, "seed": 0, "max_new_tokens": 12, "compile": "off"}
+    with page(**settings) as do:
+        text = "My name is <b>Anna</b> & you?\u202e"
+        shown = do(type=text)
+        first = told([user(text)], max_new_tokens=12)
+        assert shown["talk"][0] == ["user", "My name is <b>Anna</b> & you?\ufffd"]
+        assert "&lt;b>Anna" in shown["html"]
+        assert [shown["talk"][-1][1], len(shown["talk"])] == [first, 2]
+        assert shown["hash"].startswith("#")
+        assert "tokens held, 0 evicted" in shown["counts"]
+        assert len(shown["list"]) == 1
+        again = do(type="What is my name?")
+        talk = [user(text), {"role": "assistant", "content": first}, user("What is my name?")]
+        assert again["talk"][-1][1] == told(talk, max_new_tokens=12)
+        assert again["hash"] == shown["hash"]
+        assert do(press="new")["talk"] == []
+        other = do(type="Tell me a joke.")
+        assert len(other["talk"]) == 2
+        assert other["hash"] != again["hash"]
+        assert len(other["list"]) == 2
+
+
+def test_a_conversation_of_another_program_is_shown_and_left_alone() -> None:
+    with page(max_new_tokens=4, compile="off") as do:
+        do.ask([user("Hello.")])
+        shown = do(press="stop")
+        while not shown["hash"]:
+            shown = do(press="stop")
+        assert shown["disabled"]
+        assert "tokens held" in do(press="stop")["counts"]
+        assert not do(press="new")["disabled"]
+
+
+def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
+    with page(model=babbler(), max_new_tokens=1500, compile="off") as do:
+        shown = do(type="Go on.", stop_after=400)
+        assert len(shown["talk"][-1][1]) > 0
+        assert shown["said"] == ""
+        assert shown["hash"]
+        assert "tokens held" in shown["counts"]
+    with page(key="secret", compile="off") as do:
+        assert do(type="Hello.")["said"] == "this server needs its API key"
+
+
+def test_serve_names_its_page(tmp_path: Path) -> None:
+    with serve_program(tmp_path, "-m", "tiny") as (process, url):
+        assert process.stdout is not None
+        told_page = process.stdout.readline()
+        assert told_page == f"chat with it, and see its memory, in a browser: {url[:-2]}\n"
+        process.terminate()
