@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,6 +15,9 @@ from sirchat.memory.policies import is_path
 
 if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
+
+
+_LONG = 16_384  # characters: reading a text of this length takes a second or more
 
 
 def ask_server(
@@ -31,6 +34,7 @@ def ask_server(
         return False
     else:
         connection, access = found
+    bar = ExitStack()
     own = {"settings": profile.model_dump(exclude_unset=True), "holds_all": holds_all}
     messages = [{"role": "user", "content": text}]
     body = json.dumps({"messages": messages, "stream": True, "sirchat_ask": own})
@@ -39,17 +43,23 @@ def ask_server(
         headers["Authorization"] = f"Bearer {key}"
     try:
         try:
+            if len(body) > _LONG:
+                from sirchat.ui.status import loading_bar
+
+                if report := bar.enter_context(loading_bar(screen, profile.model)):
+                    report(f"the server reads {len(text):,} characters", 0, None)
             connection.request("POST", "/v1/chat/completions", body, headers)
             response = connection.getresponse()
             why = "" if response.status == 200 else f"refuses: {_why_refused(response)}"
         except (OSError, HTTPException) as error:
             why = f"can't be asked: {error}"
         if not why:
-            _print(_events(response), screen)
+            _print(_events(response), screen, bar)
         elif server != "auto":
             raise SirchatError(f"the server at {format_value(server)} {why}")
         return not why
     finally:
+        bar.close()
         connection.close()  # the server then ends the reply
 
 
@@ -82,9 +92,11 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
     raise SirchatError("the server ended before the reply was complete")
 
 
-def _print(events: Iterator[Any], screen: "Screen") -> None:
+def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
+    """Print the reply; `bar` is on the screen until it begins."""
     try:
         for event in events:
+            bar.close()
             if "error" in event:
                 raise SirchatError(event["error"]["message"])
             screen.stream(event["choices"][0]["delta"].get("content") or "")

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -280,8 +280,10 @@ def show_while_importing(what: str) -> Iterator[None]:
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         yield
         return
-    try:  # Ctrl-C may come as soon as the text is seen
+    columns = 80
+    with suppress(OSError):  # not a stream of the operating system
         columns = os.get_terminal_size(err.fileno()).columns
+    try:  # Ctrl-C may come as soon as the text is seen
         err.write(displayable_line(what)[: columns - 1] + "\r")
         err.flush()
         yield

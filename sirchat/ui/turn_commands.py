@@ -24,6 +24,7 @@ from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.models.progress import Progress
 from sirchat.paths import memory_dir
+from sirchat.text.text_file import decode_text
 from sirchat.ui.interrupt import Interrupt, leave_ctrl_c_to_child
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -156,16 +157,12 @@ def edit_in_editor(command: list[str], text: str) -> str:
             raise UsageError(
                 f"the editor {command[0]!r} failed with exit code {code}: the message is unchanged"
             )
-        return path.read_text(encoding="utf-8").removesuffix("\n")
+        return decode_text("the edited file", path.read_bytes()).removesuffix("\n")
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise UsageError(
             f"the editor {command[0]!r} can't be started: {why}",
             hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            "the edited file is not UTF-8 text, so the message is unchanged"
         ) from error
     finally:
         path.unlink(missing_ok=True)

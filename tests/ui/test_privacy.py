@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from command import run
 from sirchat.paths import memory_dir
 from sirchat.ui.typed_input import input_history
 from terminal import Terminal, program
@@ -108,3 +109,17 @@ def test_after_save_the_chat_and_what_is_typed_from_then_on_are_kept(
         assert chat.leave() == 0
     assert "state/history" in files_with(WORD, own_home)
     assert "state/history" not in files_with("stays in the chat alone", own_home)
+
+
+def test_a_question_a_replay_and_the_tutorial_leave_nothing(
+    places: dict[str, str], own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own_home)
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SIRCHAT_MODEL", "tiny")
+    assert run("ask", f"I keep a {WORD}.", text=f"A {WORD} is a library.").stdout
+    assert run("--no-save", text=f"I keep a {WORD}.").stdout
+    assert run("tutorial", "--auto").returncode == 0
+    assert files_with(WORD, own_home) == []
+    assert files_with("Luna", own_home) == []

@@ -135,7 +135,7 @@ def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
         chat.ask("Tell me a joke.")
         before = chat.ask("/tokens")
         chat.ask("What is the capital of Italy?")
-        assert "tokens and pinned them" in " ".join(chat.ask('/recall "Anna"').split())
+        assert "of them restored" in " ".join(chat.ask('/recall "Anna"').split())
         assert "pinned" in chat.ask("/tokens")
         assert "undone: What is the capital of Italy?" in " ".join(chat.ask("/undo").split())
         assert chat.ask("/tokens") == before
