@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from sirchat.chat.session import Session
+from sirchat.errors import format_value
 from sirchat.server.requests import FunctionFields, RequestError
 from sirchat.server.rule import FORMATS, NOT_KEPT
 from sirchat.server.tools import CLOSE, OPEN, PYTHON
 from sirchat.text.other_templates import ToolTemplate
 
+_FORMAT = "response_format"
 # Keywords of a schema: with schemas by names, and with values.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
+# Bounds of numbers, and whether they are lower ones. llguidance fails, or even crashes, with some
+# that are far from zero; an upper bound above all numbers that models write is left out.
+_BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
+_FAR = 10**18
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
 # would write blanks without end.
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -40,7 +46,7 @@ class Formats:
         self, schema: dict[str, Any], notes: list[str], session: Session
     ) -> ReplyFormat:
         """The format of a reply in JSON by this schema."""
-        return self._format(session, "response_format", f"start: {_json(schema, notes)}")
+        return self._format(session, _FORMAT, f"start: {_json(schema, notes, _FORMAT)}")
 
     def tool_call_format(
         self,
@@ -54,11 +60,11 @@ class Formats:
 
         If `schema` is not None, the reply may be JSON by it instead.
         """
-        param = "tool_choice" if schema is None else "response_format"
+        param = "tool_choice" if schema is None else _FORMAT
         form = self._call_form(session, param)
         most = most if form.opening else 1  # without tags, a reply can be only one call
         several = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
-        other = "" if schema is None else f" | {_json(schema, notes)}"
+        other = "" if schema is None else f" | {_json(schema, notes, param)}"
         lines = [f"start: call{several}{other}", *form.rules(tools, notes)]
         return self._format(session, param, "\n".join(lines), form.controls)
 
@@ -144,14 +150,14 @@ class _CallForm:
         names = " | ".join(f"call{number}" for number in range(len(tools)))
         lines = [
             f"call: {self._text(before + mark)} {self._text(rest)} called",
-            "after: /[ \\n]*/ called",
+            f"after: {self._text(rest) + '?' if rest else ''} called",
             f"called: ({names}) {self._text(self.closing)}",
         ]
         for number, tool in enumerate(tools):
             begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.arguments)}: '
             schema = {**_forbid_other_arguments(tool.parameters), "type": "object"}
             lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
-            lines.append(f"arguments{number}: {_json(schema, notes)}")
+            lines.append(f"arguments{number}: {_json(schema, notes, 'tools')}")
         return lines
 
     def _text(self, text: str) -> str:
@@ -164,26 +170,29 @@ class _CallForm:
         )
 
 
-def _json(schema: dict[str, Any], notes: list[str]) -> str:
+def _json(schema: dict[str, Any], notes: list[str], param: str) -> str:
     """JSON by a schema, in a grammar."""
-    return f"%json {json.dumps({**_kept(schema, notes), 'x-guidance': _BLANKS})}"
+    return f"%json {json.dumps({**_kept(schema, notes, param), 'x-guidance': _BLANKS})}"
 
 
-def _kept(schema: Any, notes: list[str]) -> Any:
+def _kept(schema: Any, notes: list[str], param: str) -> Any:
     """A schema without what is not kept, which is added to `notes`."""
     if isinstance(schema, list):
-        return [_kept(item, notes) for item in schema]
+        return [_kept(item, notes, param) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {}
     for name, value in schema.items():
-        if name in NOT_KEPT or (name == "format" and value not in FORMATS):
+        is_far = name in _BOUNDS and isinstance(value, int | float) and abs(value) >= _FAR
+        if is_far and (value > 0) == _BOUNDS[name]:
+            raise _refusal(param, f"has a schema whose {name} can't be kept: {format_value(value)}")
+        if name in NOT_KEPT or (name == "format" and value not in FORMATS) or is_far:
             if value:
                 notes.append(f"{name} of the schema is not kept")
         elif name in _NAMED and isinstance(value, dict):
-            kept[name] = {key: _kept(item, notes) for key, item in value.items()}
+            kept[name] = {key: _kept(item, notes, param) for key, item in value.items()}
         else:
-            kept[name] = value if name in _VALUES else _kept(value, notes)
+            kept[name] = value if name in _VALUES else _kept(value, notes, param)
     return kept
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, event, example, given, settings
+from hypothesis import strategies as st
 
 from chatting import session
 from serving import Served, assistant, refusal, served, told, user
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.server.formats import Formats, ReplyFormat
+from sirchat.server.requests import RequestError
 from sirchat.text.reply_marks import Marks
+from template_shapes import tool_tiny
 
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "15"))
+FORMATS = Formats()
 ASKED = [user("My name is Anna, and I have 2 dogs.")]
 PERSON = {
     "type": "object",
@@ -109,3 +119,164 @@ def test_the_sampler_chooses_only_what_is_allowed_after_its_own_choices(sampling
     picked = [sampler.pick(logits, lambda _: [1, 2], at) for at in range(4)]
     assert picked == [5, 6, 7, 8]
     assert asked == [picked[:n] for n in range(4)]
+
+
+# Texts that a tokenizer, a grammar or JSON may take for something else.
+_TEXTS = st.one_of(
+    st.sampled_from(
+        ["<|end|>", "a <|user|> b", "</tool_call>", "\\", '"', "%json", "\n", "\U0001f600"]
+    ),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+)
+_PLAIN = st.one_of(
+    st.builds(lambda texts: {"enum": texts}, st.lists(_TEXTS, min_size=1, max_size=3)),
+    st.builds(lambda text: {"const": text}, _TEXTS),
+    st.builds(lambda text: {"const": {text: [text, None]}}, _TEXTS),
+    st.builds(lambda text: {"type": "string", "pattern": f"^{re.escape(text)}$"}, _TEXTS),
+    st.integers(0, 3).map(lambda n: {"type": "string", "minLength": n, "maxLength": n + 2}),
+    st.builds(
+        lambda least, size: {"type": "integer", "minimum": least, "maximum": least + size},
+        st.integers(-(10**20), 10**20), st.integers(-1, 99),
+    ),
+    st.sampled_from(
+        [
+            *({"type": kind} for kind in ("null", "boolean", "number", ["string", "null"])),
+            *({"type": "string", "format": kind} for kind in ("date", "uuid", "password")),
+            {"$ref": "#/$defs/node"}, {"not": {}}, {"uniqueItems": True, "maxItems": 1},
+            {"minimum": 10**400}, {"maximum": 10**20}, {"$ref": "#/nowhere"}, {"pattern": "("},
+        ]
+    ),
+)  # fmt: skip
+
+
+def _larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    named = st.dictionaries(_TEXTS, inner, max_size=3)
+    return st.one_of(
+        named.map(lambda found: {"type": "object", "properties": found, "required": [*found]}),
+        named.map(
+            lambda found: {"type": "object", "properties": found, "additionalProperties": False}
+        ),
+        st.lists(inner, min_size=1, max_size=3).map(lambda found: {"anyOf": found}),
+        inner.map(lambda item: {"type": "array", "items": item, "maxItems": 2}),
+        inner.map(lambda item: {"type": "array", "prefixItems": [item], "items": False}),
+    )
+
+
+_SCHEMAS = st.recursive(_PLAIN, _larger, max_leaves=6).map(
+    lambda schema: schema | {"$defs": {"node": {"enum": ["<|end|>", None]}}}
+)
+_NODE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"<|end|>": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["<|end|>"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def _write(form: ReplyFormat, choose: random.Random, ends: Any, tokenizer: Any) -> str | None:
+    """What a model may say in a format, which ends as soon as it can; None if it goes on long."""
+    ids: list[int] = []
+    closers = tokenizer.convert_tokens_to_ids(['"', "}", "]"])
+    while len(ids) < 300:
+        mask = form(ids)
+        if mask[list(ends)].any():
+            return str(tokenizer.decode(ids))
+        may = [i for i in closers if mask[i]] if len(ids) > 20 else []
+        ids.append(choose.choice(may or torch.nonzero(mask).flatten().tolist()))
+    return None
+
+
+@settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
+@example(_NODE, 0)
+@example({"type": "integer", "minimum": -(10**20), "maximum": -(10**20) + 35}, 0)
+@given(_SCHEMAS, st.integers(0, 99))
+def test_a_reply_by_any_schema_is_valid_json_or_the_schema_is_refused(
+    schema: Any, seed: int
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    model = tool_tiny()
+    own = session(model, policy="full")
+    try:
+        form = FORMATS.json_format(schema, [], own)
+    except RequestError as error:
+        event(f"refused with {error.status}")
+        assume(error.status == 400)
+        return
+    ends = own.template.end_ids(None)
+    said = _write(form, random.Random(seed), ends, model.tokenizer)
+    event("long" if said is None else "ended")
+    if said is not None:
+        kept = re.sub('"(uniqueItems|propertyNames)": ', '"other": ', json.dumps(schema))
+        jsonschema.validate(json.loads(said, parse_constant=pytest.fail), json.loads(kept))
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "<|end|>"]}}}
+STRICT: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": CITY | {"required": ["city"]}},
+}
+
+
+def begun(text: str) -> Any:
+    """What samples the ids of a text first, and then what the model says."""
+    ids = tool_tiny().tokenizer.encode(text, add_special_tokens=False)
+
+    def make(sampling: Sampling, attempt: int = 0, allowed: Any = None) -> Sampler:
+        def forced(said: Any) -> Any:
+            mask = allowed(said)
+            if len(said) >= len(ids):
+                return mask
+            assert mask[ids[len(said)]], (text, said)
+            return torch.arange(len(mask)) == ids[len(said)]
+
+        return Sampler(sampling, attempt, forced)
+
+    return make
+
+
+@pytest.mark.parametrize("text", ["", "Let me look.\n", "a < b <tool> "])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_strict_call_is_by_its_schema_from_its_mark_on(
+    text: str, parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.chat.session.Sampler", begun(f"{text}<tool_call>"))
+    with served(tool_tiny(), policy="full", max_new_tokens=100) as own:
+        for stream in (False, True):
+            fields = {"tools": [STRICT], "parallel_tool_calls": parallel, "temperature": 1.5}
+            if stream:
+                pieces = [chunk["choices"][0] for chunk in own.chunks(ASKED, **fields)]
+                calls = [c for piece in pieces for c in piece["delta"].get("tool_calls", ())]
+            else:
+                (choice,) = own.ask(ASKED, **fields)["choices"]
+                calls = choice["message"]["tool_calls"]
+                assert (choice["message"]["content"] or "").startswith(text.strip())
+            for call in calls:
+                assert call["function"]["name"] == "f"
+                assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "<|end|>")
+            assert calls
+
+
+def test_with_strict_tools_a_reply_without_calls_is_what_it_was() -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=30) as own:
+        loose = json.loads(json.dumps(STRICT).replace("true", "null"))
+        assert own.reply(ASKED, tools=[STRICT]) == own.reply(ASKED, tools=[loose])
+
+
+@pytest.mark.parametrize("begin", ["<tool_call>", "{", ""])
+def test_a_reply_with_tools_and_a_format_is_calls_or_json(
+    begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.chat.session.Sampler", begun(begin))
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as own:
+        (choice,) = own.ask(ASKED, tools=[STRICT], response_format=by_schema(PERSON))["choices"]
+        for call in choice["message"].get("tool_calls", ()):
+            assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "<|end|>")
+        if choice["finish_reason"] == "stop":
+            check(choice["message"]["content"])
+        else:
+            assert choice["finish_reason"] == "tool_calls"
