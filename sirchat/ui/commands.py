@@ -7,6 +7,7 @@ nearest one; it is never sent to the model.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,8 @@ class Commands:
             return _FORMER[word]
         if word not in self.names():
             close = _ELSEWHERE.get(word) or nearest(word, self.names(), "/")
+            if os.path.isfile(f"/{word}"):
+                close = "@ before a path sends the file's text"
             raise UsageError(
                 f"there is no command /{shorten(displayable_line(word), _LONGEST)}",
                 hint=close or "/help lists all commands; //x sends /x as a message",
@@ -253,9 +256,15 @@ class Commands:
             self._switching.change_policy(name, options)
         else:
             current = self._session.profile.policy
-            help_of = {name: class_help(policy_class, name) for name in policy_choices()}
-            self._screen.page(draw_choices(help_of, current, self._screen.theme))
-            self._screen.note(f"policy is {displayable_line(current)}; /policy NAME chooses")
+            kept = {
+                name: class_help(policy_class, name).removeprefix("Keeps the sinks").lstrip(", ")
+                for name in policy_choices()
+            }
+            self._screen.page(draw_choices(kept, current, self._screen.theme))
+            self._screen.note(
+                f"policy is {displayable_line(current)}; /policy NAME chooses; all but window also "
+                "keep the first tokens (sinks) and what is pinned"
+            )
 
     def do_budget(self, rest: str) -> None:
         """[TOKENS]: set how many tokens may be held in the cache."""

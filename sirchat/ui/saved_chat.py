@@ -297,8 +297,10 @@ class SavedChat:
             text = " ".join(displayable_line(turn.text).split())
             found = [text.casefold().find(word) for word in words.casefold().split()]
             if found and min(found) >= 0 and turn.role != "template":
-                shown = text[max(0, min(found) - _LEAD) :]
-                line = Text(f"  {ROLE_NAMES[turn.role]}: {shorten(shown, _LENGTH)}")
+                if min(found) > _LEAD:
+                    text = f"…{text[text.find(' ', min(found) - _LEAD) + 1 :]}"
+                said = shorten(text, max(_LEAD, screen.width - _LEAD))
+                line = Text(f"  {ROLE_NAMES[turn.role]}: {said}")
                 line.highlight_words(words.split(), "bold underline", case_sensitive=False)
                 texts.append(line)
         result = search_sessions(sessions_dir(), words, screen.note)

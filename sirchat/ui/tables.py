@@ -32,13 +32,11 @@ Columns = dict[str, Sequence[str] | Sequence[str | Text]]
 
 _TEXTS: Final[dict[str, dict[str, Any]]] = {
     "role": {},
-    "is": {},
     "token": {"min_width": 8},
     "flags": {},
     "by the words": {"min_width": 12},
     "recalled text": {"ratio": 1},
     "words that were evicted": {"ratio": 1},
-    "when": {},
     "you said": {"ratio": 1},
 }
 _SHARES: Final = "▁▂▃▄▅▆▇"
@@ -250,10 +248,12 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
         box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
     )
     for name, cells in columns.items():
+        longest = max(cell_len(str(cell)) for cell in [name, *cells])
         if name in _TEXTS:
             table.add_column(name, no_wrap=True, **_TEXTS[name])
+        elif name in ("is", "when"):
+            table.add_column(name, no_wrap=True, min_width=longest)
         else:
-            longest = max(cell_len(str(cell)) for cell in [name, *cells])
             table.add_column(name, justify="right", no_wrap=True, min_width=longest)
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))

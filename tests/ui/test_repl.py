@@ -175,7 +175,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Terminal) -> None:
         ("/sinks", "sinks is 4"),
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
-        ("/policy", "  anchor     Keeps the sinks, the current sequence, "),
+        ("/policy", "  anchor     the current sequence, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none: "),
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
