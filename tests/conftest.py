@@ -7,6 +7,7 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
+os.environ.setdefault("SIRCHAT_STOP_LOOPS", "off")  # models without sense repeat themselves
 os.environ.setdefault("SIRCHAT_COMPILE", "off")  # takes a minute, and rounds in another way
 
 from collections.abc import Iterator

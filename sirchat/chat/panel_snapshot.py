@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -71,6 +71,9 @@ class Snapshot:
     unit: str = ""  # of the scores, such as "nats"; empty for a plain number
     leaving_words: tuple[str, ...] = ()  # some words of `evicted_next`, most surprising first
     recalled_turns: tuple[RecalledTurn, ...] = ()  # of the tokens that recall restored
+    # Of the held tokens, how many each wrote: `user`, `assistant`, `system` or `template`; of
+    # these, `recalled` ones are counted apart.
+    held_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def in_all_layers(self) -> int:
@@ -129,7 +132,15 @@ def take_snapshot(
         in_single_layers=engine.cache.inserted_count,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
         recalled_turns=recalled_turns,
+        held_by=_held_by(ledger, held),
     )
+
+
+def _held_by(ledger: Ledger, held: Positions) -> dict[str, int]:
+    is_recalled = np.isin(held, ledger.recalled)
+    counts = np.bincount(ledger.column("role")[held[~is_recalled]], minlength=len(Role)).tolist()
+    by_role = {role.name.lower(): counts[role] for role in Role}
+    return by_role | {"recalled": int(is_recalled.sum())}
 
 
 def _strongest(ledger: Ledger, order: Floats, held: Positions, count: int) -> Positions:

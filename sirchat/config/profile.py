@@ -187,8 +187,9 @@ class Profile(BaseModel):
     """Save the chat to disk after every reply."""
     save_kv: Literal["auto", "on", "off"] = "auto"
     """Save keys and values, those of evicted tokens as they gather; auto up to 256 MiB of each."""
-    panel: Literal["off", "turn", "live"] = "live"
-    """Show the tokens in the cache: live while the model writes, after each reply, or never."""
+    panel: Literal["auto", "off", "turn", "live", "prompt"] = "auto"
+    """Show the tokens in the cache live, while the model writes, or after each reply, or above the
+    prompt, with what is held of what you told; auto: live, and in windows of 24 lines, prompt."""
     theme: Literal["auto", "dark", "light", "none"] = "auto"
     """Colours for a dark or a light terminal, or no colours."""
     markdown: bool = True

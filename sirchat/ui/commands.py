@@ -346,13 +346,14 @@ class Commands:
         self._switching.apply_profile(rest)
 
     def do_panel(self, rest: str) -> None:
-        """[full|live|turn|on|off]: show all held tokens now, or set when replies show some."""
+        """[full|live|turn|prompt|on|off]: show all held tokens now, or set when some are shown:
+        live, while the model writes; turn, after a reply; prompt, above the prompt; on: both."""
         if rest in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_panel(snapshot, screen.theme, screen.width))
         else:
-            _one_of("/panel", rest, ("full", "live", "turn", "on", "off"))
-            self._switching.change_setting("/panel", "panel", "live" if rest == "on" else rest)
+            _one_of("/panel", rest, ("full", "live", "turn", "prompt", "auto", "on", "off"))
+            self._switching.change_setting("/panel", "panel", "auto" if rest == "on" else rest)
 
     def do_theme(self, rest: str) -> None:
         """[auto|dark|light|none]: choose the colours of panel and text."""

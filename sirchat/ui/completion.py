@@ -36,6 +36,7 @@ _VALUES: Mapping[str, Collection[Selection]] = {
     "panel": (
         ("full", "show all held tokens now"),
         ("live", "show some held tokens while the model writes"),
+        ("prompt", "show above the prompt what is held of what you told"),
         ("turn", "show some held tokens after each reply"),
         ("on", "another name for live"),
         ("off", "never show the panel"),

@@ -33,6 +33,7 @@ _TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
 BYTES_PER_SECOND = 12_000  # most bytes for drawing, besides the text of the reply itself
 TIME_SHARE = 1 / 50  # largest share of the time that may be spent on drawing
 
+LIVE = ("auto", "live")  # values of the setting `panel` that draw it while the model writes
 _WORDS = 3  # most evicted words of the user that the status line names
 _LATEST = 100  # a frame shows words of this number of tokens: those evicted last
 _REGION_ROWS = 10  # most rows of the live region
@@ -98,7 +99,7 @@ class LiveView:
 
     @property
     def _draws_panel(self) -> bool:
-        return self._session.profile.panel == "live" and not self._screen.is_plain
+        return self._session.profile.panel in LIVE and not self._screen.is_plain
 
     def _delta(self, new: Delta) -> None:
         text = self._filter.push(new.text)
@@ -111,7 +112,7 @@ class LiveView:
                 self._draw_in_time()
             return
         self._line += self._text.push(replace(new, text=text))
-        if self._streams or self._session.profile.panel != "live":
+        if self._streams or self._session.profile.panel not in LIVE:
             self._stream()
         elif self._is_due():  # checked before anything slow: this runs for every token
             if self._screen.is_plain:

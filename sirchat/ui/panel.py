@@ -22,6 +22,7 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
+from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import is_mark, split_words, without_template
 from sirchat.config.values import short_number
 from sirchat.ui.cells import StyledRun, cut, known_width_line, lay_out, line_of
@@ -54,6 +55,14 @@ _NO_BREAK: Final = "\xa0"  # a space at which no line may be broken
 _BESIDE = 110  # least width at which two sections are drawn side by side
 _RANKED = 10  # tokens in each of the two rankings: highest scores, and evicted next
 _MARGIN = 13  # width of the column with a turn's number and role
+# Whose tokens the budget holds, and the signs of their segments in the bar.
+_SEGMENTS: Final = {
+    "user": ("yours", "█"),
+    "assistant": ("the model's", "▓"),
+    "system": ("system prompt", "▒"),
+    "recalled": ("recalled", "▚"),
+    "template": ("format", "░"),
+}
 _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
@@ -72,6 +81,88 @@ def draw_compact_panel(
     if evicted:
         lines.insert(4, _evicted(evicted, theme, width))
     return Group(*lines)
+
+
+def draw_memory(
+    snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int
+) -> RenderableType:
+    """Draw the panel above the prompt: what the budget holds, and what is left of what you said.
+
+    Facts that a later message states anew are left out.
+    """
+    width -= 1  # a full row would make some terminals wrap
+    current = [fact for fact in reversed(facts) if fact.newer is None]
+    parts = {
+        "held, of what you told": [fact for fact in current if fact.held == fact.tokens],
+        "held in part": [fact for fact in current if 0 < fact.held < fact.tokens],
+        "evicted, of what you told": [fact for fact in current if not fact.held],
+    }
+    lines = [_segments(snapshot, theme, width)]
+    for name, found in parts.items():
+        if texts := [fact.text for fact in found]:
+            lines += _listed(name, texts, theme, width, rows=2)
+    if told := [turn.text for turn in snapshot.recalled_turns if turn.text]:
+        lines += _listed("recalled for the last reply alone", told, theme, width)
+    if words := snapshot.leaving_words:
+        lines += _listed("evicted next", words, theme, width, quote="")
+    return Group(*lines)
+
+
+def _segments(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """A row with the budget as a bar of segments, and how many tokens each has."""
+    styles = {"user": theme.you, "assistant": theme.model, "system": theme.system}
+    known = [
+        (name, sign, styles.get(who, theme.template), count)
+        for who, (name, sign) in _SEGMENTS.items()
+        if (count := snapshot.held_by.get(who, 0))
+    ]
+    if free := snapshot.budget - snapshot.resident:
+        known.append(("free", "·", theme.rest, free))
+    counts = "  ".join(f"{sign} {name} {count:,}" for name, sign, _, count in known)
+    summary = f" {snapshot.budget:,} tokens: {counts}"
+    cells = max(8, min(width // 3, width - cell_len(summary)))
+    ends = [
+        0,
+        *(
+            round(cells * sum(part[3] for part in known[: n + 1]) / max(1, snapshot.budget))
+            for n in range(len(known))
+        ),
+    ]
+    bar = [
+        StyledRun(sign * (end - start), style)
+        for (_, sign, style, _), (start, end) in zip(known, pairwise(ends), strict=True)
+    ]
+    return line_of([*bar, StyledRun(cut(summary, width - cells), theme.quiet)])
+
+
+def _listed(
+    name: str, texts: Sequence[str], theme: Theme, width: int, *, quote: str = '"', rows: int = 1
+) -> list[Text]:
+    """Rows, at most so many, with as many of the texts as fit, and how many more there are."""
+    name += ": "
+    count, lines, room = 0, [""], width - len(name) - 1  # one cell for a comma
+    for text in texts:
+        item = f"{quote}{known_width_line(displayable_line(text))}{quote}"
+        left = len(texts) - count - 1
+        more = len(f" and {left} more") if left else 0
+        longer = f"{lines[-1]}, {item}" if count else item
+        if cell_len(longer) + more * (len(lines) == rows) <= room:
+            lines[-1] = longer
+        elif not count:
+            lines[-1] = cut(item, room - more)
+        elif len(lines) < rows:
+            lines[-1] += ","
+            lines.append(cut(item, room - more))
+        else:
+            break
+        count += 1
+    if left := len(texts) - count:
+        lines[-1] += f" and {left} more"
+    labels = [name, *[" " * len(name)] * (len(lines) - 1)]
+    return [
+        line_of([StyledRun(label, theme.quiet), StyledRun(line, theme.model)])
+        for label, line in zip(labels, lines, strict=True)
+    ]
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
@@ -293,16 +384,12 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """A line that names the turns of recalled tokens, and the words by which they were found."""
-    if not snapshot.recalled_turns:
-        return []
-    named = [
-        f"turn {turn.turn}"
-        + (f" ({', '.join(map(known_width_line, turn.words))})" if turn.words else "")
-        for turn in snapshot.recalled_turns
-    ]
-    line = cut(f"recalled for this round: {', '.join(named)}", width)
-    return [line_of([StyledRun(line, theme.quiet)])]
+    """A line with the sentences that were recalled, or else the words that found them."""
+    turns = snapshot.recalled_turns
+    if texts := [turn.text for turn in turns if turn.text]:
+        return _listed("recalled for this round", texts, theme, width)
+    words = list(dict.fromkeys(word for turn in turns for word in turn.words))
+    return _listed("recalled by the words", words, theme, width, quote="") if words else []
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
@@ -398,7 +485,7 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
         free = snapshot.budget - snapshot.resident
         tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
     has_scores = any(row.score is not None for row in snapshot.rows)
-    title = "evicted last" if has_scores or not snapshot.rows else "most surprising"
+    title = "stay longest" if has_scores or not snapshot.rows else "most surprising"
     return _pair(
         Group(heading(title, theme, half), tables[0]),
         Group(heading("evicted next", theme, half), tables[1]),

@@ -14,8 +14,13 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.filters import Condition, has_focus, is_searching
-from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.formatted_text import (
+    ANSI,
+    FormattedText,
+    to_formatted_text,
+)
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -99,8 +104,10 @@ class Prompt:
         self._suggested = ""
         self._has_colours = has_colours
         self._toolbar: Callable[[], str] = str
+        self._header: Callable[[], str] = str
+        self._drawn: tuple[Size, FormattedText] | None = None  # the header, at a window's size
         self._prompt: PromptSession[str] = PromptSession(
-            _PROMPT,
+            self._message,
             input=keys,
             output=output,
             multiline=True,
@@ -122,6 +129,10 @@ class Prompt:
         """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""
         self._prompt.completer = completer
         self._toolbar = toolbar
+
+    def set_header(self, header: Callable[[], str]) -> None:
+        """Show rows of ANSI text, which `header` returns, above each prompt while it is open."""
+        self._header = header
 
     @property
     def completer(self) -> Completer:
@@ -171,7 +182,7 @@ class Prompt:
             return self._entered or ""
         finally:
             self._is_editing = False
-            self._prompt.message = _PROMPT  # else the prompt session keeps the other one
+            self._prompt.message = self._message  # else the prompt session keeps the other one
 
     def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
         """Let the user choose one of `count` items, which `draw` draws, by arrow keys.
@@ -227,9 +238,19 @@ class Prompt:
         app.exit(exception=error)
 
     def _begin(self, suggested: str = "") -> None:
-        self._pasted = self._entered = None
+        self._pasted = self._entered = self._drawn = None
         self._suggested = suggested
         self._signs.begin()
+
+    def _message(self) -> FormattedText:
+        """The prompt, below the header, which leaves the screen once the prompt closes."""
+        if self._prompt.app.is_done:
+            return _PROMPT
+        size = self._prompt.output.get_size()
+        if self._drawn is None or self._drawn[0] != size:
+            header = to_formatted_text(ANSI(self._header()))
+            self._drawn = size, FormattedText([*header, *_PROMPT])
+        return self._drawn[1]
 
     def _style(self) -> Style:
         return _STYLE if self._has_colours() else _PLAIN_STYLE

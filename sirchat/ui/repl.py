@@ -29,6 +29,7 @@ from sirchat.ui.commands import (
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
+from sirchat.ui.panel import draw_memory
 from sirchat.ui.prompt import Draw, Line
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
@@ -39,6 +40,8 @@ from sirchat.ui.typed_input import Keyboard, LineInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
+
+PANEL_ROWS = 24  # least rows of a window for the panel above the prompt
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
 
@@ -78,6 +81,7 @@ class Chat:
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
+        self._prompt.set_header(self._memory)
 
     def run(self, first: Line | None = None) -> None:
         """Run the line `first`, if given, and then each line read, until the user leaves."""
@@ -110,6 +114,19 @@ class Chat:
         )
         if self._session.seen and not self._screen.is_quiet:
             show_resumed_chat(self._session, self._screen)
+
+    def _memory(self) -> str:
+        """The panel above the prompt, or "" where it is not wanted, or nothing was said yet."""
+        session, screen = self._session, self._screen
+        how, rows = session.profile.panel, screen.console.size.height
+        is_wanted = how == "prompt" or (how == "auto" and rows >= PANEL_ROWS)
+        if not is_wanted or screen.is_plain or not session.seen:
+            return ""
+        facts = session.facts() if len(session.model.encoder.kinds) else []
+        snapshot = session.snapshot(strongest=0)
+        with screen.console.capture() as captured:
+            screen.show(draw_memory(snapshot, facts, screen.theme, screen.width))
+        return captured.get()
 
     def _pick(self, count: int, draw: Draw, more: str) -> int | None:
         self._keyboard.keep_typed()

@@ -20,7 +20,7 @@ SAID = ("red " * 30, "green and red " * 20, "red and blue " * 10)
 
 
 def told(most: int, **settings: Any) -> Session:
-    small = {"budget": 96, "recent": 16, "decay": 0.9, "max_new_tokens": most}
+    small = {"budget": 96, "recent": 16, "decay": 0.9, "max_new_tokens": most, "stop_loops": True}
     chat = session(babbler(), **small | settings)
     for text in SAID:
         list(chat.ask(text))
@@ -81,7 +81,7 @@ def test_a_complete_reply_does_not_go_on() -> None:
 
 def repeating(monkeypatch: pytest.MonkeyPatch, text: str, **settings: Any) -> tuple[Session, Any]:
     """A chat whose model writes `text` again and again, and the events of a turn in it."""
-    chat = session(tiny(), **settings)
+    chat = session(tiny(), **{"stop_loops": True, **settings})
     ids = chat.model.tokenizer.encode(text, add_special_tokens=False)
     start = chat.seen
 

@@ -54,7 +54,8 @@ def save_babbler(folder: Path, sure: float = 1) -> Path:
 
 def session(model: LoadedModel | None = None, *, tokens: bool = False, **settings: Any) -> Session:
     """A session under the default profile with some settings changed."""
-    return Session(model or tiny(), Profile(**settings), rows_in_events=tokens)
+    profile = Profile(**{"stop_loops": False, **settings})  # models without sense repeat themselves
+    return Session(model or tiny(), profile, rows_in_events=tokens)
 
 
 def ids_of(chat: Session) -> list[int]:

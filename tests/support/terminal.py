@@ -147,6 +147,7 @@ class Terminal:
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
         env["PAGER"] = "cat"  # what is taller than the window is printed, unless a test has a pager
         env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be predicted, of any model
+        env["SIRCHAT_PANEL"] = "live"  # and none above the prompt, which would follow each output
         env["SIRCHAT_MODEL"] = "tiny"  # otherwise a bare `sirchat` asks which model to use
         env |= environ or {}
         self.child: Any
@@ -364,6 +365,8 @@ class Shared:
             self._chat = self._open()
         self._chat.restore_size()
         self._chat.ask("/profile default")
+        self._chat.ask("/panel live")
+        self._chat.ask("/set stop_loops off")
         self._chat.ask("/reset")
         return self._chat
 

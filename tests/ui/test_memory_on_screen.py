@@ -167,7 +167,11 @@ def test_what_passages_say_is_quoted() -> None:
     for is_question, turns, line in (
         (False, told, 'recalled 14 tokens: "I drive a red Volvo."'),
         (False, more, 'recalled 23 tokens: "I drive a red Volvo." and 1 more'),
-        (True, more, "answered from 3 passages of 3,900 tokens"),
+        (
+            True,
+            more,
+            'answered from 3 passages of 3,900 tokens: "I drive a red Volvo." and 1 more',
+        ),
     ):
         found = SimpleNamespace(passages=(7, 1, 9), is_question=is_question)
         assert describe_recalled(_Recall(turns, found), 3_900) == line  # type: ignore[arg-type]
@@ -184,7 +188,7 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
     told = next(t for t in asked.recall.turns if asked.turns[t.turn].text == ZEBRA)
     assert told.words == ("Quixbert",)
     panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
-    assert f"turn {told.turn} (Quixbert)" in panel
+    assert f'"{ZEBRA}"' in panel
     rows = asked.tokens(list(asked.recall.scores))
     table = lines(draw_recalled_turns(rows, asked.recall.turns, NONE), 120)
     (line,) = [row for row in table if row.split()[:1] == [str(told.turn)]]

@@ -158,8 +158,8 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Terminal) -> None:
 
 def test_the_panel_goes_off_and_on(chat: Terminal) -> None:
     assert chat.ask("/panel off") == "panel: live -> off"
-    assert chat.ask("/panel on") == "panel: off -> live"
-    assert chat.ask("/panel live") == "panel is already live"
+    assert chat.ask("/panel on") == "panel: off -> auto"
+    assert chat.ask("/panel on") == "panel is already auto"
 
 
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
@@ -314,7 +314,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/set model other", "model can't change in a running chat"),
         ("/show budgt", "did you mean budget?"),
         ("/show xyzzy", "/show lists all settings"),
-        ("/panel sideways", "full, live, turn, on, off"),
+        ("/panel sideways", "full, live, turn, prompt, auto, on, off"),
         ("/tokens sideways", "turn, top, next, all"),
         ("/tokens turn x", "a whole number, 0 or more"),
         ("/tokens top 0", "a whole number, 1 or more"),

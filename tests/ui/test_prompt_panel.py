@@ -1,0 +1,74 @@
+"""The panel above the prompt: whose tokens fill the budget, and what is left of what you told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from chatting import session
+from drawing import lines
+from sirchat.chat.statements import StatedFact
+from sirchat.recall import RecalledTurn
+from sirchat.ui.panel import draw_memory
+from sirchat.ui.theme import theme_named
+from terminal import Terminal
+
+NONE = theme_named("none", {})
+CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya."
+
+
+def fact(text: str, held: int, newer: int | None = None) -> StatedFact:
+    return StatedFact(0, text, None, 8, held, newer)
+
+
+def test_segments_add_up_to_the_budget() -> None:
+    chat = session(policy="sink", budget=64, system="Be brief.")
+    for _ in range(4):
+        list(chat.ask("My dog is called Rex, and I live in Lisbon."))
+        now = chat.snapshot(strongest=0)
+        assert sum(now.held_by.values()) == now.resident == chat.resident
+        bar, counts = lines(draw_memory(now, [], NONE, 120), 120)[0].split(" 64 tokens: ")
+        parts = {part.rsplit(" ", 1)[0][2:]: int(part.split()[-1]) for part in counts.split("  ")}
+        assert sum(parts.values()) == 64
+        assert parts["yours"] == now.held_by["user"]
+        assert abs(bar.count("\u2588") - len(bar) * parts["yours"] / 64) <= 1
+        assert abs(bar.count("\u00b7") - len(bar) * parts.get("free", 0) / 64) <= 1
+
+
+def test_what_you_told_is_held_in_part_or_evicted() -> None:
+    now = replace(
+        session().snapshot(strongest=0),
+        leaving_words=("fox", "hill"),
+        recalled_turns=(RecalledTurn(0, 6, (), CAT),),
+    )
+    facts = [fact(CAT, 0), fact(GATE, 3), fact(NAME, 8), fact("I am Anna.", 8, newer=4)]
+    _, *rows = lines(draw_memory(now, facts, NONE, 80), 80)
+    assert [row.rstrip() for row in rows] == [
+        f'held, of what you told: "{NAME}"',
+        f'held in part: "{GATE}"',
+        f'evicted, of what you told: "{CAT}"',
+        f'recalled for the last reply alone: "{CAT}"',
+        "evicted next: fox, hill",
+    ]
+
+
+def test_of_much_that_you_told_the_newest_is_shown() -> None:
+    told = [fact(f"I own {n} green books in house {n}.", 8) for n in range(30)]
+    _, first, second = lines(draw_memory(session().snapshot(strongest=0), told, NONE, 60), 60)
+    assert first.startswith('held, of what you told: "I own 29 green')
+    assert second.rstrip().endswith(" more")
+    assert max(map(len, (first, second))) < 60
+    count = first.count("I own") + second.count("I own")
+    assert f" and {30 - count} more" in second
+
+
+def test_it_leaves_the_screen_when_a_line_is_entered(home: Path) -> None:
+    with Terminal("--panel", "prompt", home=home, rows=30) as chat:
+        chat.wait_prompt()
+        chat.ask("My dog is called Rex.")
+        assert chat.text.count("the model's") == 1
+        chat.ask("What is my dog called?")
+        assert chat.text.count("the model's") == 1
+        assert chat.text.index("Your dog is called Rex.") < chat.text.index("the model's")
+        chat.ask("/set panel off")
+        assert "the model's" not in chat.text
