@@ -104,6 +104,8 @@ def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
                 screen.line()
                 for note in event["sirchat"].get("notes", ()):
                     screen.note(note)
+    except (LookupError, TypeError, AttributeError):
+        raise SirchatError("the server's answer is not one of sirchat serve") from None
     except KeyboardInterrupt:
         screen.line()
         raise

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
@@ -113,13 +113,10 @@ def generate_reply(
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     conversation.is_exact = False
-    prefill = _Prefill(session, options.prefill) if options.prefill else None
-    most = options.settings.get("max_new_tokens", session.profile.max_new_tokens)
-    longer = {} if prefill is None else {"max_new_tokens": most + prefill.size}
-    with session.temporary_reply_settings(options.settings | longer):
+    with session.temporary_reply_settings(options.settings):
         try:
             _set_template(session, history)
-            allowed = prefill if options.format is None else options.format(session)
+            allowed = None if options.format is None else options.format(session)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
             ):
@@ -203,7 +200,10 @@ def _answer(
         if options.holds_all:
             raise_budget_for(session, text)
         notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-    for event in session.ask(text, lambda: gone() or pieces.has_ended, allowed=allowed):
+    reply = _begun_reply(session, options.prefill) if options.prefill else None
+    for event in session.ask(
+        text, lambda: gone() or pieces.has_ended, reply=reply, allowed=allowed
+    ):
         if isinstance(event, Choosing):
             yield event.token
             continue
@@ -237,6 +237,13 @@ def _answer(
     if options.is_plain:
         end.memory["notes"] = notes
     yield replace(end, finish="tool_calls") if calls and end.finish == "stop" else end
+
+
+def _begun_reply(session: Session, prefill: str) -> Reply:
+    if session.template.marks.is_open:
+        problem = "can't begin the reply of a model that begins every reply with reasoning"
+        raise RequestError(f"a last message of the assistant {problem}", param="messages")
+    return Reply(tuple(session.template.as_text(prefill.rstrip())), None)
 
 
 def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
@@ -360,23 +367,6 @@ class _Pieces:
 
     def _rest(self) -> str:
         return "" if self.stops.is_found else self.stops.waiting
-
-
-class _Prefill:
-    """A reply's format that only says how it begins: with a text, and then with any ids."""
-
-    def __init__(self, session: Session, text: str) -> None:
-        if session.template.marks.is_open:
-            problem = "can't begin the reply of a model that begins every reply with reasoning"
-            raise RequestError(f"a last message of the assistant {problem}", param="messages")
-        self._ids = session.template.as_text(text.rstrip())
-        self.size = len(self._ids)
-        self._any = torch.ones(session.model.vocab_size, dtype=torch.bool)
-
-    def __call__(self, ids: Sequence[int]) -> torch.Tensor:
-        if len(ids) >= len(self._ids):
-            return self._any
-        return torch.arange(len(self._any)) == self._ids[len(ids)]
 
 
 class _TokenProbabilities:

@@ -219,7 +219,6 @@ class SavedConversations:
         """Write what is new in a conversation; after an error, its next turn tries again."""
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         saving.more = {_FIELD: _fields(conversation)}
-        conversation.is_outdated = conversation.saving is not None
         try:
             if conversation.saving is None:
                 saving.begin()
@@ -232,6 +231,7 @@ class SavedConversations:
             if with_kv:
                 saving.save_kv()
         except Exception as error:  # replies go on after any error
+            conversation.is_outdated = conversation.saving is not None
             if time.monotonic() - self._said_at > _SILENCE:
                 known = error if isinstance(error, SirchatError) else type(error).__name__
                 _LOG.error("conversations can't be saved now: %s", known)

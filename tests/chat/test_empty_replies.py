@@ -24,7 +24,7 @@ def notices(chat: Session, text: str = "Hello.") -> list[str]:
 
 
 def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
-    monkeypatch.setattr("sirchat.chat.session.Sampler", lambda *_: FixedIds(ids))
+    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: FixedIds(ids))
 
 
 @pytest.mark.parametrize(

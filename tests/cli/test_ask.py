@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +28,12 @@ from chatting import babbler, tiny
 from command import Done, refused, run
 from serving import Served, served
 from sirchat import cli
+from sirchat.cli.asking import _print
 from sirchat.cli.own_server import own_port
 from sirchat.engine.sampling import Sampler
+from sirchat.errors import SirchatError
 from sirchat.paths import server_file
+from sirchat.ui.screen import Screen
 from speaking import saying
 from terminal import Terminal
 from warm_python import warm_python
@@ -391,6 +395,18 @@ def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() ->
     assert (done.returncode, done.stdout) == (1, "Half a")
     assert done.stderr == "sirchat: the server ended before the reply was complete\n"
     assert b"joke" in sent[1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {}, [1], {"error": 5}, {"choices": []}, {"choices": [{"delta": None}]},
+        {"choices": [{"delta": {"content": 5}}]}, {"choices": [{"delta": {}}], "sirchat": 5},
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
+    with pytest.raises(SirchatError, match="is not one of sirchat serve"):
+        _print(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
 
 
 def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:

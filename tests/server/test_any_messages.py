@@ -89,7 +89,7 @@ def reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model always give the same reply."""
     ids = tool_tiny().tokenizer
     written = [*ids.encode(REPLY, add_special_tokens=False), ids.eos_token_id]
-    monkeypatch.setattr("sirchat.chat.session.Sampler", lambda *_: FixedIds(written))
+    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: FixedIds(written))
 
 
 def ask(

@@ -218,7 +218,8 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where a server with room for one request listens; its model never ends a reply."""
-    with served(babbler(), conversations=1, queue=0, budget=64) as one, listening(one) as address:
+    settings: dict[str, Any] = {"conversations": 1, "queue": 0, "budget": 64, "stop_loops": False}
+    with served(babbler(), **settings) as one, listening(one) as address:
         yield address
 
 

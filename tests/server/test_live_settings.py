@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from chatting import babbler
 from serving import Message, Served, assistant, cached, refusal, said, served, told, user
 from sirchat.errors import SessionError
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
 
 LONG = " ".join(f"The number {n} is a number." for n in range(12))
@@ -155,6 +158,25 @@ def test_a_change_during_a_reply_waits_for_its_end() -> None:
     assert done[0]["sirchat"]["policy"] == "full"
     assert changed["resident"] <= 64
     assert changed["seen"] == done[0]["sirchat"]["seen"]
+
+
+def test_changes_at_the_same_time_are_made_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Autosave.update
+
+    def slow(saving: Autosave) -> None:
+        sleep(0.03)
+        usual(saving)
+
+    monkeypatch.setattr(Autosave, "update", slow)
+    with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
+        _, ident = asked(server, SECRET)
+        changes = [{"erase": "Zebulon"}, {"erase": "Oslo"}, {"policy": "sink"}, {"decay": 0.9}]
+        with ThreadPoolExecutor(4) as at_once:
+            shown = list(at_once.map(lambda fields: change(server, ident, **fields), changes))
+        assert len(shown) == len(changes)
+        assert not {"Zebulon", "Oslo"} & set(held_text(memory(server, ident)).split())
 
 
 def test_a_changed_memory_is_that_of_a_prompt_with_the_same_commands() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -251,3 +252,16 @@ def test_the_whole_of_a_named_message_is_read_as_the_template_writes_it(server: 
     whole = hub_tokenizer().apply_chat_template(told, add_generation_prompt=True, return_dict=False)
     assert usage["prompt_tokens"] == len(whole)
     assert ChatMessage(role="user", content="a", name="Anna").text == "a"
+
+
+def test_a_client_that_leaves_within_its_request_is_no_failure(server: Served) -> None:
+    events = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+    head = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+
+    async def receive() -> Any:
+        return next(events, {"type": "http.disconnect"})
+
+    async def send(event: Any) -> None:
+        assert event.get("status", 499) == 499
+
+    asyncio.run(server.server.app(head | {"headers": [(b"host", b"localhost")]}, receive, send))

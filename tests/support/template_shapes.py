@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from chatting import tiny
-from sirchat.engine.sampling import FixedIds
+from sirchat.engine.sampling import Continued, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
 
 _CORPUS = [
@@ -167,4 +167,6 @@ def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:
     """Let the model give these replies, one after another, whatever it is asked."""
     ids = tool_tiny().tokenizer
     left = [[*ids.encode(text, add_special_tokens=False), ids.eos_token_id] for text in replies]
-    monkeypatch.setattr("sirchat.chat.session.Sampler", lambda *_: FixedIds(left.pop(0)))
+    monkeypatch.setattr(
+        "sirchat.chat.settings.Sampler", lambda *_: Continued(left.pop(0), Sampling())
+    )

@@ -1,0 +1,75 @@
+"""A server for real clients: `python -m tests.server.clients.serve_by_heart`, until Ctrl-C.
+
+The model is the bundled one, but for calls of tools and a long reply, which it knows by heart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import torch
+import uvicorn
+
+from serving import served
+from sirchat.chat import session
+from sirchat.chat.settings import build_sampling
+from sirchat.engine.sampling import Allowed, Sampler
+from template_shapes import tool_tiny
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+# What the model says where these words are in a message; "Oslo" and the like may follow.
+SAID = {
+    "weather in Oslo": "Let me look.\n" + CALL % "Oslo",
+    "weather in both": CALL % "Oslo" + "\n" + CALL % "Rome",
+    "degrees": "It is -3 degrees.",
+    "Count": " ".join(f"{n} and" for n in range(60)),
+}
+
+
+def known(text: str, allowed: Allowed | None) -> Allowed | None:
+    """What limits the reply to a message; ids that a format forbids are not said."""
+    model = tool_tiny()
+    reply = next((said for words, said in SAID.items() if words in text), None)
+    if reply is None:
+        return allowed
+    ids = model.tokenizer.encode(reply, add_special_tokens=False)
+    ids.append(model.tokenizer.convert_tokens_to_ids("<|end|>"))
+
+    def mask(said: Sequence[int]) -> torch.Tensor:
+        size = model.vocab_size
+        free = torch.ones(size, dtype=torch.bool) if allowed is None else allowed(said)
+        is_said = len(said) < len(ids) and bool(free[ids[len(said)]])
+        return torch.arange(size) == ids[len(said)] if is_said else free
+
+    return mask
+
+
+def main() -> None:
+    """Serve on port 8059."""
+    said: list[str] = []
+    usual = session.Session.read_user
+
+    def read_user(self: Any, text: str, *others: Any, **named: Any) -> Any:
+        said[:] = [text]
+        return usual(self, text, *others, **named)
+
+    def sampler(profile: Any, reply: Any, attempt: int, allowed: Any) -> tuple[Sampler, int]:
+        limits = known(said[-1], allowed)
+        return Sampler(build_sampling(profile), attempt, limits), profile.max_new_tokens
+
+    with (
+        patch.object(session, "build_sampler", sampler),
+        patch.object(session.Session, "read_user", read_user),
+        served(tool_tiny(), policy="sink", budget=1024, max_new_tokens=300) as one,
+    ):
+        uvicorn.run(one.server.app, port=8059, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
