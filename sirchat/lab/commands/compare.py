@@ -158,13 +158,13 @@ def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
     """Replay the transcript's rounds under each setting, and show a progress bar meanwhile."""
-    from rich.console import Console
     from rich.progress import Progress
 
     from sirchat.lab.studies.side_by_side.compare import compare
     from sirchat.ui.interrupt import Interrupt
+    from sirchat.ui.screen import make_notes_console
 
-    console = Console(stderr=True, highlight=False)
+    console = make_notes_console()
     with (
         Interrupt() as stopped,
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,

@@ -18,6 +18,7 @@ from sirchat.lab.training.anchor_trainer import HISTORY, LAST, load_losses, mean
 from sirchat.lab.training.schedule import SIZES
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.models.progress import quiet_libraries
+from sirchat.ui.screen import make_notes_console
 
 if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions
@@ -39,7 +40,7 @@ def train_with_progress(
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
     recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
     options = TrainOptions(out=out, steps=recipe, size=size, seed=seed, resume=resume)
-    with shown_progress(Console(stderr=True, highlight=False), "preparing") as show:
+    with shown_progress(make_notes_console(), "preparing") as show:
         for record in train(options, kind):
             show(record.step, recipe, _describe(record))
     Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
@@ -54,7 +55,7 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
     if not is_first():
         train_anchors(training)
         return
-    console = Console(stderr=True, highlight=False)
+    console = make_notes_console()
     with shown_progress(console, "first step") as show:
         train_anchors(training, lambda step: show(*_progress(step, options)))
     for line in report(options.out):
@@ -69,7 +70,7 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
     """
     from sirchat.lab.training.scorer import open_trainer
 
-    console = Console(stderr=True, highlight=False)
+    console = make_notes_console()
     with quiet_libraries():
         trainer = open_trainer(options)  # errors in the options appear before the bar
     sizes = [len(one.ids) for one in trainer.conversations]
@@ -95,7 +96,7 @@ def train_encoder_with_progress(options: EncoderOptions) -> None:
     """
     from sirchat.lab.training.encoder import open_trainer
 
-    console, done = Console(stderr=True, highlight=False), 0
+    console, done = make_notes_console(), 0
     with quiet_libraries():
         trainer = open_trainer(options)  # errors in the options appear before the bar
     with shown_progress(console, "first conversation") as show:
