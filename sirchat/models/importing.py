@@ -16,18 +16,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Parts of torch that `import torch` imports, in a fifth of its time, and no chat with a `Decoder`
+# Parts of torch that `import torch` imports, in a sixth of its time, and no chat with a `Decoder`
 # needs: what operations compute without data, and `torch.export`.
 _LATER = ("torch._meta_registrations", "torch.export")
+_VERSION = "2.13."  # of torch, for which that was tried; another is imported as a whole
 # What they would import, without which `torch.Generator()` fails.
 _NEEDED_NOW = "torch._prims.rng_prims"
-# What may need them without naming them.
+# What may need them without naming them. They import none of these, so no threads wait in a circle.
 _NEED_ALL = (
     "transformers",
     "accelerate",
     "torch._dynamo",
     "torch._inductor",
     "torch._functorch.aot",
+    "torch.export.",
 )
 
 
@@ -55,49 +57,59 @@ def defer_parts_of_torch() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds modules for Python's import system: of those in `_LATER` only the name."""
+    """Finds modules for Python's import system: of those in `_LATER`, at first, only the name."""
 
     def __init__(self) -> None:
-        self.waiting = dict[str, ModuleType]()
-        self._loaders = dict[str, Any]()
-        self._lock = threading.RLock()
+        self._left_out = set[str]()
+        self._at_work = set[int]()  # identifiers of threads
+        self._replacing = threading.Lock()  # never held for an import
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.startswith(_NEED_ALL) and "torch" in sys.modules:
-            self.import_waiting()
-        if name not in _LATER or (spec := PathFinder.find_spec(name, path)) is None:
-            return None
-        self._loaders[name], spec.loader = spec.loader, self
-        return spec
+        torch = sys.modules.get("torch")
+        if name.startswith(_NEED_ALL) and torch is not None:
+            self.import_the_rest()
+        elif name in _LATER and name not in self._left_out:
+            found = str(getattr(torch, "__version__", "")).startswith(_VERSION)
+            spec = PathFinder.find_spec(name, path) if found else None
+            if spec is not None:
+                self._left_out.add(name)
+                spec.loader = self
+                return spec
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = _Later(spec.name)
-        module.__dict__["_finder"] = self
-        return module
+        return _Later(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.waiting[module.__name__] = module
         with suppress(ImportError):
             import_module(_NEEDED_NOW)
 
-    def import_waiting(self) -> None:
-        """Import what waits; another thread waits until all of it is there."""
-        with self._lock:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            while self.waiting:
-                name, module = self.waiting.popitem()
-                self._loaders[name].exec_module(module)
+    def import_the_rest(self) -> None:
+        """Import what was left out, or wait for a thread that does; after an error, try again."""
+        thread = threading.get_ident()
+        if thread in self._at_work:
+            return
+        self._at_work.add(thread)
+        try:
+            with self._replacing:
+                for name in _LATER:
+                    if isinstance(sys.modules.get(name), _Later):
+                        del sys.modules[name]
+            for name in _LATER:
+                import_module(name)
+        finally:
+            self._at_work.remove(thread)
+        with suppress(ValueError):  # another thread was faster
+            sys.meta_path.remove(self)
 
 
 class _Later(ModuleType):
-    """A module that is imported when one of its names is used."""
+    """Stands for a module that is imported when one of its names is used."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):  # those are of the import system
-            self.__dict__["_finder"].import_waiting()
-            with suppress(KeyError):
-                return self.__dict__[name]
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name.startswith("__") and name != "__all__":  # those are of the import system
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__dict__["__loader__"].import_the_rest()
+        return getattr(import_module(self.__name__), name)

@@ -9,36 +9,133 @@ import pytest
 
 pytestmark = pytest.mark.slow  # each imports torch anew
 
-PROGRAM = """
-import sys
-from sirchat.models.importing import defer_parts_of_torch
+BEGIN = """
+import importlib.util, os, sys, threading
+from sirchat.models.importing import _NEED_ALL, defer_parts_of_torch
 defer_parts_of_torch()
+(finder,) = (one for one in sys.meta_path if hasattr(one, "import_the_rest"))
+LEFT_OUT = ("torch._meta_registrations", "torch.export")
+
+def left_out():
+    return [name for name in LEFT_OUT if type(sys.modules.get(name)).__name__ == "_Later"]
+
+def all_is_there():
+    import torch
+    importlib.util.find_spec("transformers")
+    assert finder not in sys.meta_path and not left_out()
+    assert torch.export.export and torch.export is sys.modules["torch.export"]
+    assert torch._meta_registrations is sys.modules["torch._meta_registrations"]
+    assert torch.nn.Conv1d(2, 3, 4, device="meta")(torch.ones(2, 9, device="meta")).shape == (3, 6)
+    defer_parts_of_torch()
+    assert finder not in sys.meta_path
+"""
+# Each case runs in a process of its own, forked after the import.
+FORKED = """
 import torch
-(finder,) = (one for one in sys.meta_path if hasattr(one, "waiting"))
-assert set(finder.waiting) == {"torch._meta_registrations", "torch.export"}
+assert left_out() == list(LEFT_OUT), "was torch updated? try it, then change _VERSION"
 assert "torch._decomp" not in sys.modules
+for case in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        exec(case)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, case
+"""
+
+
+def run(*cases: str, program: str = FORKED) -> None:
+    command = [sys.executable, "-c", BEGIN + program, *cases]
+    subprocess.run(command, check=True, timeout=120)
+
+
+CHAT = """
 assert torch.equal(torch.ones(2, 3) @ torch.ones(3, 1), torch.full((2, 1), 3.0))
 assert torch.empty(2, 3, device="meta").shape == (2, 3)
 drawn = torch.randn(4, generator=torch.Generator().manual_seed(3), requires_grad=True)
 (slope,) = torch.autograd.grad((drawn.softmax(0) * torch.arange(4)).sum(), drawn)
-assert slope.shape == torch.func.jacfwd(torch.sin)(drawn).diagonal().shape
 assert torch.linalg.svdvals(torch.eye(3)).sum() == torch.fft.fft(torch.ones(3))[0].real == 3
 import torch.export
-assert finder.waiting
+assert left_out() == list(LEFT_OUT)
+assert slope.shape == torch.func.jacfwd(torch.sin)(drawn).diagonal().shape
+"""
+
+# No thread that holds an import's lock then waits for one that waits for this lock.
+IN_ORDER = """
+before = set(sys.modules)
+finder.import_the_rest()
+new = [name for name in set(sys.modules) - before if name.startswith(_NEED_ALL)]
+assert new and all(name.startswith("torch.export.") for name in new), new
+"""
+
+USES = [
+    "from torch.export import export",
+    "import torch.export as held; assert held.export is torch.export.export",
+    "from torch.export import *; assert export",
+    "from torch.export.graph_signature import ExportGraphSignature",
+    "import torch._export.utils",
+    "assert not hasattr(torch.export, 'nothing')",
+]
+
+THREADS = """
+errors, ready = [], threading.Barrier(6)
+
+def work(use):
+    ready.wait()
+    try:
+        exec(use)
+        torch.export.export, torch._meta_registrations.meta_mm
+    except BaseException as error:
+        errors.append(error)
+
+uses = (
+    "torch.export.export",
+    "import torch._dynamo",
+    "torch._meta_registrations.meta_mm",
+    "importlib.util.find_spec('transformers')",
+    "import torch.export.unflatten",
+    "import torch._functorch.aot_autograd",
+)
+threads = [threading.Thread(target=work, args=(use,), daemon=True) for use in uses]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+    assert not thread.is_alive()
+assert not errors, errors
+all_is_there()
+"""
+
+FAILING = """
+class Fails:
+    def find_spec(self, name, path, target=None):
+        if name == "torch.export.exported_program":
+            raise ImportError("no memory")
+
+for use in ("torch.export.export", "importlib.util.find_spec('transformers')"):
+    sys.meta_path.insert(0, Fails())
+    try:
+        exec(use)
+    except ImportError as error:
+        assert "no memory" in str(error)
+    else:
+        raise SystemExit("no error")
+    del sys.meta_path[0]
+all_is_there()
 """
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "from torch.export import export",
-        "import importlib.util; importlib.util.find_spec('transformers')",
-    ],
-)
-def test_all_of_torch_is_there_once_it_is_used(use: str) -> None:
-    whole = (
-        "assert not finder.waiting and finder not in sys.meta_path\n"
-        "assert torch.export.export and torch._meta_registrations.meta_mm\n"
-        "defer_parts_of_torch(); assert finder not in sys.meta_path\n"
-    )
-    subprocess.run([sys.executable, "-c", f"{PROGRAM}{use}\n{whole}"], check=True, timeout=120)
+def test_a_chat_does_not_need_them_and_all_is_there_once_one_is_used() -> None:
+    run(CHAT, IN_ORDER, *(f"{use}; all_is_there()" for use in USES))
+
+
+def test_threads_that_use_them_at_once_all_find_them() -> None:
+    run(THREADS)
+
+
+def test_after_an_error_it_is_tried_again() -> None:
+    run(FAILING)
+
+
+def test_another_version_of_torch_is_imported_as_a_whole() -> None:
+    older = "import sirchat.models.importing as ours; ours._VERSION = '2.12.'; import torch\n"
+    run(program=f"{older}assert not left_out()\nall_is_there()")
