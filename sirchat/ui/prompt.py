@@ -16,11 +16,7 @@ from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.filters import Condition, has_focus, is_searching
-from prompt_toolkit.formatted_text import (
-    ANSI,
-    FormattedText,
-    to_formatted_text,
-)
+from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -105,7 +101,7 @@ class Prompt:
         self._has_colours = has_colours
         self._toolbar: Callable[[], str] = str
         self._header: Callable[[], str] = str
-        self._drawn: tuple[Size, FormattedText] | None = None  # the header, at a window's size
+        self._printed = 0, Size(0, 0)  # rows of the header above the prompt, and the window's size
         self._prompt: PromptSession[str] = PromptSession(
             self._message,
             input=keys,
@@ -131,7 +127,7 @@ class Prompt:
         self._toolbar = toolbar
 
     def set_header(self, header: Callable[[], str]) -> None:
-        """Show rows of ANSI text, which `header` returns, above each prompt while it is open."""
+        """Show rows of text with colours, which `header` returns, above each prompt until Enter."""
         self._header = header
 
     @property
@@ -155,6 +151,7 @@ class Prompt:
 
         while True:
             self._begin(suggested)
+            self._show_header()
             stopped = False
             try:
                 text = self._prompt.prompt(pre_run=begin)
@@ -223,6 +220,7 @@ class Prompt:
         The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
         """
         renderer = self._prompt.app.renderer
+        self._leave_header()
         renderer.erase()
         show()
         renderer.request_absolute_cursor_position()
@@ -238,19 +236,32 @@ class Prompt:
         app.exit(exception=error)
 
     def _begin(self, suggested: str = "") -> None:
-        self._pasted = self._entered = self._drawn = None
+        self._pasted = self._entered = None
         self._suggested = suggested
         self._signs.begin()
 
+    def _show_header(self) -> None:
+        """Print the header: as a part of the prompt, drawn with each key, it makes typing slow."""
+        header, output = self._header(), self._prompt.output
+        self._printed = header.count("\n"), output.get_size()
+        output.write_raw(header.replace("\n", "\r\n"))
+        output.flush()
+
     def _message(self) -> FormattedText:
-        """The prompt, below the header, which leaves the screen once the prompt closes."""
-        if self._prompt.app.is_done:
-            return _PROMPT
-        size = self._prompt.output.get_size()
-        if self._drawn is None or self._drawn[0] != size:
-            header = to_formatted_text(ANSI(self._header()))
-            self._drawn = size, FormattedText([*header, *_PROMPT])
-        return self._drawn[1]
+        """The prompt; while it closes, the header above it leaves the screen, if all is there."""
+        app, (rows, size) = self._prompt.app, self._printed
+        if rows and app.is_done:
+            self._printed = 0, size
+            screen, at = app.renderer.last_rendered_screen, app.renderer._cursor_pos
+            is_whole = self._prompt.output.get_size() == size
+            if is_whole and screen is not None and rows + screen.height <= size.rows:
+                up, down = f"\x1b[{at.y + rows}A", f"\x1b[{at.y}B" * bool(at.y)
+                self._prompt.output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{at.x + 1}G")
+        return _PROMPT
+
+    def _leave_header(self) -> None:
+        """Other rows come between header and prompt, or it moves: it stays where it is."""
+        self._printed = 0, self._printed[1]
 
     def _style(self) -> Style:
         return _STYLE if self._has_colours() else _PLAIN_STYLE
@@ -320,10 +331,21 @@ class Prompt:
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
             usual, tempfile.tempdir = tempfile.tempdir, memory_dir()
+            self._leave_header()
             try:
                 event.current_buffer.open_in_editor()  # the prompt then has the edited text
             finally:
                 tempfile.tempdir = usual
+
+        @keys.add("c-z", filter=typing)
+        def _suspend(event: KeyPressEvent) -> None:
+            self._leave_header()
+            event.app.suspend_to_background()
+
+        @keys.add("c-l", filter=typing)
+        def _clear(event: KeyPressEvent) -> None:
+            self._leave_header()
+            event.app.renderer.clear()
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from threading import Thread
 
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
@@ -41,6 +42,11 @@ from sirchat.ui.typed_input import Keyboard, LineInput
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
 
+UNFINISHED = (
+    "the faster code for this model was not compiled to its end, and the next chat begins anew; "
+    "with --compile on, a chat waits for it, once, about a minute"
+)
+
 PANEL_ROWS = 24  # least rows of a window for the panel above the prompt
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
@@ -77,6 +83,7 @@ class Chat:
         self._has_asked_to_leave = False
         self._is_checked = screen.terminal is None  # whether choices by speed need no check
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
+        self._compiling: Thread | None = None
         self._switch_to(session)
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
@@ -93,6 +100,8 @@ class Chat:
                     self._history.is_kept = self._session.profile.save
                     line = self._prompt.read()
                 if line is None or not self._act_on(line):
+                    if self._compiling is not None and self._compiling.is_alive():
+                        self._screen.remark(UNFINISHED)
                     return
                 with Interrupt():  # ignores a Ctrl-C that comes after the reply
                     self.saved_chat.update()
@@ -139,7 +148,7 @@ class Chat:
         )
         self._screen.use_theme(session.profile.theme)
         if session.profile.compile == "auto":
-            compile_in_background(session.model)
+            self._compiling = compile_in_background(session.model) or self._compiling
 
     def _act_on(self, line: Line) -> bool:
         """Run `line` as a command or send it, and print any error; False if the user leaves."""

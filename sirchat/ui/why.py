@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -18,6 +20,7 @@ from sirchat.chat.words import near_positions, without_template, words_at
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
 from sirchat.recall.word_index import STOP_WORDS
+from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
 from sirchat.ui.text import displayable_line, shorten
@@ -25,6 +28,8 @@ from sirchat.ui.text import displayable_line, shorten
 _ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
 _MOST_ATTENDED = 5  # words that are named
 _LITTLE = 0.5  # a reply that paid less than this share of the mean attention missed the tokens
+_LEAST_USED = 4  # tokens held of a sentence that is named as used most
+_SENTENCE = 120  # characters of it
 _LENGTH = 40  # most characters that are quoted of the words asked for
 _FEW = 4  # at most one token in this number is "only" a few
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
@@ -171,7 +176,7 @@ def _about_related(
 
 
 def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
-    """A line that names the words to which the last reply paid most attention, if there are any."""
+    """Lines with the sentence and the words to which the last reply paid most attention."""
     if not paid.shares:
         return [_HIDDEN] if paid.shares is None else []
     best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
@@ -179,9 +184,24 @@ def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
     words = {word: paid.shares[at] for at in reversed(best) for word in words_at([at], rows)}
     telling = [word for word in words if word.casefold() not in STOP_WORDS]
     named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]
-    if not named:
-        return []
-    return [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
+    lines = [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
+    return [*_most_used(session, paid.shares), *lines * bool(named)]
+
+
+def _most_used(session: Session, shares: Mapping[int, float]) -> list[str]:
+    """A line with the earlier sentence whose tokens got most attention each, at least some."""
+    asked = (last_round(session.turns) or (0, 0))[0]
+    rows = [row for row in session.tokens(sorted(shares)) if row.turn < asked]
+    best, used = 0.0, ("", "")
+    for _, of_turn in groupby(rows, key=lambda row: row.turn):
+        said = list(of_turn)
+        for start, end in pairwise(sentence_bounds([row.text for row in said])):
+            share = fmean(shares[row.position] for row in said[start:end])
+            if end - start >= _LEAST_USED and share > best:
+                best, used = share, ("".join(row.text for row in said[start:end]), said[0].role)
+    text = shorten(displayable_line(used[0]).strip(), _SENTENCE)
+    whose = "yours" if used[1] == "user" else "the model's" if used[1] == "assistant" else used[1]
+    return [f"Of earlier sentences it used most, of {whose}: “{text}”."] if best else []
 
 
 def _can_retry_full(session: Session) -> bool:

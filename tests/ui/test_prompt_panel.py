@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from chatting import session
 from drawing import lines
@@ -62,13 +65,28 @@ def test_of_much_that_you_told_the_newest_is_shown() -> None:
     assert f" and {30 - count} more" in second
 
 
-def test_it_leaves_the_screen_when_a_line_is_entered(home: Path) -> None:
-    with Terminal("--panel", "prompt", home=home, rows=30) as chat:
-        chat.wait_prompt()
-        chat.ask("My dog is called Rex.")
-        assert chat.text.count("the model's") == 1
-        chat.ask("What is my dog called?")
-        assert chat.text.count("the model's") == 1
-        assert chat.text.index("Your dog is called Rex.") < chat.text.index("the model's")
-        chat.ask("/set panel off")
-        assert "the model's" not in chat.text
+@pytest.mark.parametrize("rows", [40, pytest.param(16, marks=pytest.mark.slow)])
+def test_it_leaves_the_screen_when_a_line_is_entered(home: Path, rows: int) -> None:
+    def shown(panel: str) -> list[str]:
+        with Terminal("--panel", panel, "--no-save", home=home, rows=rows) as chat:
+            chat.wait_prompt()
+            for line in ("My dog is called Rex.", "I live in Lisbon. " * 9, "one\\\rtwo\\\rthree"):
+                chat.send(line)
+                chat.submit()
+                chat.wait_prompt()
+                assert ("the model's" in chat.text) == (panel == "prompt")
+            chat.send("never sent\x03")
+            chat.wait_prompt()
+            chat.ask("What is my dog called?")
+            chat.ask("/set panel off")
+            return [
+                line.rstrip()
+                for line in chat.everything.splitlines()
+                if not re.search("tok/s|panel", line)
+            ]
+
+    with_panel, without = shown("prompt"), shown("off")
+    if rows == 40:  # where the panel has scrolled off in part, it stays
+        assert with_panel == without
+    told = [line for line in without if line.startswith(("> ", "  ", "Your dog"))]
+    assert [line for line in with_panel if line in told][: len(told)] == told

@@ -6,11 +6,16 @@ import io
 import itertools
 import re
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from chatting import session
 from sirchat.ui.commands import GROUPS, Commands, Leave
+from sirchat.ui.prompt import Line
+from sirchat.ui.repl import Chat
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.typed_input import InMemory
@@ -333,3 +338,21 @@ def test_a_wrong_line_gets_one_line_that_helps_and_never_reaches_the_model(
     assert reported.replace(" ", "") in answer.replace(" ", "")
     # Nothing was read, and nothing switched.
     assert " · salience · ──────── 0/1,024 held · decay 1" in chat.text
+
+
+def test_a_chat_that_ends_while_its_code_is_compiled_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_done, err = Event(), io.StringIO()
+    thread = Thread(target=is_done.wait)
+    thread.start()
+    monkeypatch.setattr("sirchat.ui.repl.compile_in_background", lambda model: thread)
+    prompt = SimpleNamespace(set_completer=lambda *_: None, set_header=lambda *_: None)
+    entry: Any = SimpleNamespace(keyboard=None, history=InMemory(), prompt=prompt)
+    screen = Screen(io.StringIO(), err)
+    chat = Chat(session(compile="auto", save=False), screen, entry, None, False, ())
+    chat.run(Line("/exit", is_command=True))
+    is_done.set()
+    thread.join()
+    chat.run(Line("/exit", is_command=True))
+    assert err.getvalue().count("was not compiled to its end") == 1

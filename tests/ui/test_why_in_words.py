@@ -164,10 +164,19 @@ def test_why_alone_tells_of_the_earlier_turn_that_fits_and_of_what_got_attention
     chat = session(tiny(), policy="sink", budget=64)
     for text in ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke.", "A dog is what?"):
         list(chat.ask(text))
-    turn, attended = _shown(chat)
+    turn, used, attended = _shown(chat)
     assert turn.startswith("Turn 0 (“My dog is called Rex.”), which shares “dog” with your message")
     assert "/retry full" in turn
     assert attended.startswith("The reply paid most attention to: ")
+    paid, column = chat.attention_paid(7).shares or {}, chat.ledger.column
+    told = re.fullmatch("Of earlier sentences it used most, of (yours|the model's): “(.*)”.", used)
+    assert told
+    means = dict[str, float]()
+    for index, said in enumerate(chat.turns[:6]):  # each is one sentence
+        of_turn = [share for at, share in paid.items() if column("turn")[at] == index]
+        if len(of_turn) >= 4:
+            means[said.role] = max(sum(of_turn) / len(of_turn), means.get(said.role, 0.0))
+    assert max(means, key=means.__getitem__) == {"yours": "user"}.get(told[1], "assistant")
     with pytest.raises(UsageError, match="no reply yet"):
         _shown(session(tiny()))
     with pytest.raises(UsageError, match="these words are not in this chat"):
