@@ -20,8 +20,6 @@ from typing import Any
 # needs: what operations compute without data, and `torch.export`.
 _LATER = ("torch._meta_registrations", "torch.export")
 _VERSION = "2.13."  # of torch, for which that was tried; another is imported as a whole
-# What they would import, without which `torch.Generator()` fails.
-_NEEDED_NOW = "torch._prims.rng_prims"
 # What may need them without naming them. They import none of these, so no threads wait in a circle.
 _NEED_ALL = (
     "transformers",
@@ -83,8 +81,10 @@ class _Finder(MetaPathFinder, Loader):
         return _Later(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        with suppress(ImportError):
-            import_module(_NEEDED_NOW)
+        with suppress(ImportError, AttributeError):
+            # what they import does this, too, after a tenth of a second; `torch.Generator` needs it
+            kind = import_module("torch._opaque_base").OpaqueBaseMeta
+            sys.modules["torch._C"]._set_generator_metaclass(kind)
 
     def import_the_rest(self) -> None:
         """Import what was left out, or wait for a thread that does; after an error, try again."""

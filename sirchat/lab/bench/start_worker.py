@@ -62,16 +62,19 @@ def _figures(
     reply: str,
     started: str,
 ) -> StartFigures:
-    from sirchat.lab.bench.archive import most_memory, resident_memory
-    from sirchat.lab.bench.decode import reply_times
-    from sirchat.lab.bench.ratio import BenchOptions, bench_model
-    from sirchat.models.compiling import use_compiled
+    from sirchat.cli.flags import without_garbage_collection
 
     texts = [int(count) for count in longs.split(",") if count]
-    options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
-    begun = time.perf_counter()
-    model = bench_model(name, device, dtype, quantize)  # type: ignore[arg-type]
-    loaded = time.perf_counter()
+    with without_garbage_collection():
+        from sirchat.lab.bench.archive import most_memory, resident_memory
+        from sirchat.lab.bench.decode import reply_times
+        from sirchat.lab.bench.ratio import BenchOptions, bench_model
+        from sirchat.models.compiling import use_compiled
+
+        options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
+        begun = time.perf_counter()
+        model = bench_model(name, device, dtype, quantize)  # type: ignore[arg-type]
+        loaded = time.perf_counter()
     reply_times(model, options, int(short), 0)
     figures: StartFigures = {"load": loaded - begun, "first": time.time() - float(started)}
     figures |= {"resident": resident_memory(), "peak": most_memory()}
