@@ -7,8 +7,10 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -62,7 +64,14 @@ def serve(
     ] = 100,
     queue: Annotated[
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
-    ] = 16,
+    ] = 256,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A web site whose pages may ask, such as https://chat.example.org; repeatable.",
+            metavar="URL",
+        ),
+    ] = None,
     idle: Annotated[
         str,
         typer.Option(
@@ -89,7 +98,7 @@ def serve(
             f"--host {format_value(host)} lets other machines ask, so an API key is needed",
             hint="set SIRCHAT_API_KEY, or give --api-key",
         )
-    seconds = _seconds(idle)
+    seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
     if profile.recall_from == "all":
         raise UsageError(
@@ -98,7 +107,7 @@ def serve(
         )
     with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
         limits = conversations, saved, queue
-        server = load_server(profile, trust_remote_code, limits, host, api_key)
+        server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
         if own is not None:
             app, sockets = own[0].opened(app), [listener, own[1]]
@@ -106,7 +115,12 @@ def serve(
 
 
 def load_server(
-    profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
+    profile: Profile,
+    trust: bool,
+    limits: tuple[int, int, int],
+    host: str,
+    key: str | None,
+    origins: Sequence[str] = (),
 ) -> "ChatServer":
     """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
     from sirchat.ui.screen import Screen
@@ -128,6 +142,7 @@ def load_server(
             folder=paths.served_dir(),
             host=host,
             key=key,
+            cors=origins,
         )
 
 
@@ -140,6 +155,20 @@ def _seconds(text: str) -> float:
             hint="such as 90s, 10m or 2h; 0 for never",
         )
     return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
+
+
+def _origin(url: str) -> str:
+    """The origin of a web site, as browsers send it; UsageError if the URL has none."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
+            return f"{parts.scheme}://{parts.netloc.lower()}"
+    except ValueError:
+        pass
+    raise UsageError(
+        f"--cors can't be {format_value(url)}; allowed: the address of a web site",
+        hint="such as https://chat.example.org or http://localhost:3000, without a path",
+    )
 
 
 def _bind_tcp_socket(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
@@ -44,7 +45,7 @@ from sirchat.models.probe import (
 from sirchat.models.readout import Readings, Readout
 from sirchat.models.scorer import Scorer
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.state_map import recorded_states, side_by_side
+from sirchat.models.state_map import layer_count, recorded_states, side_by_side
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -153,20 +154,24 @@ class LoadedModel:
 
     @torch.inference_mode()
     def encode(self, ids: Sequence[int], start: int = 0) -> Tensor:
-        """The sentence vector [D] of ids[start:], all ids read alone; float32, on the CPU.
+        """The unit vector [D] of ids[start:], all ids read alone; float32, on the CPU.
 
-        The layers after the deepest one that the encoder needs do not run.
+        By the encoder, after whose deepest layer no other runs; without one, the mean of the last
+        layer's states.
         """
-        cache, layers = self.new_cache(len(ids)), self.encoder.layers
+        encoder = self.encoder
+        cache, layers = self.new_cache(len(ids)), encoder.layers or (layer_count(self.module),)
         size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
         for at in range(0, len(ids), size):
             is_last = at + size >= len(ids)
             with recorded_states(self.module, layers, ends_pass=is_last) as states:
                 self.module(**self._inputs(ids[at : at + size], cache, None, None))
-            parts.append(self.encoder.numbers(side_by_side(states)))
+            both = side_by_side(states)
+            parts.append(encoder.numbers(both) if encoder.layers else both)
             if not is_last:
                 cache.commit(size)
-        return self.encoder.pooled(torch.cat(parts)[start:].mean(0)).float().cpu()
+        mean = torch.cat(parts)[start:].mean(0)
+        return (encoder.pooled(mean) if encoder.layers else F.normalize(mean, dim=-1)).float().cpu()
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """Context manager, entered for each of about `count` passes over one text.

@@ -7,6 +7,7 @@ this machine (DNS rebinding); so on a loopback address the `Host` header must na
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -16,9 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sirchat.errors import format_value
 from sirchat.server.requests import MOST_BYTES, RequestError
 
-_NAMES = ("localhost", "127.0.0.1", "::1")
+# `host.docker.internal` is how containers call the machine on which they run.
+_NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
 
 
 def is_loopback(host: str) -> bool:
@@ -51,12 +54,14 @@ async def show_error(request: Request, error: RequestError) -> Response:
 class Access:
     """ASGI middleware that refuses requests of clients that may not use the server `app`.
 
-    `host` is the name or address where it listens; `key` is None if requests need no API key.
+    `host` is the name or address where it listens; `key` is None if requests need no API key;
+    web pages of the `origins` may use it, too.
     """
 
     app: ASGIApp
     host: str
     key: str | None
+    origins: Sequence[str] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -76,11 +81,18 @@ class Access:
         names = {*_NAMES, self.host.lower()}
         if is_loopback(self.host):
             if asked not in names:
-                raise RequestError("the host of the request is not this machine", status=403)
+                raise RequestError(
+                    f"the host of the request, {format_value(asked)}, is not this machine; "
+                    "to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
+                    status=403,
+                )
         elif asked is not None:
             names.add(asked)  # the server's own page, under the name by which others reach it
-        if origin is not None and _host_of(origin) not in names:
-            raise RequestError("requests from other web sites are refused", status=403)
+        if origin is not None and _host_of(origin) not in names and origin not in self.origins:
+            raise RequestError(
+                "requests from other web sites are refused; to allow one: sirchat serve --cors URL",
+                status=403,
+            )
         if self.key is not None and needs_key and not self._has_key(headers):
             raise RequestError(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",

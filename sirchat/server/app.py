@@ -6,11 +6,9 @@ import asyncio
 import json
 import logging
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +17,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -30,7 +29,7 @@ from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.sampling import Allowed
-from sirchat.errors import SettingError, format_value
+from sirchat.errors import SettingError
 from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.measuring import check_in_background
@@ -40,7 +39,8 @@ from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.completions import CompletionShape, Part
 from sirchat.server.conversation import History
 from sirchat.server.formats import Formats
-from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
+from sirchat.server.model_routes import ModelRoutes
+from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
@@ -65,6 +65,12 @@ Result = TypeVar("Result")
 Shape = CompletionShape | ResponsesShape | OllamaShape  # makes the JSON of one reply
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
+_CORS: dict[str, Any] = {
+    "allow_methods": ["*"],
+    "allow_headers": ["*"],
+    "expose_headers": ["*"],
+    "allow_private_network": True,
+}
 _MOST_CALLS = 8  # in a reply that must call tools
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
@@ -76,7 +82,7 @@ class Limits:
 
     conversations: int = 8
     saved: int = 100
-    queue: int = 16
+    queue: int = 256
 
 
 def open_server(
@@ -87,10 +93,12 @@ def open_server(
     folder: Path,
     host: str,
     key: str | None,
+    cors: Sequence[str] = (),
 ) -> ChatServer:
     """The server of a loaded model, which continues the conversations saved in `folder`.
 
-    `profile` has the settings of all conversations; SettingError if one does not work here.
+    `profile` has the settings of all conversations; SettingError if one does not work here. Web
+    pages of the origins `cors` may ask.
     """
     own = with_model_defaults(profile, model)
     check_profile(own, model)
@@ -99,7 +107,7 @@ def open_server(
     check_in_background(model.module)
     disk = SavedConversations(model, own, limits.saved, folder) if own.save else None
     conversations = ConversationPool(model, own, limits.conversations, disk)
-    return ChatServer(conversations, queue=limits.queue, host=host, key=key)
+    return ChatServer(conversations, queue=limits.queue, host=host, key=key, cors=cors)
 
 
 class ChatServer:
@@ -107,31 +115,49 @@ class ChatServer:
 
     Requests need the API key `key`, unless it is None. `model` is its name for clients, `replies`
     the thread that generates the replies; `queue` requests may wait until a conversation is free.
+    Web pages of the origins `cors` may ask, too.
     """
 
     def __init__(
-        self, conversations: ConversationPool, *, queue: int, host: str, key: str | None
+        self,
+        conversations: ConversationPool,
+        *,
+        queue: int,
+        host: str,
+        key: str | None,
+        cors: Sequence[str] = (),
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
         self._loaded, self._profile = conversations.model, conversations.profile
-        self._names = model_names(conversations.model.name)
-        self.model = self._names[-1]
-        self._since = int(time.time())
+        names = model_names(conversations.model.name)
+        self.model = names[-1]
+        about = ModelRoutes(conversations.model, names, self.replies)
+        self._check_name = about.check_name
         self._told = set[str]()  # notes that the log has
         self._responses, self._formats = KeptResponses(), Formats()
+        routes = [
+            Route("/health", self._health),
+            *about.routes,
+            *SessionRoutes(self.replies, conversations).routes,
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._create_response, methods=["POST"]),
+            Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
+            Route("/v1/completions", self._complete_text, methods=["POST"]),
+            Route("/api/chat", self._ollama_chat, methods=["POST"]),
+            Route("/api/generate", self._ollama_generate, methods=["POST"]),
+        ]
+        # Some clients take the address for the whole of it.
+        short = [
+            Route(route.path.removeprefix("/v1"), route.endpoint, methods=list(route.methods or ()))
+            for route in routes
+            if route.path.startswith("/v1/")
+        ]
         self.app = Starlette(
-            routes=[
-                Route("/health", self._health),
-                Route("/v1/models", self._list_models),
-                *SessionRoutes(self.replies, conversations).routes,
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/responses", self._create_response, methods=["POST"]),
-                Route("/api/chat", self._ollama_chat, methods=["POST"]),
-                Route("/api/tags", self._list_ollama_models),
-                Route("/api/version", self._version),
-                Route("/v1/completions", self._complete_text, methods=["POST"]),
+            routes=[*routes, *short],
+            middleware=[
+                *([Middleware(CORSMiddleware, **_CORS, allow_origins=cors)] if cors else []),
+                Middleware(Access, host=host, key=key, origins=cors),
             ],
-            middleware=[Middleware(Access, host=host, key=key)],
             exception_handlers={
                 RequestError: show_error,  # type: ignore[dict-item]
                 HTTPException: _show_http_error,  # type: ignore[dict-item]
@@ -141,10 +167,6 @@ class ChatServer:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
-
-    async def _list_models(self, request: Request) -> Response:
-        model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
-        return JSONResponse({"object": "list", "data": [{"id": self.model, **model}]})
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ChatRequest)
@@ -161,30 +183,35 @@ class ChatServer:
         shape = ResponsesShape(asked, before, self.model, self._responses)
         return await self._answer(request, asked.as_chat_request(before), shape)
 
+    async def _find_response(self, request: Request) -> Response:
+        ident = request.path_params["id"]
+        if request.method == "DELETE":
+            self._responses.remove(ident)
+            return JSONResponse({"id": ident, "object": "response", "deleted": True})
+        return JSONResponse(self._responses.find(ident))
+
     async def _ollama_chat(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), OllamaRequest).as_chat_request()
-        return await self._answer(request, asked, OllamaShape(self.model))
+        return await self._answer_as_ollama(request, OllamaRequest)
 
-    async def _list_ollama_models(self, request: Request) -> Response:
-        since = datetime.fromtimestamp(self._since, UTC).isoformat()
-        model = {"name": self.model, "model": self.model, "modified_at": since, "digest": ""}
-        return JSONResponse({"models": [{**model, "details": {"family": "sirchat"}}]})
+    async def _ollama_generate(self, request: Request) -> Response:
+        return await self._answer_as_ollama(request, OllamaTextRequest)
 
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
+    async def _answer_as_ollama(
+        self, request: Request, kind: type[OllamaRequest | OllamaTextRequest]
+    ) -> Response:
+        asked = parse_request(await read_body(request), kind)
+        shape = OllamaShape(self.model, is_chat=kind is OllamaRequest)
+        if asked.only_loads:
+            self._check_name(asked.model)
+            return JSONResponse(shape.loaded)
+        return await self._answer(request, asked.as_request(), shape)
 
     async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one.
 
         Raises RequestError if it names another model, or if the reply fails before it begins.
         """
-        if asked.model not in (None, *self._names):
-            raise RequestError(
-                f"there is no model {format_value(asked.model)}; this server has {self.model}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        self._check_name(asked.model)
         options = self._options(asked)
         parts = ReplyParts(self.replies, self._history(asked), options)
         try:

@@ -51,7 +51,7 @@ class ClusterOptions(BaseModel):
     replicas: int = Field(2, ge=1, le=1000)
     conversations: int = Field(8, ge=1, le=1000)
     saved: int = Field(100, ge=1, le=10000)
-    queue: int = Field(16, ge=0, le=10000)
+    queue: int = Field(256, ge=0, le=10000)
     cpus: float = Field(1, gt=0)
     gpus: float = Field(0, ge=0)
     folder: Path | None = None

@@ -1,4 +1,4 @@
-"""Ollama's chat API: its requests as chat requests, its replies as one or several JSON objects."""
+"""Ollama's API for replies: requests in OpenAI's shape, replies as one or several JSON objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sirchat.server.requests import (
     Json,
     MemorySettings,
     Name,
+    ReplyRequest,
     RequestError,
+    TextRequest,
     Tool,
     make_request,
 )
 from sirchat.server.rule import MANY
 from sirchat.server.tools import ToolCall, call_id
-
-VERSION = "0.12.0"  # of Ollama, whose chat API this is
 
 _RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 
@@ -73,25 +73,20 @@ class OllamaMessage(Fields):
     tool_call_id: CallId | None = None
 
 
-class OllamaRequest(Fields):
-    """The body of a request to `/api/chat`."""
+class _OllamaAsk(Fields):
+    """What the bodies of requests to `/api/chat` and `/api/generate` share."""
 
     place = "request"
     model: str
-    messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
-    tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
     stream: bool = True
     sirchat: MemorySettings = MemorySettings()
 
-    def as_chat_request(self) -> ChatRequest:
-        """This request as one of OpenAI's chat API; RequestError if a value is not allowed."""
-        options = self.options.model_dump(exclude_none=True)
+    def _shared(self) -> dict[str, Any]:
+        """The fields of a chat request that do not say what is asked."""
         fields: dict[str, Any] = {
             "model": self.model.removesuffix(":latest"),
-            "messages": list(self._messages()),
-            "tools": self.tools,
             "stream": self.stream,
             "sirchat": self.sirchat,
         }
@@ -100,8 +95,49 @@ class OllamaRequest(Fields):
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        fields |= {_RENAMED.get(name, name): value for name, value in options.items()}
-        return make_request(ChatRequest, fields)
+        options = self.options.model_dump(exclude_none=True)
+        return fields | {_RENAMED.get(name, name): value for name, value in options.items()}
+
+
+class OllamaTextRequest(_OllamaAsk):
+    """The body of a request to `/api/generate`: one message, or with `raw` a text to go on with."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether the request asks for no reply: clients then want the model to be loaded."""
+        return not self.prompt
+
+    def as_request(self) -> ReplyRequest:
+        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        if self.raw:
+            if self.format is not None or self.system is not None:
+                raise RequestError("raw can't be had with format or system", param="raw")
+            return make_request(TextRequest, self._shared() | {"prompt": self.prompt})
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return make_request(ChatRequest, self._shared() | {"messages": messages})
+
+
+class OllamaRequest(_OllamaAsk):
+    """The body of a request to `/api/chat`."""
+
+    messages: list[OllamaMessage] = Field(default=[], max_length=MOST_MESSAGES)
+    tools: list[Tool] = Field(default=[])
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether the request asks for no reply: clients then want the model to be loaded."""
+        return not self.messages
+
+    def as_request(self) -> ReplyRequest:
+        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        asked = {"messages": list(self._messages()), "tools": self.tools}
+        return make_request(ChatRequest, self._shared() | asked)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat request, in which each call and each result has an id."""
@@ -127,9 +163,14 @@ class OllamaShape:
 
     media = "application/x-ndjson"
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._model, self._is_chat = model, is_chat
         self._begun = time.monotonic_ns()
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        """The response to a request that asks for no reply."""
+        return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
@@ -150,13 +191,14 @@ class OllamaShape:
             yield _line(error.body_at("/api/"))
 
     def _piece(self, said: ReplyText) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        if said.thinking:
-            message["thinking"] = said.thinking
-        if said.calls:
-            message["tool_calls"] = [_ollama_call(call) for call in said.calls]
+        more: dict[str, Any] = {"thinking": said.thinking} if said.thinking else {}
+        text: dict[str, Any] = {"response": said.text, **more}
+        if self._is_chat:
+            if said.calls:
+                more["tool_calls"] = [_ollama_call(call) for call in said.calls]
+            text = {"message": {"role": "assistant", "content": said.text, **more}}
         now = datetime.now(UTC).isoformat()
-        return {"model": self._model, "created_at": now, "message": message, "done": False}
+        return {"model": self._model, "created_at": now, **text, "done": False}
 
     def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
         """The fields of only the last object; the first part was generated at `first`, in ns."""

@@ -209,34 +209,42 @@ class ResponsesRequest(Fields):
 
 
 class KeptResponses:
-    """The messages up to each earlier response, and its items, by their ids; the oldest leave."""
+    """The earlier responses, and the messages up to each, by their ids; the oldest leave."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[ChatMessage], int, list[str]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[list[ChatMessage], int, dict[str, Any]]] = OrderedDict()
         self._items: dict[str, dict[str, Any]] = {}
         self._size = 0
 
     def add(
-        self,
-        ident: str,
-        before: list[ChatMessage],
-        new: list[ChatMessage],
-        items: list[dict[str, Any]],
+        self, before: list[ChatMessage], new: list[ChatMessage], response: dict[str, Any]
     ) -> None:
-        """Keep a response: the messages `before` its request, those of request and reply, and its
-        output `items`.
-        """
+        """Keep a response: the messages `before` its request, and those of request and reply."""
         texts = [message.text for message in new]  # those of earlier messages are shared
         texts += [call.function.arguments for message in new for call in message.tool_calls]
         size = sum(map(len, texts))
-        self._kept[ident] = [*before, *new], size, [item["id"] for item in items]
-        self._items |= {item["id"]: item for item in items}
+        self._kept[response["id"]] = [*before, *new], size, response
+        self._items |= {item["id"]: item for item in response["output"]}
         self._size += size
         while len(self._kept) > _MOST_KEPT or self._size > _MOST_CHARACTERS:
-            _, (_, size, dropped) = self._kept.popitem(last=False)
-            self._size -= size
-            for item in dropped:
-                del self._items[item]
+            self.remove(next(iter(self._kept)))
+
+    def remove(self, ident: str) -> None:
+        """Forget a response; RequestError if it is not kept."""
+        for item in self.find(ident)["output"]:
+            del self._items[item["id"]]
+        self._size -= self._kept.pop(ident)[1]
+
+    def find(self, ident: str, param: str | None = None) -> dict[str, Any]:
+        """The JSON object of a response; RequestError, which names `param`, if it is not kept."""
+        if ident not in self._kept:
+            raise RequestError(
+                f"there is no response {format_value(ident)}; it may be dropped, or was not stored",
+                status=404,
+                param=param,
+                code=param and "previous_response_not_found",
+            )
+        return self._kept[ident][2]
 
     def with_items(self, asked: ResponsesRequest) -> ResponsesRequest:
         """The request with kept items in place of references; RequestError if one is not kept."""
@@ -258,13 +266,7 @@ class KeptResponses:
         """All messages up to a response, [] for None; RequestError if it is not kept."""
         if ident is None:
             return []
-        if ident not in self._kept:
-            raise RequestError(
-                f"there is no response {format_value(ident)}; it may be dropped, or was not stored",
-                status=404,
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
+        self.find(ident, "previous_response_id")
         return self._kept[ident][0]
 
 
@@ -385,12 +387,13 @@ class ResponsesShape:
             self._write("output_text", "")
         for kind in tuple(self._open):
             self._end_text(kind, status)
-        if self._asked.store:
-            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
-            self._kept.add(self._id, self._before, new, self._items)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
-        return self._response(status) | more
+        response = self._response(status) | more
+        if self._asked.store:
+            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
+            self._kept.add(self._before, new, response)
+        return response
 
     def _response(self, status: str) -> dict[str, Any]:
         return {**self._common, "status": status, "output": [*self._items]}

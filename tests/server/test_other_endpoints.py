@@ -140,7 +140,7 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
 def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
     kept = KeptResponses()
     for number in range(1002):
-        kept.add(str(number), [], [ChatMessage(role="user", content="a")], [{"id": str(number)}])
+        kept.add([], [ChatMessage(role="user", content="a")], {"id": str(number), "output": []})
     assert kept.messages("1001")
     with pytest.raises(RequestError):
         kept.messages("1")

@@ -108,6 +108,7 @@ def served(
     folder: Path | None = None,
     saved: int = 100,
     name: str = "tiny",
+    cors: Sequence[str] = (),
     **settings: Any,
 ) -> Iterator[Served]:
     """Context manager: a server with some settings changed; it saves in `folder`, if given.
@@ -117,7 +118,7 @@ def served(
     profile, model = Profile(model=name, **settings), model or tiny()
     disk = SavedConversations(model, profile, saved, folder) if folder else None
     kept = ConversationPool(model, profile, conversations, disk)
-    server = ChatServer(kept, queue=queue, host=host, key=key)
+    server = ChatServer(kept, queue=queue, host=host, key=key, cors=cors)
     try:
         yield Served(server)
     finally:

@@ -1,0 +1,224 @@
+"""The HTTP endpoints about the server's model, in the shapes of OpenAI and Ollama; embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from base64 import b64encode
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sirchat.errors import format_value
+from sirchat.models.devices import own_parameters
+from sirchat.models.model import LoadedModel
+from sirchat.server.access import read_body
+from sirchat.server.ollama import OllamaOptions
+from sirchat.server.reply_thread import ReplyThread
+from sirchat.server.requests import Fields, RequestError, parse_request
+
+VERSION = "0.12.0"  # of Ollama, whose API this is
+
+_MOST_TEXTS = 2048  # in a request for embeddings
+_WITHOUT_ENCODER = "the mean of the last layer's hidden states"
+
+_Texts = Annotated[
+    list[str],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    Field(min_length=1, max_length=_MOST_TEXTS),
+]
+
+
+class EmbeddingRequest(Fields):
+    """The body of a request to `/v1/embeddings`; texts only, as ids of other models differ."""
+
+    place = "request"
+    model: str | None = None
+    input: _Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class OllamaEmbedRequest(Fields):
+    """The body of a request to `/api/embed`, or with `prompt` to `/api/embeddings`."""
+
+    place = "request"
+    model: str | None = None
+    input: _Texts = Field(default=[""])
+    prompt: str | None = None
+    truncate: bool = True
+    dimensions: int | None = None
+    options: OllamaOptions = OllamaOptions()
+
+
+class ShowRequest(Fields):
+    """The body of a request to `/api/show`."""
+
+    place = "request"
+    model: str | None = None
+    name: str | None = None  # the field's earlier name
+    verbose: bool = False
+
+
+class ModelRoutes:
+    """The endpoints that tell what the model is, by its `names`, and make vectors of texts.
+
+    A vector is the one by which recall finds a sentence; of a model without a sentence encoder, it
+    is the mean of the last layer's hidden states.
+    """
+
+    def __init__(self, model: LoadedModel, names: tuple[str, ...], replies: ReplyThread) -> None:
+        self._model, self._names, self._replies = model, names, replies
+        self._since = int(time.time())
+        self.routes = [
+            Route("/v1/models", self._list),
+            Route("/v1/models/{name:path}", self._find),
+            Route("/v1/embeddings", self._embed, methods=["POST"]),
+            Route("/api/tags", self._list_as_ollama),
+            Route("/api/ps", self._list_as_ollama),
+            Route("/api/show", self._show, methods=["POST"]),
+            Route("/api/version", _version),
+            Route("/api/embed", self._embed_as_ollama, methods=["POST"]),
+            Route("/api/embeddings", self._embed_as_ollama, methods=["POST"]),
+        ]
+
+    def check_name(self, name: str | None) -> None:
+        """Raise RequestError if a request names another model."""
+        if name is not None and name.removesuffix(":latest") not in self._names:
+            raise RequestError(
+                f"there is no model {format_value(name)}; this server has {self._names[-1]}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _list(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._as_openai]})
+
+    async def _find(self, request: Request) -> Response:
+        self.check_name(request.path_params["name"])
+        return JSONResponse(self._as_openai)
+
+    @property
+    def _as_openai(self) -> dict[str, Any]:
+        about = {"object": "model", "created": self._since, "owned_by": "sirchat"}
+        return {"id": self._names[-1], **about}
+
+    async def _embed(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), EmbeddingRequest)
+        self.check_name(asked.model)
+        vectors, tokens = await self._vectors(asked.input, asked.dimensions)
+        data = [
+            {"object": "embedding", "index": at, "embedding": _encoded(one, asked.encoding_format)}
+            for at, one in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        answer = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
+        model = self._model
+        how = model.encoder_in_words if model.passage_encoder.size else _WITHOUT_ENCODER
+        return JSONResponse(answer | {"sirchat": {"vectors": how}})
+
+    async def _embed_as_ollama(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), OllamaEmbedRequest)
+        self.check_name(asked.model)
+        begun, is_one = time.monotonic_ns(), request.url.path.endswith("/embeddings")
+        texts = [asked.prompt or ""] if is_one else asked.input
+        vectors, tokens = await self._vectors(texts, asked.dimensions, cuts=asked.truncate)
+        if is_one:
+            return JSONResponse({"embedding": vectors[0].tolist()})
+        return JSONResponse(
+            {
+                "model": self._names[-1],
+                "embeddings": [one.tolist() for one in vectors],
+                "total_duration": time.monotonic_ns() - begun,
+                "load_duration": 0,
+                "prompt_eval_count": tokens,
+            }
+        )
+
+    async def _vectors(
+        self, texts: list[str], size: int | None, *, cuts: bool = False
+    ) -> tuple[list[NDArray[np.float32]], int]:
+        """The vectors of texts, one at a time between the steps of replies, and their tokens."""
+        tokenizer, most = self._model.tokenizer, self._model.context_length
+        each = [tokenizer.encode(text, add_special_tokens=False) or [0] for text in texts]
+        if not cuts and (longest := max(map(len, each))) > most:
+            raise RequestError(
+                f"a text has {longest:,} tokens; the model's context length is {most:,}",
+                param="input",
+                code="context_length_exceeded",
+            )
+        found = []
+        for text, ids in zip(texts, each, strict=True):
+            call = self._replies.call(partial(self._vector, text, ids[:most]))
+            found.append(await asyncio.wrap_future(call))
+        if size not in (None, len(found[0])):
+            raise RequestError(
+                f"dimensions can't be {size}; allowed: {len(found[0])}", param="dimensions"
+            )
+        return found, sum(len(ids[:most]) for ids in each)
+
+    def _vector(self, text: str, ids: list[int]) -> NDArray[np.float32]:
+        own = self._model.sentence_encoder
+        return (own.vectors([text])[0] if own else self._model.encode(ids)).numpy()
+
+    async def _list_as_ollama(self, request: Request) -> Response:
+        since = datetime.fromtimestamp(self._since, UTC).isoformat()
+        size = sum(tensor.nbytes for _, tensor in own_parameters(self._model.module))
+        name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
+        model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
+        times = (
+            {"modified_at": since}
+            if request.url.path.endswith("tags")
+            else {
+                "expires_at": until,
+                "size_vram": size if self._model.device.type != "cpu" else 0,
+            }
+        )
+        return JSONResponse({"models": [model | times]})
+
+    async def _show(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), ShowRequest)
+        self.check_name(asked.model or asked.name)
+        config = self._model.module.config.get_text_config(decoder=True)
+        kind, template = config.model_type, str(self._model.tokenizer.chat_template or "")
+        able = ["completion", "embedding", *(("tools",) if "tools" in template else ())]
+        info = {
+            "general.architecture": kind,
+            f"{kind}.context_length": self._model.context_length,
+            f"{kind}.embedding_length": config.hidden_size,
+            f"{kind}.block_count": config.num_hidden_layers,
+        }
+        return JSONResponse(
+            {
+                "modelfile": f"FROM {self._model.name}",
+                "parameters": "",
+                "template": template,
+                "details": self._details,
+                "model_info": info,
+                "capabilities": able,
+                "modified_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
+            }
+        )
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        kind = self._model.module.config.model_type
+        about = {"parent_model": "", "format": "", "family": kind, "families": [kind]}
+        return about | {"parameter_size": "", "quantization_level": ""}
+
+
+async def _version(request: Request) -> Response:
+    return JSONResponse({"version": VERSION})
+
+
+def _encoded(vector: NDArray[np.float32], encoding: str) -> str | list[float]:
+    as_text = encoding == "base64"
+    return b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist()
