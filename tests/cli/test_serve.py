@@ -23,7 +23,7 @@ from sirchat.config.profile import Profile
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--cors", "*"], 2, "--cors can't be '*'"),
+        (["--cors", "*"], 2, '--cors can\'t be "*"'),
         (["--host", "0.0.0.0"], 2, "so an API key is needed (set SIRCHAT_API_KEY, or give --api"),
         (["--host", "10.1.2.3"], 2, '--host "10.1.2.3" lets other machines ask'),
         (["--api-key", " "], 2, "the API key is empty (give a key, or none)"),
