@@ -84,14 +84,14 @@ def draw_compact_panel(
 
 
 def draw_memory(
-    snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int
+    snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int, rows: int = 2
 ) -> RenderableType:
     """Draw the panel above the prompt: what the budget holds, and what is left of what you said.
 
-    Facts that a later message states anew are left out.
+    Facts that a later message states anew are left out. Each list has at most so many rows.
     """
     width -= 1  # a full row would make some terminals wrap
-    current = [fact for fact in reversed(facts) if fact.newer is None]
+    current = [fact for fact in reversed(facts) if fact.newer is None and "?" not in fact.text]
     parts = {
         "held, of what you told": [fact for fact in current if fact.held == fact.tokens],
         "held in part": [fact for fact in current if 0 < fact.held < fact.tokens],
@@ -100,9 +100,9 @@ def draw_memory(
     lines = [_segments(snapshot, theme, width)]
     for name, found in parts.items():
         if texts := [fact.text for fact in found]:
-            lines += _listed(name, texts, theme, width, rows=2)
+            lines += _listed(name, texts, theme, width, rows=rows)
     if told := [turn.text for turn in snapshot.recalled_turns if turn.text]:
-        lines += _listed("recalled for the last reply alone", told, theme, width)
+        lines += _listed("recalled for the last reply alone", told, theme, width, rows=rows)
     if words := snapshot.leaving_words:
         lines += _listed("evicted next", words, theme, width, quote="")
     return Group(*lines)

@@ -253,8 +253,8 @@ class Prompt:
         if rows and app.is_done:
             self._printed = 0, size
             screen, at = app.renderer.last_rendered_screen, app.renderer._cursor_pos
-            is_whole = self._prompt.output.get_size() == size
-            if is_whole and screen is not None and rows + screen.height <= size.rows:
+            height = screen.height if screen is not None else 1  # it was entered beforehand
+            if self._prompt.output.get_size() == size and rows + height <= size.rows:
                 up, down = f"\x1b[{at.y + rows}A", f"\x1b[{at.y}B" * bool(at.y)
                 self._prompt.output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{at.x + 1}G")
         return _PROMPT

@@ -134,7 +134,8 @@ class Chat:
         facts = session.facts() if len(session.model.encoder.kinds) else []
         snapshot = session.snapshot(strongest=0)
         with screen.console.capture() as captured:
-            screen.show(draw_memory(snapshot, facts, screen.theme, screen.width))
+            shares = max(1, rows // 12)  # so that the panel takes less than half of the window
+            screen.show(draw_memory(snapshot, facts, screen.theme, screen.width, shares))
         return captured.get()
 
     def _pick(self, count: int, draw: Draw, more: str) -> int | None:
