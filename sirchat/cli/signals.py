@@ -1,4 +1,4 @@
-"""Handles closed standard streams, and ends the program in order after SIGTERM or SIGHUP."""
+"""Handles closed standard streams, and ends the program in order after a signal."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_ENDING = ("SIGTERM", "SIGHUP")
+_ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")  # the last comes with Ctrl-\
 _SECONDS = 1.0  # from a signal to the check whether the program is ending
 
 
@@ -30,7 +30,10 @@ def prepare_streams() -> str:
 
 
 def install_exit_handlers() -> None:
-    """Let SIGTERM and SIGHUP raise SystemExit(128 + number), unless `nohup` has them ignored."""
+    """Let signals that end the program raise SystemExit(128 + number), unless they are ignored.
+
+    Ctrl-Z shows the cursor, which a progress bar may have hidden.
+    """
     leave = _Leave()
     sys.unraisablehook = leave.send_again
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -38,6 +41,8 @@ def install_exit_handlers() -> None:
         number = getattr(signal, name, None)  # Windows lacks some signals
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, leave)
+    if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, _suspend)
 
 
 def leave_terminal() -> None:
@@ -120,6 +125,14 @@ def _show_cursor() -> None:
                 stream.write("\x1b[?25h")
                 stream.flush()
             return
+
+
+def _suspend(number: int, frame: FrameType | None) -> None:
+    if "rich.live" in sys.modules and os.isatty(2):  # whose bar has replaced `sys.stderr`
+        os.write(2, b"\x1b[?25h")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.signal(number, _suspend)
 
 
 def _is_ending(code: object) -> bool:

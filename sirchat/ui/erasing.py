@@ -11,6 +11,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
 from sirchat.ui.cells import clear_width_cache
+from sirchat.ui.pasted import as_typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable_line
@@ -135,7 +136,7 @@ class Erasing:
         """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
         mine = {turn.text.strip() for turn in turns if turn.role == "user"}
-        mine |= self._history.typed_now
+        mine |= self._history.typed_now | set(map(as_typed, mine))
         turn = self._turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
@@ -148,7 +149,7 @@ class Erasing:
         said = turns[turn] if 0 <= turn < len(turns) else None
         message = said.text.strip() if said is not None and said.role == "user" else ""
         message = self._history.typed_for.get(message, message)
-        return lambda line: bool(message) and line.strip() == message
+        return lambda line: bool(message) and line.strip() in (message, as_typed(message))
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""

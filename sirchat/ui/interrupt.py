@@ -52,7 +52,8 @@ def whole_output() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name, signal.SIGINT) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    numbers = [getattr(signal, name, signal.SIGINT) for name in names]
     handlers = {number: signal.getsignal(number) for number in numbers}
     usual = {number: handler for number, handler in handlers.items() if callable(handler)}
     held = list[int]()

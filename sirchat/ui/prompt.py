@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import tempfile
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import Application
+from prompt_toolkit.application import Application, run_in_terminal
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
 from prompt_toolkit.data_structures import Size
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, has_focus, is_searching
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History
@@ -26,18 +24,17 @@ from prompt_toolkit.layout.processors import Processor, Transformation, Transfor
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
-from sirchat.paths import memory_dir
+from sirchat.errors import UsageError
 from sirchat.ui.attaching import open_mention
+from sirchat.ui.editor import edit_in_editor, editor_command
+from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
+from sirchat.ui.pasted import FENCE, PastedSigns, as_typed
 from sirchat.ui.text import displayable
 
 # Takes the index of a list's item and a width in cells; returns the item's lines. Each is a list of
 # parts: a style (`dim`, `bold`, `match` or "") and a text.
 Draw = Callable[[int, int], list[list[tuple[str, str]]]]
 
-# If no byte follows an Esc byte within this time, the user pressed Esc; arrows send more bytes.
-ESCAPE_SECONDS = 0.05
-
-_FENCE = '"""'
 _PROMPT = FormattedText([("class:prompt", "> ")])
 _EDIT = FormattedText([("class:prompt", "edit> ")])
 
@@ -56,7 +53,6 @@ _STYLE = Style.from_dict(
     {**_PLAIN, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
 )
 _MOST = 10  # items of a list shown at a time
-_WORD = re.compile(r"@\S+")
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,11 @@ class Prompt:
     ) -> None:
         self._pasted: str | None = None
         self._signs = PastedSigns()
+        self._pastes = set[str]()  # what text that was pasted began with, since the chat began
         self._is_pasting = False
         self._entered: str | None = None
         self._is_editing = False
+        self._complaint = ""  # shown below the prompt
         self._suggested = ""
         self._has_colours = has_colours
         self._toolbar: Callable[[], str] = str
@@ -115,7 +113,6 @@ class Prompt:
             history=history,
             key_bindings=self._bindings(),
             input_processors=[_Filtered()],
-            tempfile_suffix=".txt",
             enable_suspend=True,
             style=DynamicStyle(self._style),
         )
@@ -145,7 +142,7 @@ class Prompt:
         """
 
         def begin() -> None:
-            _leave_signals_alone()
+            self._prepare()
             if meanwhile is not None:
                 self._prompt.app.create_background_task(meanwhile())
 
@@ -174,7 +171,7 @@ class Prompt:
         self._begin()
         self._is_editing = True
         try:
-            return self._prompt.prompt(_EDIT, default=text, pre_run=_leave_signals_alone)
+            return self._prompt.prompt(_EDIT, default=text, pre_run=self._prepare)
         except (EOFError, KeyboardInterrupt):
             return self._entered or ""
         finally:
@@ -235,9 +232,19 @@ class Prompt:
         app.erase_when_done = not buffer.text
         app.exit(exception=error)
 
+    def as_typed(self, text: str) -> str:
+        """How a text of the prompt must be typed to mean the same: what was pasted stays text."""
+        return as_typed(text) if self._is_literal(text) else text
+
+    def _prepare(self) -> None:
+        """Begin in the open prompt: a signal may have ended the last one within a search."""
+        _leave_signals_alone()
+        self._prompt.layout.focus(self._prompt.default_buffer)
+        self._prompt.search_buffer.reset()
+
     def _begin(self, suggested: str = "") -> None:
         self._pasted = self._entered = None
-        self._suggested = suggested
+        self._suggested, self._complaint = suggested, ""
         self._signs.begin()
 
     def _show_header(self) -> None:
@@ -270,8 +277,8 @@ class Prompt:
         if self._is_literal(text):
             return Line(text, is_command=False)
         stripped = text.strip()
-        if stripped.startswith(_FENCE) and stripped.endswith(_FENCE) and len(stripped) >= 6:
-            inner = stripped.removeprefix(_FENCE).removesuffix(_FENCE)
+        if stripped.startswith(FENCE) and stripped.endswith(FENCE) and len(stripped) >= 6:
+            inner = stripped.removeprefix(FENCE).removesuffix(FENCE)
             return Line(inner.strip("\n"), is_command=False)
         if stripped.startswith("//"):
             return Line(stripped[1:], is_command=False)
@@ -282,10 +289,15 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Pasted text at the beginning that was edited no longer counts as pasted; its `@` do."""
-        self._signs.changed(buffer.text, pasted=self._is_pasting)
-        if not self._is_literal(buffer.text):
-            self._pasted = None
+        """Pasted text at the beginning that was edited no longer counts as pasted; its `@` do.
+
+        If it comes back at once, as by undo or from another line, it counts as pasted.
+        """
+        text = buffer.text
+        changed = self._signs.changed(text, pasted=self._is_pasting)
+        if not self._is_literal(text):
+            back = (paste for paste in self._pastes if changed > 1 and text.startswith(paste))
+            self._pasted = max(back, key=len, default=None)
 
     def _is_completed(self) -> bool:
         """Whether completions show while the user types: in commands, and in names after `@`."""
@@ -303,6 +315,8 @@ class Prompt:
     def _toolbar_text(self) -> str:
         if self._is_literal(self._prompt.default_buffer.text):
             return " pasted text: sent as it is, never run as a command"
+        if self._complaint:
+            return f" {displayable(self._complaint)}"
         return f" {self._toolbar()}"
 
     def _bindings(self) -> KeyBindings:
@@ -330,12 +344,8 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            usual, tempfile.tempdir = tempfile.tempdir, memory_dir()
             self._leave_header()
-            try:
-                event.current_buffer.open_in_editor()  # the prompt then has the edited text
-            finally:
-                tempfile.tempdir = usual
+            event.app.create_background_task(self._open_editor(event.current_buffer))
 
         @keys.add("c-z", filter=typing)
         def _suspend(event: KeyPressEvent) -> None:
@@ -359,7 +369,8 @@ class Prompt:
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
         text = buffer.text
-        is_open = text.lstrip().startswith(_FENCE) and text.count(_FENCE) % 2 == 1
+        is_open = text.lstrip().startswith(FENCE) and text.count(FENCE) % 2 == 1
+        is_open &= not (text.lstrip().startswith(f"{FENCE}\n") and text.endswith(f"\n{FENCE}"))
         continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
         if self._is_literal(text) or not (is_open or continues):
             self._entered = text
@@ -391,7 +402,29 @@ class Prompt:
         finally:
             self._is_pasting = False
         if begins:  # set last: every change of the text is compared with it
-            self._pasted = data
+            self._take_as_text(data)
+
+    def _take_as_text(self, text: str) -> None:
+        """Let the typed text, which begins with `text`, be a message, whatever it looks like."""
+        self._pasted = text
+        if len(text) > 1:  # else a command that is recalled might begin with it
+            self._pastes.add(text)
+
+    async def _open_editor(self, buffer: Buffer) -> None:
+        """Let the user change the text in an editor; what was no command becomes none there."""
+        before = buffer.text
+        was_typed = not self._is_literal(before) and before.lstrip().startswith(("/", FENCE))
+        command = editor_command(is_needed=True)
+        try:
+            text = await run_in_terminal(lambda: edit_in_editor(command, before))
+        except UsageError as error:
+            self._complaint = str(error)
+            return
+        buffer.document = Document(text)
+        if was_typed:
+            self._pasted = None
+        elif text.lstrip().startswith(("/", FENCE)):
+            self._take_as_text(text)
 
 
 def ask_for_key(
@@ -407,8 +440,10 @@ def ask_for_key(
     @bindings.add(Keys.Any)
     @bindings.add("enter")
     def _(event: KeyPressEvent) -> None:
-        key = event.key_sequence[0].data.lower()
-        if key in keys and not event.app.is_done:
+        press = event.key_sequence[0]
+        key = press.data.lower()
+        is_key = key in keys and not isinstance(press, ChordEscape)
+        if is_key and not event.app.is_done:
             event.app.exit(result=key)
 
     @bindings.add("c-c")
@@ -421,54 +456,12 @@ def ask_for_key(
     line: Application[str] = Application(
         layout=Layout(Window(FormattedTextControl(question), height=1)),
         key_bindings=bindings,
-        input=source,
+        input=source or terminal_keys(),
         output=output,
         erase_when_done=True,
     )
     line.ttimeoutlen = ESCAPE_SECONDS
     return line.run()
-
-
-class PastedSigns:
-    """Knows which `@` signs of the typed text were pasted; call `changed` after each change.
-
-    A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
-    """
-
-    def __init__(self) -> None:
-        self._words = set[str]()
-        self.begin()
-
-    def begin(self) -> None:
-        """Start again with an empty text; words that were pasted earlier are still known."""
-        self._text = ""
-        self.indices = frozenset[int]()  # of all `@` in the text that were pasted
-
-    def changed(self, text: str, *, pasted: bool = False) -> None:
-        """Take the text after a change; `pasted`: whether the new part was pasted, not typed."""
-        old = self._text
-        start = _common_length(old, text)
-        tail = _common_length(old[start:][::-1], text[start:][::-1])
-        end, shift, new = len(old) - tail, len(text) - len(old), text[start : len(text) - tail]
-        stay = {index for index in self.indices if index < start}
-        stay |= {index + shift for index in self.indices if index >= end}
-        if pasted:
-            self._words |= set(_WORD.findall(new))
-            stay |= {index for index, char in enumerate(new, start) if char == "@"}
-        elif len(new) > 1:  # more than a key types
-            words = (word for word in _WORD.finditer(new) if self._was_pasted(word[0]))
-            stay |= {start + word.start() for word in words}
-        self._text, self.indices = text, frozenset(stay)
-
-    def _was_pasted(self, word: str) -> bool:
-        """Whether a pasted word equals `word`, begins with it, or is its beginning."""
-        return any(word.startswith(known) or known.startswith(word) for known in self._words)
-
-
-def _common_length(left: str, right: str) -> int:
-    """Number of equal characters at the beginning of two texts, which may be long."""
-    lengths = range(1, min(len(left), len(right)) + 1)
-    return bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])
 
 
 def _leave_signals_alone() -> None:
@@ -547,7 +540,8 @@ def _picker_bindings(view: _View) -> KeyBindings:
     @keys.add("c-d")
     @keys.add("<sigint>")
     def _leave(event: KeyPressEvent) -> None:
-        if not event.app.is_done:
+        is_chord = any(isinstance(press, ChordEscape) for press in event.key_sequence)
+        if not is_chord and not event.app.is_done:
             event.app.exit(result=None)
 
     return keys

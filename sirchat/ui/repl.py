@@ -28,6 +28,7 @@ from sirchat.ui.commands import (
     SwitchSession,
 )
 from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_memory
@@ -36,7 +37,7 @@ from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar
 from sirchat.ui.switching import ModelSwitching
-from sirchat.ui.turn_commands import Retry, edit_in_editor, editor_command, make_undoable, retry
+from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sirchat.chat.events import Event, Notice, Undone
@@ -23,9 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.models.progress import Progress
-from sirchat.paths import memory_dir
-from sirchat.text.text_file import decode_text
-from sirchat.ui.interrupt import Interrupt, leave_ctrl_c_to_child
+from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, loading_bar
@@ -130,42 +123,6 @@ def sampling_settings(words: str) -> dict[str, Any]:
             )
         values[name] = parse_value(name, value)
     return values
-
-
-def editor_command() -> list[str]:
-    """The words of the user's editor command, from VISUAL or EDITOR; empty if neither is set."""
-    command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
-    try:
-        return shlex.split(command)
-    except ValueError:  # an open quote
-        return [command]
-
-
-def edit_in_editor(command: list[str], text: str) -> str:
-    """Open `text` in the user's editor, in a private file; return the text that the user saved.
-
-    Raises UsageError if the editor can't be started or fails, or if its file is not text.
-    """
-    number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md", dir=memory_dir())  # 0600
-    path = Path(name)
-    try:
-        with leave_ctrl_c_to_child():
-            with open(number, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            code = subprocess.run([*command, name], check=False).returncode
-        if code:
-            raise UsageError(
-                f"the editor {command[0]!r} failed with exit code {code}: the message is unchanged"
-            )
-        return decode_text("the edited file", path.read_bytes()).removesuffix("\n")
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise UsageError(
-            f"the editor {command[0]!r} can't be started: {why}",
-            hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
-        ) from error
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _has_message(session: Session) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
-from prompt_toolkit.input import create_input
 from rich.text import Text
 
 from sirchat.chat.session import Interrupted, Session
@@ -20,6 +19,7 @@ from sirchat.errors import SirchatError, UsageError
 from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.keys import terminal_keys
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.prompt import Line, Prompt
@@ -91,7 +91,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 
     If `waits`, each step waits for Enter, at a terminal. Raises KeyboardInterrupt for Ctrl-C.
     """
-    keys = create_input() if waits else None
+    keys = terminal_keys() if waits else None
     with Keyboard(keys, screen.terminal) if keys else nullcontext() as keyboard:
         with loading_bar(screen, "tiny") as report:
             session = open_session(report)

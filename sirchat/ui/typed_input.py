@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.input import Input, create_input
+from prompt_toolkit.input import Input
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyPress
 from prompt_toolkit.keys import Keys
@@ -22,14 +22,17 @@ from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat import paths
-from sirchat.ui.prompt import ESCAPE_SECONDS, Prompt
+from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
+from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 
 if sys.platform != "win32":
     import fcntl
     import termios
 
-_DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
+    from sirchat.ui.keys import TerminalKeys
+
+_DROPPED = (Keys.CPRResponse, Keys.SIGINT)
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _CURSOR_ON = "\x1b[?25h"
 _ERASE_BELOW = "\x1b[J"
@@ -50,10 +53,11 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
 
     `is_kept`: whether typed lines are kept on disk.
     """
-    keys = create_input()
+    keys = terminal_keys()
     with Keyboard(keys, screen.terminal) as keyboard:
         history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
+        history.as_typed = prompt.as_typed
         yield LineInput(keyboard, history, prompt)
 
 
@@ -90,10 +94,12 @@ class TypedHistory(History):
         self.typed_now: set[str] = set()  # since the program began
         self.typed_for: dict[str, str] = {}  # by the message that was sent with a file's text in it
         self.is_kept = True  # whether new lines are written to the file
+        self.as_typed: Callable[[str], str] = str  # how a line must be typed to mean the same
 
     def append_string(self, string: str) -> None:
-        self.typed_now.add(string.strip())
-        super().append_string(string)
+        typed = self.as_typed(string)
+        self.typed_now.add(typed.strip())
+        super().append_string(typed)
 
     def lines(self) -> list[str]:
         """All lines of the history, the newest first."""
@@ -127,7 +133,6 @@ class Keyboard:
         self._out = out
         self._marks_pastes = False
         self._typed: list[KeyPress] = []
-        self._last = 0.0  # time of the last key, in seconds
         self._before: list[Any] | None = None  # the terminal's mode; None where it has none
         self._suspended: Any = None  # the handler of Ctrl-Z before
 
@@ -163,26 +168,26 @@ class Keyboard:
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Whether Esc is among the keys since the last call; `keep_typed` still gets them all."""
-        return sys.platform != "win32" and self._read_escape(self._keys.read_keys())
+        """Whether Esc alone, or Ctrl-C, is among the keys since the last call.
+
+        `keep_typed` still gets all others.
+        """
+        if sys.platform == "win32":
+            return False
+        presses = self._keys.read_keys() or self._keys.flush_keys()
+        self._typed += [press for press in presses if not _stops(press)]
+        return any(map(_stops, presses))
 
     def keep_typed(self) -> None:
         """Pass the keys that were typed while no prompt was open to the next prompt."""
         if sys.platform != "win32":
-            self._read_escape(self._keys.read_keys())
-            self._typed += self._keys.flush_keys()
+            self.escape_pressed()
+            if isinstance(self._keys, TerminalKeys) and self._keys.waits:
+                time.sleep(ESCAPE_SECONDS)  # the rest of a chord may come, or Esc was pressed
+                self.escape_pressed()
         typed = [press for press in self._typed if press.key not in _DROPPED]
         self._typed = []
         store_typeahead(self._keys, typed)
-
-    def _read_escape(self, presses: list[KeyPress]) -> bool:
-        now = time.monotonic()
-        if presses:
-            self._last = now
-        elif now - self._last > ESCAPE_SECONDS:
-            presses = self._keys.flush_keys()
-        self._typed += presses
-        return any(press.key == Keys.Escape for press in presses)
 
     def _write(self, sequence: str) -> None:
         if self._out is not None:
@@ -271,6 +276,12 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _stops(press: KeyPress) -> bool:
+    """Whether this key stops a reply; as a newer form of Ctrl-C, it is no signal."""
+    is_escape = press.key == Keys.Escape and not isinstance(press, ChordEscape)
+    return is_escape or press.key == Keys.ControlC
 
 
 def _as_enter(press: KeyPress) -> KeyPress:

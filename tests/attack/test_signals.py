@@ -19,14 +19,12 @@ import pytest
 
 from attacking import FIRST, MANY
 from chatting import tiny
-from command_home import CommandHome, Wrong
+from command_home import CommandHome, Wrong, check_end
 from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.saved.session_list import list_sessions
 
 pytestmark = pytest.mark.slow
-
-SECONDS = 5.0  # most processor time from a signal to the end
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 _COMMANDS = ("/policy sink", "/stats", "/panel", "/budget 200", "/evicted", "/why last", "/nosuch")
@@ -37,7 +35,6 @@ _FLAGS = (
     ("--no-markdown", "--panel", "off"),
 )
 _STATUS = re.compile(rb"tok/s, (?:[\d,]+ evicted|cache holds)")
-_CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
 
 
 def check(home: CommandHome, finished: list[str], replies: int, *, is_killed: bool) -> None:
@@ -94,7 +91,7 @@ class Attack:
                     pass
                 chat.send("\x04")
                 codes |= {0}
-            _check_end(chat, number, codes)
+            check_end(chat, number, codes)
         if number == signal.SIGINT:  # which stops replies, and may come before a message is read
             finished = []
         check(home, finished, replies, is_killed=number == signal.SIGKILL)
@@ -113,7 +110,7 @@ class Attack:
                     command.close_input()
             _wait_a_moment(draw, command)
             self._send(command, number, " ".join(["replay", *["json"] * as_json]), draw)
-            _check_end(
+            check_end(
                 command, number, {128 + number, 0} | ({-number} if not command.shown else set())
             )
             if as_json and number != signal.SIGKILL:
@@ -147,7 +144,7 @@ class Attack:
                 while command.read(0.05):
                     pass
                 command.send("\x04" * 3)
-            _check_end(command, number, codes)
+            check_end(command, number, codes)
         (old,) = list_sessions(home.folder / "data" / "sessions").sessions
         if old.turns < 4:
             raise Wrong(f"{old.turns} turns are left of 4")
@@ -191,30 +188,6 @@ def _is_done_so_far(chat: ForkedCommand, n: int) -> bool:
         if not chat.read(0.05) and (not chat.is_alive or time.monotonic() > end):
             return False
     return True
-
-
-def _check_end(command: ForkedCommand, number: signal.Signals, codes: set[int]) -> None:
-    """It ends in time with one of these codes, or by SIGKILL, and the terminal is as before."""
-    code = command.ended(SECONDS)
-    shown = command.shown + command.errors
-    if number == signal.SIGINT and b"_begin" in shown and b"/sirchat/cli/" not in shown:
-        return  # it came before the program began
-    if code is None:
-        raise Wrong(f"does not end: {shown[-1500:]!r}")
-    if code not in ({0, 1, -number} if number == signal.SIGKILL else codes):
-        raise Wrong(f"exit code {code}: {shown[-1500:]!r}")
-    for word in (b"Traceback", b"Exception", b"Error:", b"core dumped"):
-        if word in shown:
-            raise Wrong(f"{word.decode()}: {shown[-3000:].decode(errors='replace')}")
-    if left := command.left_processes():
-        raise Wrong(f"processes {left} are left")
-    if number == signal.SIGKILL:
-        return
-    last, usual = dict(_CONTROL.findall(command.shown)), {b"25": b"h", b"1049": b"l", b"2004": b"l"}
-    if usual | last != usual:
-        raise Wrong(f"the terminal is left in modes {last}: {command.shown[-600:]!r}")
-    if not command.has_modes_of_before:
-        raise Wrong("the terminal's attributes are others than before")
 
 
 def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 from pathlib import Path
 
 from chatting import tiny
@@ -13,6 +15,10 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SavedTurn, SessionStore
+
+SECONDS = 5.0  # most processor time from a signal to the end
+
+_CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
 
 
 class Wrong(AssertionError):
@@ -58,3 +64,27 @@ class CommandHome:
         if left:
             raise Wrong(f"left behind: {left}")
         return turns
+
+
+def check_end(command: ForkedCommand, number: signal.Signals, codes: set[int]) -> None:
+    """It ends in time with one of these codes, or by SIGKILL, and the terminal is as before."""
+    code = command.ended(SECONDS)
+    shown = command.shown + command.errors
+    if number == signal.SIGINT and b"_begin" in shown and b"/sirchat/cli/" not in shown:
+        return  # it came before the program began
+    if code is None:
+        raise Wrong(f"does not end: {shown[-1500:]!r}")
+    if code not in ({0, 1, -number} if number == signal.SIGKILL else codes):
+        raise Wrong(f"exit code {code}: {shown[-1500:]!r}")
+    for word in (b"Traceback", b"Exception", b"Error:", b"core dumped"):
+        if word in shown:
+            raise Wrong(f"{word.decode()}: {shown[-3000:].decode(errors='replace')}")
+    if left := command.left_processes():
+        raise Wrong(f"processes {left} are left")
+    if number == signal.SIGKILL:
+        return
+    last, usual = dict(_CONTROL.findall(command.shown)), {b"25": b"h", b"1049": b"l", b"2004": b"l"}
+    if usual | last != usual:
+        raise Wrong(f"the terminal is left in modes {last}: {command.shown[-600:]!r}")
+    if not command.has_modes_of_before:
+        raise Wrong("the terminal's attributes are others than before")

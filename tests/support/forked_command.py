@@ -115,6 +115,11 @@ class ForkedCommand:
         os.close(self._input)
         self._input = -1
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its window."""
+        if self._terminal is not None:
+            termios.tcsetwinsize(self._terminal, (rows, columns))
+
     def kill(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.is_alive:

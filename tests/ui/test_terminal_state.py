@@ -14,16 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.input.vt100 import Vt100Input
 
 from fake_terminal import FakeTerminal, show_reply
 from sirchat.cli.chat import show_while_importing
 from sirchat.ui.interrupt import interruptible_imports, whole_output
+from sirchat.ui.keys import TerminalKeys
 from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal, program
 from warm_python import warm_python
 
-CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
+CTRL_C, CTRL_D, CTRL_Z, CTRL_BACKSLASH = "\x03", "\x04", "\x1a", "\x1c"
 
 
 class _Shell(Terminal):
@@ -132,6 +132,32 @@ def test_sigterm_ends_a_reply_and_a_prompt(
     begin(warm_shell)
     warm_shell.signal(signal.SIGTERM)
     assert warm_shell.code() == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_ctrl_backslash_ends_a_reply_and_shows_the_cursor(warm_shell: _Shell) -> None:
+    warm_shell.begin_reply()
+    warm_shell.send(CTRL_BACKSLASH)
+    assert warm_shell.code() == 128 + signal.SIGQUIT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("has_shell")
+@pytest.mark.parametrize("key", ["\x1a", "\x1c"], ids=["Ctrl-Z", "Ctrl-Backslash"])
+def test_a_progress_bar_that_is_left_shows_the_cursor(
+    tmp_path: Path, endless: str, key: str
+) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\nimport sirchat.__main__ as program\nimport sirchat.models.load as load\n"
+        "load.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
+    )
+    with _Shell(tmp_path, endless, program=f"{slow} ask hi") as shell:
+        shell.until(lambda: shell.screen.cursor.hidden)
+        shell.send(key)
+        shell.wait_screen(r"READY#$")
+        assert not shell.screen.cursor.hidden
+        assert "Traceback" not in shell.everything
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -273,7 +299,7 @@ def read_up_to(side: int, end: bytes) -> bytes:
 def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:
     """A frame of which a part was dropped left the panel on the screen."""
     terminal, program = os.openpty()
-    with open(program, encoding="utf-8") as line, Keyboard(Vt100Input(line)):
+    with open(program, encoding="utf-8") as line, Keyboard(TerminalKeys(line)):
         os.write(program, b"a frame")
         os.write(terminal, b"next\x03")
         assert read_up_to(terminal, b"frame") == b"a frame"
@@ -299,7 +325,7 @@ def test_ctrl_z_while_a_frame_is_written_is_no_error(monkeypatch: pytest.MonkeyP
     with (
         io.TextIOWrapper(io.BufferedWriter(raw)) as out,
         open(program, encoding="utf-8") as line,
-        Keyboard(Vt100Input(line), out) as raw.keyboard,
+        Keyboard(TerminalKeys(line), out) as raw.keyboard,
     ):
         out.write("a frame")
         out.flush()

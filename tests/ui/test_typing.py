@@ -19,7 +19,8 @@ from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from sirchat.ui.prompt import Line, PastedSigns, Prompt
+from sirchat.ui.pasted import PastedSigns
+from sirchat.ui.prompt import Line, Prompt
 from terminal import Shared, Terminal, program
 
 ENTER, UP, CTRL_C, CTRL_R = "\r", "\x1b[A", "\x03", "\x12"
@@ -93,10 +94,10 @@ def test_ctrl_r_searches_what_was_typed(chat: Terminal) -> None:
 def test_ctrl_x_ctrl_e_opens_the_editor_and_its_text_comes_back(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.send("typed\x18\x05")
-    chat.wait_screen("(?m)^> typedand edited$")
+    chat.wait_screen("(?m)^> typed\n  and edited$")
     chat.send("!")
     chat.submit(ENTER)
-    assert _message(chat) == "typedand edited!"
+    assert _message(chat) == "typed\nand edited!"
 
 
 @pytest.mark.parametrize("text", ["/policy sink\r\n/reset\nand this\n", "/reset"])
@@ -262,6 +263,97 @@ def test_no_sequence_of_keys_ends_in_an_exception(
             keys.send_text("".join(draw.choices(parts, k=40)) + "\x1b[201~\x0bend\r\rend\r")
             assert prompt.read() is not None
             assert not raised
+
+
+TEXTS = {
+    "a command": "/exit",
+    "a docstring": '"""Doc string."""',
+    "half a docstring": '"""Doc',
+    "a comment": "// a C comment",
+    "a line that goes on": "a \\",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_text_that_was_pasted_stays_text_when_it_comes_back(chat: Terminal, text: str) -> None:
+    chat.wait_prompt()
+    chat.paste(text)
+    chat.submit(ENTER)
+    assert _message(chat) == text
+    for keys in (UP * 3, CTRL_R + text[-6:-1] + "\r", CTRL_C):
+        chat.ask("/reset")
+        if keys == CTRL_C:
+            chat.paste(text)
+            chat.wait_screen("pasted text")
+        chat.send(keys)
+        chat.settle(0.1)
+        if keys == CTRL_C:
+            chat.send(UP)
+            chat.settle(0.1)
+        chat.submit(ENTER)
+        assert _message(chat) == text
+
+
+@pytest.mark.parametrize(
+    "keys", ["\x15\x19", UP + "\x1b[B"], ids=["cut and put back", "Up and Down"]
+)
+def test_text_that_was_pasted_stays_text_within_a_prompt(chat: Terminal, keys: str) -> None:
+    chat.ask("/panel off")
+    chat.paste("/exit")
+    chat.wait_screen("pasted text")
+    chat.send(keys)
+    chat.submit(ENTER)
+    assert _message(chat) == "/exit"
+
+
+def test_it_stays_text_in_the_next_chat_and_can_be_erased(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.wait_prompt()
+        chat.paste("/exit")
+        chat.submit(ENTER)
+        assert chat.leave() == 0
+    with Terminal(home=tmp_path) as chat:
+        chat.wait_prompt()
+        chat.send(UP)
+        chat.wait_screen("> //exit")
+        chat.submit(ENTER)
+        assert _message(chat) == "/exit"
+        chat.ask("/erase turn 0")
+        assert "1 typed line erased" in chat.ask("/erase --yes")
+        assert "exit" not in (tmp_path / "state" / "history").read_text(encoding="utf-8")
+
+
+def test_bytes_that_are_no_text_reach_neither_editor_nor_chat(
+    chat: Terminal, home: Path, endless: str
+) -> None:
+    chat.wait_prompt()
+    chat.send("a")
+    chat.child.send(b"\xff")
+    chat.send("b\x18\x05")
+    chat.wait_screen("(?m)^> a.b\n  and edited$")
+    chat.submit(ENTER)
+    assert re.fullmatch("a\ufffd+b\nand edited", _message(chat))
+    odd = program(home / "odd.sh", "printf 'a\\377b' > \"$1\"")
+    with Terminal("--model", endless, home=home, environ={"EDITOR": odd, "VISUAL": ""}) as first:
+        first.send("\x18\x05")
+        first.wait_screen("(?m)^> a.b$")
+        first.send(CTRL_C)
+        assert first.leave() == 0
+        assert "Exception" not in first.everything
+
+
+def test_what_was_no_command_becomes_none_in_the_editor(home: Path, endless: str) -> None:
+    editor = program(home / "slash.sh", 'echo /exit > "$1"')
+    with Terminal("--model", endless, home=home, environ={"EDITOR": editor, "VISUAL": ""}) as chat:
+        chat.wait_prompt()
+        chat.send("words\x18\x05")
+        chat.wait_screen("(?m)^> /exit$")
+        chat.submit(ENTER)
+        assert _message(chat) == "/exit"
+        chat.send("/stats\x18\x05")
+        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "> /exit")
+        chat.send(ENTER)
+        assert chat.ended() == 0
 
 
 # --- which signs were pasted

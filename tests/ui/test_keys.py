@@ -1,0 +1,183 @@
+"""What a terminal sends becomes key presses: chords, keys in newer forms, pastes without an end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.key_binding import KeyPress
+from prompt_toolkit.keys import Keys
+
+from sirchat.ui import keys as keys_of
+from sirchat.ui.keys import ChordEscape, KeyParser
+from terminal import PASTE_OFF, PASTE_ON, Shared, Terminal
+
+
+class Clock:
+    """Replaces the clock that the parser reads."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(keys_of, "time", clock)
+    return clock
+
+
+def pressed(clock: Clock, *sent: str | float) -> list[str]:
+    """The keys that come of what is sent; a number is a pause in seconds, in which they are read.
+
+    Esc before another key of a chord is `Alt`.
+    """
+    presses: list[KeyPress] = []
+    parser = KeyParser(presses.append)
+    for data in (*sent, 0.06):
+        if isinstance(data, str):
+            parser.feed(data)
+            continue
+        clock.now += data
+        parser.feed("")
+        parser.flush()
+    return [
+        "Alt" if isinstance(press, ChordEscape) else
+        f"paste {press.data}" if press.key == Keys.BracketedPaste else
+        "Esc" if press.key == Keys.Escape else str(getattr(press.key, "value", press.key))
+        for press in presses
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "keys"),
+    [
+        (["\x1b"], ["Esc"]),
+        (["\x1b", 0.06, "a"], ["Esc", "a"]),
+        (["\x1b\x1b"], ["Esc", "Esc"]),
+        (["\x1b\r"], ["Alt", "c-m"]),
+        (["\x1b", "\r"], ["Alt", "c-m"]),
+        (["\x1b\x7f"], ["Alt", "c-h"]),
+        (["\x1bb"], ["Alt", "b"]),
+        (["\x1b["], ["Alt", "["]),
+        (["\x1bO"], ["Alt", "O"]),
+        (["\x1b[A\x1bOB\x1b[1;5C\x1b[3~"], ["up", "down", "c-right", "delete"]),
+        (["\x1b", "[", "1", ";5", "D"], ["c-left"]),
+        (["\x1b[13;2u"], ["c-j"]),
+        (["\x1b[13;", 0.2, "2u"], ["c-j"]),
+        (["\x1b[27;2;13~"], ["c-j"]),
+        (["\x1b[13;5u\x1b[13u"], ["c-j", "c-m"]),
+        (["\x1b[13;3u"], ["Alt", "c-m"]),
+        (["\x1b[27u"], ["Esc"]),
+        (["\x1b[27;1:3u"], []),
+        (["\x1b[97;5u\x1b[99;5u"], ["c-a", "c-c"]),
+        (["\x1b[98;3u"], ["Alt", "b"]),
+        (["\x1b[97;2u\x1b[97:65;2;65u"], ["A", "A"]),
+        (["\x1b[27;5;32~\x1b[9;2u\x1b[127;5u"], ["c-@", "s-tab", "c-w"]),
+        (["\x1b[57441;2u\x1b[99999999999u"], []),
+        (["\x1b[1;99Zx\x1b[?62;c"], ["x"]),
+        (["\x1b[1;", 1.1, "x"], ["x"]),
+        (["a\udcffb"], ["a", "\ufffd", "b"]),
+        ([PASTE_ON + "/a\n\x1b[13;2u" + PASTE_OFF + "b"], ["paste /a\n\x1b[13;2u", "b"]),
+        ([PASTE_ON + "ab", "c\x1b[2", "01~d"], ["paste abc", "d"]),
+        ([PASTE_ON + "abc", 0.5, "d", 1.1, "e"], ["paste abcd", "e"]),
+        ([PASTE_ON + "abc", "\x03", "e"], ["paste abc", "e"]),
+        ([PASTE_ON + "a\x03bc", PASTE_OFF], ["paste a\x03bc"]),
+        ([PASTE_ON, 1.1, "\n/exit\n and more", PASTE_OFF], ["paste ", "paste \n/exit\n and more"]),
+    ],
+)
+def test_keys(clock: Clock, sent: list[str | float], keys: list[str]) -> None:
+    assert pressed(clock, *sent) == keys
+
+
+def test_after_any_keys_a_key_works_within_a_second(clock: Clock) -> None:
+    parts = ["\x1b", "\x1b[", "\x1b[2", "\x1bO", PASTE_ON, PASTE_OFF, "\x1b[1;", "\x1b[M", "u", "~"]
+    parts += [*"0;: ?<a\x7f\r\n\x03", "\x1b[13;2u", "\x1b[[", "é", "\x9b", "\udc80", "\x1b]"]
+    for seed in range(300):
+        draw = random.Random(seed)
+        sent: list[str | float] = []
+        for _ in range(draw.randint(1, 12)):
+            sent.append("".join(draw.choices(parts, k=draw.randint(1, 4))))
+            sent += draw.choices([0.01, 0.1, 1.2], k=draw.randint(0, 1))
+        assert pressed(clock, *sent, 1.1, 0.1, "x")[-1:] == ["x"], (seed, sent)
+
+
+# --- in a chat
+
+CTRL_C, ALT_BACKSPACE = "\x03", "\x1b\x7f"
+SHIFT_ENTER = ("\x1b[13;2u", "\x1b[27;2;13~")
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path, endless: str) -> Iterator[Shared]:
+    with Shared(lambda: Terminal("--model", endless, home=home)) as chats:
+        yield chats
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    chat = shared.anew()
+    chat.ask("/set max_new_tokens 3")
+    return chat
+
+
+def test_chords_do_not_stop_a_reply_and_wait_for_the_next_prompt(chat: Terminal) -> None:
+    chat.ask("/set max_new_tokens 1500")
+    chat.begin_reply()
+    for keys in ("1 zz", ALT_BACKSPACE, "2", "\x1bb", "\x1b\r", *SHIFT_ENTER, "\x1b[1;9Z"):
+        chat.send(keys)
+        chat.read(0.01)
+    chat.wait_screen("(?m)^> 1 *\n\n\n  2$")
+    assert " 1,500 written" in chat.everything
+    assert "interrupted" not in chat.everything
+    assert "13;2" not in chat.everything
+    chat.send(CTRL_C)
+
+
+def test_esc_alone_stops_in_its_newer_form_too(chat: Terminal) -> None:
+    chat.ask("/set max_new_tokens 100000")
+    for key in ("\x1b[27u", "\x1b[99;5u"):
+        chat.begin_reply()
+        chat.send(key)
+        chat.wait("interrupted")
+        chat.wait_prompt()
+
+
+@pytest.mark.parametrize("keys", SHIFT_ENTER)
+def test_shift_enter_begins_a_new_line(chat: Terminal, keys: str) -> None:
+    chat.wait_prompt()
+    chat.send(f"one{keys}two")
+    chat.wait_screen(r"(?m)^> one\n  two$")
+    chat.send(CTRL_C)
+    chat.wait_prompt()
+
+
+@pytest.mark.parametrize("end", ["", CTRL_C], ids=["a second", "Ctrl-C"])
+def test_a_paste_without_its_end_ends(chat: Terminal, end: str) -> None:
+    chat.wait_prompt()
+    begun = time.monotonic()
+    chat.send(PASTE_ON + "abc")
+    if end:
+        time.sleep(0.1)
+        chat.send(end)
+    chat.wait_screen("(?m)^> abc$")
+    assert time.monotonic() - begun < 20
+    chat.send("d")
+    chat.wait_screen("(?m)^> abcd$")
+    chat.send(CTRL_C)
+    chat.wait_prompt()
+
+
+def test_a_signal_during_a_search_leaves_a_prompt_that_works(chat: Terminal) -> None:
+    chat.ask("about something")
+    chat.send("\x12ab")
+    chat.wait_screen("I-search backward.*ab")
+    chat.child.kill(2)
+    chat.wait("leaves")
+    chat.wait_prompt()
+    assert "tokens read" in chat.ask("Hello.")
