@@ -19,19 +19,15 @@ from numpy.typing import NDArray
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.recall.passages import Passages, VectorOf, divided
-from sirchat.recall.word_index import LESS, WordIndex, telling_by, words_of
+from sirchat.recall.word_index import LESS, USUAL, WordIndex, telling_by, words_of
 from sirchat.text.detokenizer import Texts
 
 # Chosen on LoCoMo's conversations and half a of the questions of `facts-in-dialogue`. Without
 # CHANCE, passages that share a frequent word displace those that say it in other words.
-CHANCE = 1.0  # what z(words) reaches by chance
 FLOOR = 2.0  # least score of a passage that comes back; half of it for a message that asks
-NATS = 1.0  # least standard deviation of scores by words
+CHANCE = FLOOR / 2  # what z(words) reaches by chance
+NATS, COSINES_DIFFER = 0.9, 0.1  # least standard deviations of scores by words, and of cosines
 
-# Of the cosines of sentences of talk, with the bundled encoder: their mean and standard deviation.
-_USUAL_COSINE, _COSINES_DIFFER = 0.15, 0.1
-# A chat of fewer passages is judged as if there were so many, of which the others do not fit.
-_USUAL_PASSAGES = 100
 _BLOCK = 2048  # passages that are compared at once: what fits into a core's cache
 _SENTENCES = 4  # most sentences of a message that are looked for
 
@@ -125,8 +121,10 @@ class PassageSearch:
             wanted = torch.from_numpy(message.vector)
             blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
             products = torch.cat([block.float() @ wanted for block in blocks])
-            cosines = np.nan_to_num(products.double().numpy(), nan=_USUAL_COSINE)
-            fits = np.maximum(_standard(cosines, _USUAL_COSINE, _COSINES_DIFFER), 0)
+            cosines = products.double().numpy()
+            usual = float(np.nansum(cosines) / max(1, np.isfinite(cosines).sum()))
+            cosines = np.nan_to_num(cosines, nan=usual)
+            fits = np.maximum(_standard(cosines, usual, COSINES_DIFFER), 0)
             scores = scores + self._index.with_block(fits)
         return self._discounted(scores, generated)
 
@@ -201,7 +199,7 @@ def _standard(values: Scores, usual: float, least: float) -> Scores:
 
     Few values are filled up with `usual` ones; the deviation is at least `least`.
     """
-    missing = max(0, _USUAL_PASSAGES - len(values))
+    missing = max(0, USUAL - len(values))
     count = len(values) + missing
     mean = (values.sum() + missing * usual) / count
     variance = (((values - mean) ** 2).sum() + missing * (usual - mean) ** 2) / count

@@ -263,8 +263,9 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = asked_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        # A text without a telling word, such as "and", means nothing.
-        if not (self.by_meaning and self.search.telling_words("".join(sentences))):
+        if not self.search.telling_words("".join(sentences)):  # such as "Would there?"
+            return Sought(())
+        if not self.by_meaning:
             return Sought(sentences)
         asked = [ids[at] for start, end in spans for at in said[start:end]]
         header = list(ids[: said[0]])

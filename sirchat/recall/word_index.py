@@ -6,48 +6,43 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# English words that tell little by themselves, in lower case; recall itself needs no such list.
+# English words that tell little by themselves, in lower case: a message of them finds nothing.
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
         "a about after all also am an and any are as at be been but by can could did do does for "
-        "from get go had has have he her here hers him his how i if in into is it its just let "
-        "like me more my no not now of off on one or our out over please she should so some tell "
-        "than that the their them then there these they this those to too up us very was we were "
-        "what when where which who why will with would yes you your",
+        "from get go had has have he her here hers him his how i if in into is it its just know "
+        "let like me more my no not now of off ok on one or our out over please really she should "
+        "so some something tell than that the their them then there these they think this those to "
+        "too up us very was we were what when where which who why will with would yes you your",
     )
 )
 
 LESS = 0.5  # how much a question counts, and what stands beside a hit; once more, one further away
-# Rank in the tokenizer's vocabulary of the rarest words that find nothing. The weight of the others
-# grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 and 1.
-COMMON = 50
-# That of the rarest words that find nothing by themselves, but count beside others. In smollm2's
-# vocabulary "which", "about" and "how" are below it, and "time" is the first above it; then come
-# "there", "people", "would" and "work", so that no rank parts the words of grammar from the others.
-_ALONE = 390
-_FEW = 100  # a hundredth of a small vocabulary, if that is less: it was learned from few texts
-_OWN = 0.01  # puts the passages of a block that have the words before the others
+# Rank in the tokenizer's vocabulary of the rarest words that count for nothing. The weight of the
+# others grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 to 2.
+COMMON = 70
+USUAL = 100  # a chat of fewer blocks, or passages, is judged as if it had so many
 _BLOCK = 8  # most passages of a block: those of a turn, or of a part of a long turn
-_USUAL_BLOCKS = 100  # in a chat of fewer blocks, words are as rare as if there were so many
-_K1, _B = 0.7, 0.75  # of BM25
+_K1, _B = 0.9, 0.4  # of BM25, as usual in Anserini
+_FIRST = 1e-3  # puts the passages of a block that have the words before the others
+_TERMS = 64  # of a sentence that are looked for, the rarest
 _LETTERS = 4
 _DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
-_MOST = 50_000  # postings that a search looks at; the rarest terms come first
 _NAMED = 3  # most words that `shared_words` returns
 _BYTES = 256  # a vocabulary begins with single bytes
 _WORD = re.compile(r"\w+")
 
 Floats = NDArray[np.float32]
-# How much a word tells by its rarity in the language, 0: nothing; and whether it does so by itself
-Telling = Callable[[str], tuple[float, bool]]
+# How much a word tells by its rarity in the language, from 0, nothing, to 1
+Telling = Callable[[str], float]
 
 
 def terms_of(text: str) -> list[str]:
@@ -72,10 +67,9 @@ def letter_groups(word: str) -> list[str]:
 
 def telling_by(tokenizer: Any) -> Telling:
     """How much words tell, up to 1, by their tokens: frequent ones were learned first."""
-    alone = min(_ALONE, len(tokenizer) // _FEW)
 
     @lru_cache(maxsize=1 << 16)
-    def telling(word: str) -> tuple[float, bool]:
+    def telling(word: str) -> float:
         ranks = [len(tokenizer)]
         for form in (word, word.capitalize()):
             for text in (f" {form}", form):  # some tokenizers add the blank themselves
@@ -83,8 +77,7 @@ def telling_by(tokenizer: Any) -> Telling:
                 if len(ids) == 1:
                     ranks.append(max(1, ids[0] - _BYTES))
                     break
-        weight = math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON)
-        return max(0.0, weight), min(ranks) > max(alone, COMMON)
+        return max(0.0, math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON))
 
     return telling
 
@@ -142,79 +135,59 @@ class WordIndex:
         """
         total = np.zeros(len(self))
         if len(self):
-            passages = _Documents(self._blocks, self._asks, self._sizes)
-            terms = [self._weighted_terms(words_of(sentence)) for sentence in sentences]
-            most = self._longest_postings([term for each in terms for term in each])
-            for weights, sentence in zip(terms, sentences, strict=True):
-                telling = set(terms_of(" ".join(self.telling_words(sentence))))
-                total += self._score(passages, weights, telling, most) ** 2
+            documents = _Documents(self._blocks, self._asks, self._sizes)
+            for sentence in sentences:
+                total += self._score(documents, words_of(sentence)) ** 2
         return np.sqrt(total)
 
     def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
         """How well each passage [n] fits, questions counted half, and half of its block's best."""
         asks, blocks = np.array(self._asks, bool), np.array(self._blocks)
         own = np.where(asks, LESS * fits, fits)
-        best = np.zeros(int(blocks[-1]) + 2)
+        best = np.zeros(int(blocks[-1]) + 1)
         np.maximum.at(best, blocks, own)
-        np.maximum.at(best, blocks + 1, np.where(asks, LESS * fits, 0))  # which answers
         total: NDArray[np.float64] = np.maximum(own, LESS * best[blocks])
         return total
 
     def telling_words(self, text: str) -> list[str]:
         """The words of a text that tell something by themselves, in the order of the text."""
-        return [word for word in words_of(text) if self._telling(word)[1]]
+        words = (word for word in words_of(text) if word not in STOP_WORDS)
+        return [word for word in words if self._telling(word)]
 
     def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
         """Up to three words of `wanted` that a text has in some form, those that few have first."""
-        terms = set(terms_of(text)) & self._postings.keys()
+        terms, telling = set(terms_of(text)) & self._postings.keys(), self.telling_words(wanted)
         rarity = dict[str, int]()
         for word in _WORD.findall(wanted):
             groups = letter_groups(word.casefold())
-            common = [
-                len(self._postings[t][0]) for t in groups if t in terms & self._postings.keys()
-            ]
-            if self._telling(word.casefold())[1] and 2 * len(common) > len(groups):
+            common = [len(self._postings[term][0]) for term in groups if term in terms]
+            if word.casefold() in telling and 2 * len(common) > len(groups):
                 rarity[word] = min(common)
         return tuple(sorted(rarity, key=rarity.__getitem__)[:_NAMED])
 
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
+        """The terms of the words that the chat has, the rarest here, with their weights."""
         weights = dict[str, float]()
         for word in dict.fromkeys(words):
-            if telling := self._telling(word)[0]:
-                groups = letter_groups(word)
-                for term in groups:
-                    weights[term] = max(weights.get(term, 0.0), telling / math.sqrt(len(groups)))
-        return {term: weight for term, weight in weights.items() if term in self._postings}
+            groups = letter_groups(word)
+            for term in groups:
+                weight = self._telling(word) / math.sqrt(len(groups))
+                if term in self._postings and weight > weights.get(term, 0.0):
+                    weights[term] = weight
+        rarest = sorted(weights, key=lambda term: len(self._postings[term][0]))
+        return {term: weights[term] for term in rarest[:_TERMS]}
 
-    def _longest_postings(self, terms: Sequence[str]) -> int:
-        """In how many passages a term may be so that a search reads at most `_MOST` postings."""
-        total = 0
-        for size in sorted(len(self._postings[term][0]) for term in terms):
-            total += size
-            if total > _MOST:
-                return size - 1
-        return len(self)
-
-    def _score(
-        self, passages: _Documents, weights: Mapping[str, float], telling: set[str], most: int
-    ) -> NDArray[np.float64]:
-        scores, by_block = np.zeros(len(self)), np.zeros(len(passages.norms))
-        is_found = np.zeros(len(by_block), bool)  # by one of the terms `telling`
-        for term, weight in weights.items():
+    def _score(self, documents: _Documents, words: Sequence[str]) -> NDArray[np.float64]:
+        scores, by_block = np.zeros(len(self)), np.zeros(len(documents.norms))
+        for term, weight in self._weighted_terms(words).items():
             numbers = np.frombuffer(self._postings[term][0], np.int32)
-            if len(numbers) > most:
-                continue
-            times = np.frombuffer(self._postings[term][1], np.float32)
-            counts = passages.counts(numbers, times)
-            having = float(np.minimum(counts, 1).sum())
-            blocks = max(len(counts), _USUAL_BLOCKS)
+            counts = documents.counts(numbers, np.frombuffer(self._postings[term][1], np.float32))
+            having, blocks = float(np.minimum(counts, 1).sum()), max(len(counts), USUAL)
             rarity = weight * math.log(1 + max(0.0, blocks - having + 0.5) / (having + 0.5))
-            by_block += rarity * (counts / (counts + passages.norms))
-            scores[numbers] += _OWN * rarity * (times / (times + passages.own_norms[numbers]))
-            if term in telling:
-                is_found |= counts > 0
-        scores += by_block[passages.blocks]
-        return np.where(is_found[passages.blocks], scores, 0.0)
+            by_block += rarity * (counts / (counts + documents.norms))
+            scores[numbers] += _FIRST * rarity
+        scores += by_block[documents.blocks]
+        return scores
 
 
 class _Documents:
@@ -224,9 +197,8 @@ class _Documents:
         self.blocks = np.array(blocks)
         self._asks = np.array(asks, bool)
         self._count = int(self.blocks[-1]) + 1
-        lengths = np.array(sizes)
-        self.own_norms = _norms(lengths)
-        self.norms = _norms(self.counts(np.arange(len(lengths)), lengths))
+        lengths = self.counts(np.arange(len(sizes)), np.array(sizes))
+        self.norms = _K1 * (1 - _B + _B * lengths / max(float(lengths.mean()), 1e-9))
 
     def counts(self, numbers: NDArray[np.integer], times: Floats) -> NDArray[np.float64]:
         """How often each block has a term that is `times` [k] in the passages `numbers` [k]."""
@@ -239,9 +211,3 @@ class _Documents:
         # What is asked counts wholly for the block after it, which answers.
         total[1:] += (1 - LESS**2) * np.bincount(blocks, asked, self._count)[:-1]
         return total
-
-
-def _norms(lengths: NDArray[np.floating]) -> NDArray[np.float64]:
-    mean = max(float(lengths.mean()), 1e-9)
-    norms: NDArray[np.float64] = _K1 * ((1 - _B) + _B * lengths.astype(np.float64) / mean)
-    return norms

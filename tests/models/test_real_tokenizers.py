@@ -186,9 +186,9 @@ def test_a_file_as_it_is_written_has_the_same_ids(real: Read, tmp_path: Path) ->
     assert ours.backend_tokenizer.to_str() == real.ours[1].backend_tokenizer.to_str()
 
 
-def test_its_frequent_words_find_nothing_and_the_others_do(real: Read) -> None:
+def test_its_frequent_words_tell_nothing_and_the_others_do(real: Read) -> None:
     for ours in real.ours:
         telling = telling_by(ours)
-        assert not any(telling(word)[1] for word in ("the", "and", "of", "in", "to", "is", "with"))
-        assert all(telling(word)[1] for word in ("name", "time", "work", "fox", "gate", "dentist"))
-        assert telling("and")[0] < telling("name")[0] < telling("dentist")[0]
+        assert not any(telling(word) for word in ("the", "and", "of", "in", "to"))
+        assert all(telling(word) for word in ("name", "time", "work", "fox", "gate", "dentist"))
+        assert telling("and") < telling("name") < telling("dentist")

@@ -101,15 +101,19 @@ def test_erased_words_are_not_found(tmp_path: Path, is_open: bool) -> None:
 def test_saved_passages_are_found_by_meaning_if_the_same_encoder_made_them() -> None:
     model = babbler()
     model = replace(model, encoder=random_encoder(model, (1,), 8))
-    for text in ("My aunt has two horses and a pony.", "It will rain in Rome for the whole week."):
+    for number, text in enumerate(
+        ["My aunt has two horses and a pony.", "It will rain in Rome for the whole week."]
+    ):
         chat = session(model, max_new_tokens=4)
         saving = Autosave(chat)
         list(chat.read_user(text))
         list(chat.read_reply("Fine."))
+        chat.recall.update()
+        chat.recall.search.passages.vectors[:] = np.eye(8)[2 * number : 2 * number + 2]
         saving.update()
         saving.close_without_saving()
-    (vector,) = chat.recall.search.passages.vectors[:1].astype(np.float32)
     # Not a word is shared, but the vector is that of the second chat's message.
+    vector = np.eye(8, dtype=np.float32)[2]
     message, stamp = Sought(("kettle",), vector), (model.name, model.encoder.check_sum)
     search = PassageSearch(TokenTexts(model.tokenizer), model.tokenizer)
     (found, *_) = find_passages(sessions_dir(), message, search, stamp)
