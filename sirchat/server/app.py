@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +24,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sirchat.chat.model_defaults import with_model_defaults
-from sirchat.chat.session import Session
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.engine.sampling import Allowed
 from sirchat.errors import SettingError
 from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
@@ -46,7 +44,6 @@ from sirchat.server.replies import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     ChatRequest,
-    NamedTool,
     OwnSession,
     ReplyRequest,
     RequestError,
@@ -71,7 +68,6 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_MOST_CALLS = 8  # in a reply that must call tools
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
 
@@ -216,24 +212,21 @@ class ChatServer:
         parts = ReplyParts(self.replies, self._history(asked), options)
         try:
             await _await_unless_disconnected(request, parts.begin())
+            headers = self._tell(options.notes)
             if asked.stream:
-                response: Response = _EventStream(shape.events(parts), shape.media, parts)
-            else:
-                whole = await _await_unless_disconnected(request, shape.whole_response(parts))
-                response = JSONResponse(whole)
-            self._tell(options.notes, response)
-            return response
+                return _EventStream(shape.events(parts), shape.media, parts, headers)
+            whole = await _await_unless_disconnected(request, shape.whole_response(parts))
+            return JSONResponse(whole, headers=headers)
         except BaseException:
             parts.cancel()
             raise
 
-    def _tell(self, notes: list[str], response: Response) -> None:
-        """Say in a header, and once in the log, what is not quite as the request asked."""
-        if notes:
-            response.headers["X-Sirchat-Note"] = "; ".join(dict.fromkeys(notes))
+    def _tell(self, notes: list[str]) -> dict[str, str]:
+        """The header that says what is not quite as the request asked; the log says it once."""
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
-            self._told.add(note)
+        self._told |= set(notes)
+        return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
     def _history(self, asked: ReplyRequest) -> History:
         if isinstance(asked, TextRequest):
@@ -294,25 +287,11 @@ class ChatServer:
         options = ReplyOptions(settings, memory, tuple(asked.stop), own=frozenset(own), notes=notes)
         if not isinstance(asked, ChatRequest):
             return options
-        form: Callable[[Session], Allowed] | None = None
-        schema = asked.response_format.schema_of_reply
-        if called := asked.called_tools:
-            is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
-            most = 1 if is_one else _MOST_CALLS
-            form = partial(self._formats.tool_call_format, called, most, None, notes)
-        elif asked.tools and asked.tool_choice == "auto" and schema is not None:
-            functions = [tool.function for tool in asked.tools]
-            form = partial(self._formats.tool_call_format, functions, _MOST_CALLS, schema, notes)
-        elif asked.wants_strict:
-            functions = [tool.function for tool in asked.tools]
-            form = partial(self._formats.strict_calls, functions, notes)
-        elif schema is not None:
-            form = partial(self._formats.json_format, schema, notes)
         return replace(
             options,
             logprobs=asked.logprobs,
             calls=call_parser_for(asked),
-            format=form,
+            format=partial(self._formats.of, asked, notes),
             prefill=asked.prefill or "",
         )
 
@@ -365,9 +344,10 @@ class ReplyParts:
 class _EventStream(StreamingResponse):
     """A streamed HTTP response; the reply is cancelled if the client closes the connection."""
 
-    def __init__(self, events: AsyncIterator[str], media: str, parts: ReplyParts) -> None:
-        super().__init__(events, media_type=media)
-        self.headers["Cache-Control"] = "no-store"
+    def __init__(
+        self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
+    ) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store", **headers}, media_type=media)
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

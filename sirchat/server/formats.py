@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from sirchat.chat.session import Session
+from sirchat.engine.sampling import Allowed
 from sirchat.errors import format_value
-from sirchat.server.requests import FunctionFields, RequestError
+from sirchat.server.requests import ChatRequest, FunctionFields, NamedTool, RequestError
 from sirchat.server.rule import FORMATS, NOT_KEPT
 from sirchat.server.tools import CLOSE, OPEN, PYTHON
 from sirchat.text.other_templates import ToolTemplate
 
-_FORMAT = "response_format"
+_MOST_CALLS = 8  # in a reply that must call tools
 # Keywords of a schema: with schemas by names, and with values.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
@@ -35,49 +36,39 @@ _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Formats:
     """Makes the masks of next ids that hold a model's replies to JSON or to calls of tools.
 
-    The model's vocabulary is prepared at first use. What of a schema is not kept is added to the
-    `notes` of a method. All raise RequestError if the model or a schema can't be used.
+    The model's vocabulary is prepared at first use.
     """
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
-    def json_format(
-        self, schema: dict[str, Any], notes: list[str], session: Session
-    ) -> ReplyFormat:
-        """The format of a reply in JSON by this schema."""
-        return self._format(session, _FORMAT, f"start: {_json(schema, notes, _FORMAT)}")
+    def of(self, asked: ChatRequest, notes: list[str], session: Session) -> Allowed | None:
+        """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
-    def tool_call_format(
-        self,
-        tools: Sequence[FunctionFields],
-        most: int,
-        schema: dict[str, Any] | None,
-        notes: list[str],
-        session: Session,
-    ) -> ReplyFormat:
-        """The format of a reply that consists of one to `most` calls of these tools.
-
-        If `schema` is not None, the reply may be JSON by it instead.
+        What of a schema is not kept is added to `notes`. RequestError if the model or a schema
+        can't be used, or if the chat template does not write calls as JSON.
         """
-        param = "tool_choice" if schema is None else _FORMAT
-        form = self._call_form(session, param)
-        most = most if form.opening else 1  # without tags, a reply can be only one call
-        several = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
-        other = "" if schema is None else f" | {_json(schema, notes, param)}"
-        lines = [f"start: call{several}{other}", *form.rules(tools, notes)]
-        return self._format(session, param, "\n".join(lines), form.controls)
-
-    def strict_calls(
-        self, tools: Sequence[FunctionFields], notes: list[str], session: Session
-    ) -> StrictCalls:
-        """The format of a free reply in which calls are of these tools, as strict ones say."""
-        form = self._call_form(session, "tools with strict")
-        free = [t if t.strict else t.model_copy(update={"parameters": {}}) for t in tools]
-        grammar = "\n".join(["start: after", *form.rules(free, notes)])
-        call = self._format(session, "tools", grammar, form.controls, may_reason=True)
-        ids, is_tagged = session.model.tokenizer, bool(form.opening)
-        return StrictCalls(call, ids, self._vocabulary, tagged=is_tagged)
+        schema, called = asked.response_format.schema_of_reply, asked.called_tools
+        tools = called or [each.function for each in asked.tools if asked.tool_choice == "auto"]
+        is_free = not called and schema is None
+        if is_free and not any(tool.strict for tool in tools):
+            return None
+        param = "tool_choice" if called else "tools" if is_free else "response_format"
+        starts = [] if schema is None or called else [_json(schema, notes, param)]
+        form = self._call_form(session, param) if tools else None
+        if form is None:
+            return self._format(session, param, f"start: {starts[0]}", None, is_free)
+        if is_free:
+            starts = ["after"]
+            tools = [t if t.strict else t.model_copy(update={"parameters": {}}) for t in tools]
+        else:  # without tags, a reply can be only one call
+            is_one = not (form.opening and asked.parallel_tool_calls)
+            most = 1 if is_one or isinstance(asked.tool_choice, NamedTool) else _MOST_CALLS
+            starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
+        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, notes, param)]
+        made = self._format(session, param, "\n".join(lines), form, is_free)
+        ids = session.model.tokenizer
+        return StrictCalls(made, ids, self._vocabulary, bool(form.opening)) if is_free else made
 
     def _call_form(self, session: Session, param: str) -> _CallForm:
         template = session.template
@@ -88,22 +79,16 @@ class Formats:
         return _CallForm(*form, {text: i for i, text in template.controls.items()})
 
     def _format(
-        self,
-        session: Session,
-        param: str,
-        grammar: str,
-        controls: Collection[int] = (),
-        *,
-        may_reason: bool = False,
+        self, session: Session, param: str, grammar: str, form: _CallForm | None, is_free: bool
     ) -> ReplyFormat:
-        """The format by a grammar; `controls` are the control tokens that it has."""
+        """The format by a grammar, with the control tokens that `form` has."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
             problem = "needs the package llguidance: pip install 'sirchat[server]'"
             raise _refusal(param, problem) from None
         model, template = session.model, session.template
-        if template.marks.is_open and not may_reason:
+        if template.marks.is_open and not is_free:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise _refusal(param, problem)
         declared = getattr(model.module.generation_config, "eos_token_id", None)
@@ -112,18 +97,15 @@ class Formats:
             try:
                 written = json.loads(model.tokenizer.backend_tokenizer.to_str())
                 # Else the text of a control token in a schema would be read as this token.
-                written["added_tokens"] = [
-                    token
-                    for token in written["added_tokens"]
-                    if token["id"] not in template.controls
-                ]
-                written = json.dumps(written | {"post_processor": None})
+                added = [t for t in written["added_tokens"] if t["id"] not in template.controls]
+                written = json.dumps(written | {"added_tokens": added, "post_processor": None})
                 self._vocabulary = LLTokenizer(written, n_vocab=model.vocab_size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise _refusal(param, f"can't be had from this model: {error}") from None
         if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
             raise _refusal(param, f"has a schema that can't be used: {problem}")
-        never = sorted(template.controls.keys() - set(controls) - set(ends))
+        tags = (OPEN, CLOSE) if form else ()
+        never = [i for i, text in template.controls.items() if text not in tags and i not in ends]
         return ReplyFormat(LLMatcher(self._vocabulary, grammar), model.vocab_size, never, ends)
 
 
@@ -139,12 +121,7 @@ class _CallForm:
     closing: str
     tokens: Mapping[str, int]
 
-    @property
-    def controls(self) -> list[int]:
-        """The control tokens around a call."""
-        return [i for text, i in self.tokens.items() if text in (OPEN, CLOSE)]
-
-    def rules(self, tools: Sequence[FunctionFields], notes: list[str]) -> list[str]:
+    def rules(self, tools: Sequence[FunctionFields], notes: list[str], param: str) -> list[str]:
         """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
         before, mark, rest = self.opening.partition(OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
@@ -155,19 +132,18 @@ class _CallForm:
         ]
         for number, tool in enumerate(tools):
             begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.arguments)}: '
-            schema = {**_forbid_other_arguments(tool.parameters), "type": "object"}
-            lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
-            lines.append(f"arguments{number}: {_json(schema, notes, 'tools')}")
+            schema = {**tool.parameters, "type": "object"}
+            # Small models would invent more and more arguments.
+            if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
+                schema = {"additionalProperties": False, **schema}
+            arguments = _json(schema, notes, param)
+            lines.append(f'call{number}: {json.dumps(begun)} {arguments} "}}"')
         return lines
 
     def _text(self, text: str) -> str:
         """A text in a grammar, in which tags that are control tokens stand by their ids."""
-        parts = re.split(f"({OPEN}|{CLOSE})", text)
-        return " ".join(
-            f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part)
-            for part in parts
-            if part
-        )
+        parts, ids = filter(None, re.split(f"({OPEN}|{CLOSE})", text)), self.tokens
+        return " ".join(f"<[{ids[p]}]>" if p in ids else json.dumps(p) for p in parts)
 
 
 def _json(schema: dict[str, Any], notes: list[str], param: str) -> str:
@@ -196,16 +172,6 @@ def _kept(schema: Any, notes: list[str], param: str) -> Any:
     return kept
 
 
-def _forbid_other_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, changed to allow only those that it names.
-
-    Unchanged if it has no `properties`, or combines other schemas.
-    """
-    # small models would invent more and more arguments
-    is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
-    return {"additionalProperties": False, **schema} if is_plain else schema
-
-
 class ReplyFormat:
     """Called with the ids of the reply so far, returns which ids may follow: a mask, bool [V].
 
@@ -213,12 +179,9 @@ class ReplyFormat:
     may not follow, and the `ends` only where the reply may end. RequestError if the matcher fails.
     """
 
-    def __init__(
-        self, matcher: Any, size: int, never: Sequence[int] = (), ends: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, matcher: Any, size: int, never: list[int], ends: list[int]) -> None:
         self.matcher, self.size = matcher, size
-        self._never, self._ends = list(never), list(ends)
-        self._read = 0
+        self._never, self._ends, self._read = never, ends, 0
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         self.matcher.consume_tokens(list(ids[self._read :]))
@@ -245,7 +208,7 @@ class StrictCalls:
     `call` is the format of what follows then.
     """
 
-    def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, *, tagged: bool) -> None:
+    def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, tagged: bool) -> None:
         self._call, self._tagged = call, tagged
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._free = torch.ones(call.size, dtype=torch.bool)

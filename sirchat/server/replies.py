@@ -25,6 +25,8 @@ from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
 from sirchat.text.reply_marks import shared
 
+_SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
+
 
 @dataclass(frozen=True)
 class ReplyText:
@@ -82,7 +84,7 @@ class ReplyOptions:
     stop: Sequence[str] = ()
     logprobs: bool = False
     calls: CallParser | None = None
-    format: Callable[[Session], Allowed] | None = None
+    format: Callable[[Session], Allowed | None] | None = None
     own: frozenset[str] = frozenset()
     is_plain: bool = False
     holds_all: bool = False
@@ -219,17 +221,15 @@ def _answer(
         yield pieces.push(said) if said.text else None
     assert asked is not None
     assert done is not None
-    # Not cut is a reply that has its end, or that ended with the only call that it may have.
-    yield pieces.end(is_short=done.finish not in ("stop", "control") and not pieces.has_call)
+    yield pieces.end(is_short=done.finish in _SHORT)
     conversation.add("tool" if role == "tool" else "user", question)
     calls = pieces.calls
     if calls:
         conversation.add("calls", calls_key(pieces.said, calls))
     else:
         conversation.add("assistant", done.text)
-    is_cut = options.calls is not None and (
-        options.calls.is_cut or (pieces.stops.is_found and len(calls) > 0)
-    )
+    is_cut = options.calls is not None and options.calls.is_cut
+    is_cut |= bool(calls) and pieces.stops.is_found
     conversation.is_exact = not (role == "text" or options.is_plain or is_cut)
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
@@ -266,8 +266,7 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "policy": served.session.profile.policy,
         "budget": served.session.budget,
     }
-    is_cut = done.finish in ("length", "loop", "context")
-    return ReplyEnd("length" if is_cut else "stop", usage, memory)
+    return ReplyEnd("length" if done.finish in _SHORT else "stop", usage, memory)
 
 
 class StopStrings:
@@ -316,14 +315,10 @@ class _Pieces:
         self.calls: list[ToolCall] = []
 
     @property
-    def has_call(self) -> bool:
-        """Whether the reply has the only call that it may have."""
-        return self._options.calls is not None and self._options.calls.has_ended
-
-    @property
     def has_ended(self) -> bool:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
-        return self.stops.is_found or self.has_call
+        calls = self._options.calls
+        return self.stops.is_found or (calls is not None and calls.has_ended)
 
     def begin(self) -> None:
         """The next generated token is the first one of the reply."""

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
-from sirchat.server.rule import MANY, READ_AS, TAKEN, Place, is_taken
+from sirchat.server.rule import MANY, READ_AS, TAKEN, is_taken
 from sirchat.text.text_file import without_surrogates
 
 MOST_BYTES = 16 * 2**20  # of a request's body
@@ -81,8 +81,7 @@ def join_text_parts(content: Any) -> Any:
         return content
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = _PARTS.get(kind) if isinstance(kind, str) else None
+        name = _PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if name is None or not isinstance(part.get(name), str):
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
         for field in set(part) - {"type", name}:
@@ -101,7 +100,7 @@ class Fields(BaseModel):
     """Base class of requests and their items; fields that these do not define are as in `rule`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[Place] = "item"
+    place: ClassVar[str] = "item"
 
     @model_validator(mode="before")
     @classmethod
@@ -351,11 +350,6 @@ class ChatRequest(ReplyRequest):
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
     @property
-    def wants_strict(self) -> bool:
-        """Whether a call that the reply may make must be as its schema says."""
-        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
-
-    @property
     def system(self) -> str | None:
         """The text of the system messages with which the chat begins."""
         first = self.messages[: self._first]
@@ -391,10 +385,11 @@ class ChatRequest(ReplyRequest):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
-        is_free = not self.tools and self.response_format.type == "text" and not self.logprobs
-        if self.prefill is not None and not is_free:
-            problem = "a reply that goes on with the last message can't have tools, a format or"
-            raise RequestError(f"{problem} logprobs", param="messages")
+        is_strict = self.called_tools or any(tool.function.strict for tool in self.tools)
+        has_form = is_strict or self.logprobs or self.response_format.type != "text"
+        if self.prefill is not None and has_form:
+            problem = "a reply that goes on with the last message can't have a format, strict tools"
+            raise RequestError(f"{problem} or logprobs", param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
@@ -441,9 +436,8 @@ def _refusal(error: ValidationError) -> RequestError:
     place, value = ".".join(names), format_value(first["input"])
     if first["type"] == "extra_forbidden":
         values = TAKEN.get(("request", names[-1])) if len(names) < 3 else None
-        if not values:
-            problem, code = f"{place} is not supported", "unsupported_parameter"
-        else:
+        problem, code = f"{place} is not supported", "unsupported_parameter"
+        if values:
             allowed = " or ".join(map(format_value, values))
             problem, code = f"{place} can't be {value}; allowed: {allowed}", "unsupported_value"
         return RequestError(problem, param=place, code=code)
@@ -480,22 +474,20 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _check_calls(turns: Sequence[ChatMessage]) -> None:
-    open_calls = set[str]()
+    waiting, problem = set[str](), ""  # ids of calls without what the tool returned
     for number, message in enumerate(turns):
-        where, problem = f"turn {number + 1} after the system message", ""
-        if message.role == "tool" and message.tool_call_id not in open_calls:
+        if message.role == "tool" and message.tool_call_id not in waiting:
             problem = (
-                f"{where} answers the call {format_value(message.tool_call_id)}, but the reply "
-                "before has no such call, or it is answered already"
+                f"answers the call {format_value(message.tool_call_id)}, but the reply before has "
+                "no such call, or it is answered already"
             )
-        elif message.role != "tool" and open_calls:
-            problem = f"{where} must be what the tool returned for the call {min(open_calls)}"
+        elif message.role != "tool" and waiting:
+            problem = f"must be what the tool returned for the call {min(waiting)}"
         if problem:
-            raise RequestError(problem, param="messages")
-        open_calls.discard(message.tool_call_id or "")
-        open_calls |= {call.id for call in message.tool_calls}
-    if open_calls:
-        raise RequestError(
-            "the last message must be a user message, or what the called tools returned",
-            param="messages",
-        )
+            where = f"turn {number + 1} after the system message"
+            raise RequestError(f"{where} {problem}", param="messages")
+        waiting.discard(message.tool_call_id or "")
+        waiting |= {call.id for call in message.tool_calls}
+    if waiting:
+        problem = "the last message must be a user message, or what the called tools returned"
+        raise RequestError(problem, param="messages")

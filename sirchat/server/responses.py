@@ -48,6 +48,7 @@ _SHOWN = {
     *("store", "parallel_tool_calls", "tool_choice", "tools"),
 }
 
+_Messages = list[ChatMessage]
 _Content = Annotated[str, BeforeValidator(join_text_parts)]
 
 
@@ -212,13 +213,11 @@ class KeptResponses:
     """The earlier responses, and the messages up to each, by their ids; the oldest leave."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[list[ChatMessage], int, dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[_Messages, int, dict[str, Any]]] = OrderedDict()
         self._items: dict[str, dict[str, Any]] = {}
         self._size = 0
 
-    def add(
-        self, before: list[ChatMessage], new: list[ChatMessage], response: dict[str, Any]
-    ) -> None:
+    def add(self, before: _Messages, new: _Messages, response: dict[str, Any]) -> None:
         """Keep a response: the messages `before` its request, and those of request and reply."""
         texts = [message.text for message in new]  # those of earlier messages are shared
         texts += [call.function.arguments for message in new for call in message.tool_calls]
@@ -248,17 +247,11 @@ class KeptResponses:
 
     def with_items(self, asked: ResponsesRequest) -> ResponsesRequest:
         """The request with kept items in place of references; RequestError if one is not kept."""
-        items: list[Any] = []
-        for item in asked.input:
-            if isinstance(item, ItemReference):
-                if item.id not in self._items:
-                    problem = f"there is no item {format_value(item.id)}"
-                    raise RequestError(
-                        f"{problem}; it may be dropped, or was not stored", param="input"
-                    )
-                items.append(self._items[item.id])
-            else:
-                items.append(item)
+        told = {item.id: item for item in asked.input if isinstance(item, ItemReference)}
+        if lost := [ident for ident in told if ident not in self._items]:
+            problem = f"there is no item {format_value(lost[0])}; it may be dropped"
+            raise RequestError(problem, param="input")
+        items = [self._items[i.id] if isinstance(i, ItemReference) else i for i in asked.input]
         given = {name: getattr(asked, name) for name in asked.model_fields_set}
         return make_request(ResponsesRequest, given | {"input": items})
 

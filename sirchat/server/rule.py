@@ -6,20 +6,19 @@ taken; what is nearly had is had as nearly as can be, which the header `X-Sircha
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-Place = Literal["request", "item"]  # where a field is: an item is a message, part, call or tool
+from typing import Any
 
 MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
 
-# Fields that are taken, though nothing is done with them: with any value (None), or with these.
+# Fields of a request, or of an item in it (a message, part, call or tool), that are taken, though
+# nothing is done with them: with any value (None), or with these.
 # A field that is null, or an empty text, list or object, is taken, too, unless it has a row here.
-_ROWS: list[tuple[Place, str, tuple[Any, ...] | None]] = [
+_ROWS: list[tuple[str, str, tuple[Any, ...] | None]] = [
     ("request", "user metadata safety_identifier service_tier store prediction summary", None),
     ("request", "prompt_cache_key prompt_cache_retention cache_prompt keep_alive", None),
     ("request", "include_obfuscation max_tool_calls timings_per_token mirostat_tau", None),
-    ("request", "mirostat_eta num_gpu main_gpu num_thread num_batch low_vram f16_kv", None),
-    ("request", "numa use_mmap use_mlock num_keep", None),
+    ("request", "mirostat_eta num_gpu main_gpu num_thread num_batch low_vram f16_kv numa", None),
+    ("request", "use_mmap use_mlock num_keep", None),
     ("request", "presence_penalty frequency_penalty top_logprobs mirostat top_a", (0,)),
     ("request", "dry_multiplier xtc_probability dynatemp_range min_tokens n_probs", (0,)),
     ("request", "n best_of typical_p tfs_z", (1,)),
@@ -34,10 +33,9 @@ _ROWS: list[tuple[Place, str, tuple[Any, ...] | None]] = [
     ("request", "tool_choice truncation", ("auto",)),
     ("request", "verbosity", ("medium",)),
     ("request", "web_search_options", ()),
-    ("item", "id index status phase created_at cache_control citations annotations", None),
-    ("item", "logprobs parsed parsed_arguments encrypted_content reasoning thinking", None),
-    ("item", "reasoning_content reasoning_details thinking_blocks", None),
-    ("item", "provider_specific_fields", None),
+    ("item", "id index status phase created_at cache_control citations annotations logprobs", None),
+    ("item", "parsed parsed_arguments encrypted_content reasoning thinking", None),
+    ("item", "reasoning_content reasoning_details thinking_blocks provider_specific_fields", None),
 ]
 TAKEN = {(place, name): values for place, names, values in _ROWS for name in names.split()}
 
@@ -45,11 +43,10 @@ TAKEN = {(place, name): values for place, names, values in _ROWS for name in nam
 READ_AS: dict[str, dict[Any, Any]] = {
     "seed": {-1: None},
     "stop": {"": None},
+    "format": {"": None},
     "top_k": {0: None, -1: None},
     "num_predict": {-1: MANY, -2: MANY},
-    "max_tokens": {-1: MANY},
-    "max_completion_tokens": {-1: MANY},
-    "max_output_tokens": {-1: MANY},
+    **{f"max_{kind}tokens": {-1: MANY} for kind in ("", "completion_", "output_")},
 }
 
 # Between which values a setting is had; from 0 on, others are changed to the nearest.
@@ -60,15 +57,14 @@ NEAREST: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.1, 10),
 }
 
-# What a schema says of a text's `format` is kept for these, and for no other.
+# What a schema says of a text's `format` is kept for these alone.
 FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
-# What schemas may say, though it is not kept.
 NOT_KEPT = ("uniqueItems", "propertyNames")
 
 
-def is_taken(place: Place, name: str, value: Any) -> bool:
+def is_taken(place: str, name: str, value: Any) -> bool:
     """Whether a field that the server does not know is taken with this value."""
     values = TAKEN.get((place, name), (None, "", [], {}))
     return values is None or value is None or value in values
@@ -76,7 +72,5 @@ def is_taken(place: Place, name: str, value: Any) -> bool:
 
 def nearest(name: str, value: Any) -> Any:
     """The value that a setting has, if a request gives it `value`."""
-    if name not in NEAREST or value < 0:
-        return value
-    least, most = NEAREST[name]
-    return min(max(value, least), most)
+    least, most = NEAREST.get(name, (value, value))
+    return value if value < 0 else min(max(value, least), most)

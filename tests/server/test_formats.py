@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from chatting import session
 from serving import Served, assistant, refusal, served, told, user
-from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.server.formats import Formats, ReplyFormat
-from sirchat.server.requests import RequestError
+from sirchat.engine.sampling import Allowed, Sampler, Sampling
+from sirchat.server.formats import Formats
+from sirchat.server.requests import ChatRequest, RequestError, make_request
 from sirchat.text.reply_marks import Marks
 from template_shapes import tool_tiny
 
@@ -178,7 +178,7 @@ _NODE = {
 }
 
 
-def _write(form: ReplyFormat, choose: random.Random, ends: Any, tokenizer: Any) -> str | None:
+def _write(form: Allowed, choose: random.Random, ends: Any, tokenizer: Any) -> str | None:
     """What a model may say in a format, which ends as soon as it can; None if it goes on long."""
     ids: list[int] = []
     closers = tokenizer.convert_tokens_to_ids(['"', "}", "]"])
@@ -202,7 +202,9 @@ def test_a_reply_by_any_schema_is_valid_json_or_the_schema_is_refused(
     model = tool_tiny()
     own = session(model, policy="full")
     try:
-        form = FORMATS.json_format(schema, [], own)
+        asked = make_request(ChatRequest, {"messages": ASKED, "response_format": by_schema(schema)})
+        form = FORMATS.of(asked, [], own)
+        assert form is not None
     except RequestError as error:
         event(f"refused with {error.status}")
         assume(error.status == 400)

@@ -111,6 +111,7 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (RESPONSES, "input", [*SAID[:2], {"type": "reasoning", "id": "a", "summary": []}, SAID[2]]),
     (OLLAMA, "think", False),
     (OLLAMA, "keep_alive", "5m"),
+    (OLLAMA, "format", ""),
     (OLLAMA, "messages", replied(thinking="x")),
     *((OLLAMA, OPTIONS, {name: 1}) for name in ("num_gpu", "num_thread", "repeat_penalty")),
     *((OLLAMA, OPTIONS, {"mirostat": value}) for value in (None, 0)),

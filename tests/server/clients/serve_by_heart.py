@@ -66,7 +66,9 @@ def main() -> None:
     with (
         patch.object(session, "build_sampler", sampler),
         patch.object(session.Session, "read_user", read_user),
-        served(tool_tiny(), policy="sink", budget=1024, max_new_tokens=300) as one,
+        served(
+            tool_tiny(), policy="sink", pin_system=False, budget=1024, max_new_tokens=300
+        ) as one,
     ):
         uvicorn.run(one.server.app, port=8059, log_level="warning")
 
