@@ -76,6 +76,7 @@ def facts_in(
         for index, turn in enumerate(turns)
         if turn.role == "user" and not turn.is_summary
         for text, positions in _sentences(ledger, texts, index)
+        if not text.endswith(("?", "\uff1f"))  # the encoder takes some questions for facts
     ]
     if not said:
         return []

@@ -91,7 +91,7 @@ def draw_memory(
     Facts that a later message states anew are left out. Each list has at most so many rows.
     """
     width -= 1  # a full row would make some terminals wrap
-    current = [fact for fact in reversed(facts) if fact.newer is None and "?" not in fact.text]
+    current = [fact for fact in reversed(facts) if fact.newer is None]
     parts = {
         "held, of what you told": [fact for fact in current if fact.held == fact.tokens],
         "held in part": [fact for fact in current if 0 < fact.held < fact.tokens],
@@ -101,7 +101,8 @@ def draw_memory(
     for name, found in parts.items():
         if texts := [fact.text for fact in found]:
             lines += _listed(name, texts, theme, width, rows=rows)
-    if told := [turn.text for turn in snapshot.recalled_turns if turn.text]:
+    recalled = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
+    if told := [turn.text for turn in recalled if turn.text]:
         lines += _listed("recalled for the last reply alone", told, theme, width, rows=rows)
     if words := snapshot.leaving_words:
         lines += _listed("evicted next", words, theme, width, quote="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 
 from chatting import babbler, session
 from sirchat.chat.session import Session
@@ -49,6 +50,15 @@ def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> N
 def test_what_a_newer_statement_replaced_is_marked() -> None:
     chat = chat_of(FACTS[1], OTHERS[0], FACTS[1])  # random states tell no two facts apart
     assert [fact.newer for fact in chat.facts()] == [4, None]
+
+
+def test_a_question_states_nothing_even_if_the_encoder_takes_it_for_a_fact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = chat_of(FACTS[1], "What is my cat called?")
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
+    assert [(fact.text, fact.newer) for fact in chat.facts()] == [(FACTS[1], None)]
 
 
 def test_the_command_shows_them_in_a_table() -> None:
