@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import random
@@ -26,7 +27,7 @@ from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.prepared import prepared_files
-from sirchat.paths import changeable_by_others, prepared_dir
+from sirchat.paths import changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
@@ -295,6 +296,41 @@ def test_a_full_or_read_only_disk_costs_only_time(
     wanted = logits(loaded(path))
     assert torch.equal(logits(loaded(path)), wanted)
     assert not prepared_files()
+
+
+def test_a_process_that_ends_stops_the_writer_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that still writes while Python ends could abort the process."""
+    writes, ends = threading.Event(), list[Callable[[], None]]()
+    written_first, usual = threading.Event(), open_private
+
+    class Slow:
+        def __init__(self, path: Path, mode: str) -> None:
+            self.file = usual(path, mode)
+
+        def __enter__(self) -> Slow:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: Any) -> None:
+            self.file.write(data)
+            written_first.set()
+            writes.wait(10)
+
+    monkeypatch.setattr(contents, "open_private", Slow)
+    monkeypatch.setattr(atexit, "register", ends.append)
+    load_model(str(written(tmp_path)), device="cpu", quantize="packed")
+    (writer,) = (one for one in threading.enumerate() if one.name == contents.WRITER)
+    written_first.wait(10)
+    assert len(list(prepared_dir().iterdir())) == 1
+    threading.Timer(0.1, writes.set).start()
+    (end,) = (one for one in ends if one.__module__ == contents.__name__)
+    end()
+    assert not writer.is_alive()
+    assert not list(prepared_dir().iterdir())
 
 
 def test_the_longest_unused_go_first_and_what_a_killed_writer_left(

@@ -5,6 +5,7 @@ Weights are mapped as they lay in memory, so that logits are the same to the las
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ from sirchat.paths import open_private
 
 _RUN = 64  # words of eight bytes that are summed for the checksum
 _WORDS = 1 << 23  # that are summed at a time
+_PIECE = 1 << 24  # bytes that are written at a time
+_LAST = 5.0  # seconds within which a piece is written, or the disk hangs
 WRITER = "writer of a prepared file"  # name of a thread
 
 
@@ -73,23 +76,33 @@ def write_prepared(
         if make_room(path, len(manifest) + size):
             parts = [manifest, *stored.parts]
             header = Header(str(model), len(manifest), size, _checksum(path, parts))
-            # A daemon, so that it delays no end; a later writer deletes what it leaves.
-            # It calls nothing of torch, whose C++ aborts the process if a daemon ends within it.
-            arrays = [part.numpy() for part in parts]
-            writer = Thread(target=_write, args=(path, header, arrays), daemon=True, name=WRITER)
+            arrays, ends = [part.numpy() for part in parts], Event()
+            job = (path, header, arrays, ends)
+            writer = Thread(target=_write, args=job, daemon=True, name=WRITER)
+
+            # The end of the process waits for no more than a piece. A daemon that is left to the
+            # end of Python can abort it: "terminate called without an active exception".
+            def end() -> None:
+                ends.set()
+                writer.join(_LAST)
+
+            atexit.register(end)
             writer.start()
             return writer
     return None
 
 
-def _write(path: Path, header: Header, parts: Iterable[NDArray[np.uint8]]) -> None:
+def _write(path: Path, header: Header, parts: Iterable[NDArray[np.uint8]], ends: Event) -> None:
     new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
     with suppress(OSError):  # full or read-only: then the next start loads as this one did
         try:
             with open_private(new, "xb") as file:
                 file.write(header.written())
                 for part in parts:
-                    file.write(part)
+                    for start in range(0, len(part), _PIECE):
+                        if ends.is_set():
+                            raise InterruptedError  # an OSError
+                        file.write(part[start : start + _PIECE])
             os.replace(new, path)
         except OSError:
             new.unlink(missing_ok=True)
