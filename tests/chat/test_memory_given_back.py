@@ -1,0 +1,23 @@
+"""The KV cache takes memory for the budget, and no more once the budget is smaller."""
+
+from __future__ import annotations
+
+from chatting import babbler, session
+from sirchat.chat.session import Session
+from sirchat.ui.turn_commands import parse_retry, retry
+
+
+def cache_bytes(chat: Session) -> int:
+    return sum(memory.cache for memory in chat.memory)
+
+
+def test_the_cache_shrinks_with_the_budget_and_after_a_reply_with_all_held() -> None:
+    chat, small = (session(babbler(), budget=n, max_new_tokens=8) for n in (1024, 64))
+    for text in ("red " * 60, "blue " * 60):
+        for one in (chat, small):
+            list(one.ask(text))
+    assert cache_bytes(chat) > 8 * cache_bytes(small)
+    chat.switch("/budget", budget=64)
+    assert cache_bytes(chat) == cache_bytes(small)
+    list(retry(chat, parse_retry("full"), lambda: False))
+    assert cache_bytes(chat) == cache_bytes(small)
