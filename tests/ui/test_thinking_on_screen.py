@@ -33,13 +33,13 @@ def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int,
     assert match
     written = len("".join(chunks[: int(match[1])]))
     assert TEXT.index("</think>") < written <= TEXT.index("It is") + size
-    assert rest == ["", "It is so.", "", "• one"]
+    assert rest == ["", "It is so.", "", "- one"]
 
 
 @pytest.mark.parametrize("panel", ["off", "live"])
 def test_hidden_nothing_of_it_stays(terminal: FakeTerminal, panel: str) -> None:
     show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking="hide")
-    assert lines_of(terminal.screen)[:3] == ["It is so.", "", "• one"]
+    assert lines_of(terminal.screen)[:3] == ["It is so.", "", "- one"]
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
                 chat.ask(f"/set panel {panel}")
                 shown = chat.ask("Go on.")
                 assert re.match(
-                    r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n"
+                    r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n- one\n"
                     r"\d+ tokens read, ",
                     shown,
                 )
