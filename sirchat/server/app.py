@@ -68,6 +68,7 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
+_SILENT = 1.0  # seconds in which a stream has at least one byte
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
 
@@ -211,7 +212,9 @@ class ChatServer:
         options = self._options(asked)
         parts = ReplyParts(self.replies, self._history(asked), options)
         try:
-            await _await_unless_disconnected(request, parts.begin())
+            begun = _await_unless_disconnected(request, parts.begin())
+            with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
+                await asyncio.wait_for(begun, _SILENT if asked.stream else None)
             headers = self._tell(options.notes)
             if asked.stream:
                 return _EventStream(shape.events(parts), shape.media, parts, headers)
@@ -347,6 +350,8 @@ class _EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
     ) -> None:
+        if media == "text/event-stream":
+            events = _with_comments(events)
         super().__init__(events, headers={"Cache-Control": "no-store", **headers}, media_type=media)
         self._parts = parts
 
@@ -355,6 +360,23 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._parts.cancel()
+
+
+async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Server-sent events, with a comment, by which the client waits on, in each long silence."""
+    following = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait((following,), timeout=_SILENT)
+            if not following.done():
+                yield ": waiting\n\n"
+                continue
+            if (event := following.result()) is None:
+                return
+            yield event
+            following = asyncio.ensure_future(anext(events, None))
+    finally:
+        following.cancel()
 
 
 async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import babbler, session, tiny
-from serving import Served, assistant, listening, refusal, said, served, system, told, user
+from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
+from sirchat.server import app
 from sirchat.server.app import model_names
 from sirchat.server.conversation import History
 from sirchat.server.pool import ConversationPool
@@ -283,3 +285,27 @@ def test_a_message_that_was_being_read_when_the_client_left_is_taken_back() -> N
             pass
         assert conversation.is_exact
         assert conversation.session.seen == seen
+
+
+def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SILENT", 0.05)
+    body = {"messages": [user("Hi")], "stream": True}
+    with served(max_new_tokens=2) as server:
+        busy = server.server.replies.call(lambda: time.sleep(0.5))
+        late = server.client.post(CHAT, json=body).text.split("\n\n")
+        busy.result()
+        soon = [one for one in late if one != ": waiting"]
+        assert late[1] == ": waiting"
+        assert 3 <= len(late) - len(soon) <= 10
+        again = server.client.post(CHAT, json=body).text
+    assert (soon[0][:6], soon[-2:]) == ("data: ", ["data: [DONE]", ""])
+    assert ": waiting" not in again
+
+
+def test_a_stream_that_fails_late_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SILENT", 0.05)
+    with served(max_new_tokens=2) as server:
+        server.server.replies.call(lambda: time.sleep(0.3))
+        body = {"messages": [user("word " * 30_000)], "stream": True, "sirchat": {"policy": "full"}}
+        *_, last, end = server.client.post(CHAT, json=body).text.split("\n\n")
+    assert (json.loads(last.removeprefix("data: "))["error"]["param"], end) == ("messages", "")
