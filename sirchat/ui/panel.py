@@ -98,6 +98,8 @@ def draw_memory(
         "evicted, of what you told": [fact for fact in current if not fact.held],
     }
     lines = [_segments(snapshot, theme, width)]
+    if current and not parts["held, of what you told"]:
+        lines += _listed("held, of what you told", ["none whole"], theme, width, quote="")
     for name, found in parts.items():
         if texts := [fact.text for fact in found]:
             lines += _listed(name, texts, theme, width, rows=rows)

@@ -55,6 +55,12 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
     ]
 
 
+def test_it_says_that_nothing_you_told_is_whole() -> None:
+    _, *rows = lines(draw_memory(session().snapshot(strongest=0), [fact(GATE, 3)], NONE, 80), 80)
+    said = [row.rstrip() for row in rows]
+    assert said == ["held, of what you told: none whole", f'held in part: "{GATE}"']
+
+
 def test_of_much_that_you_told_the_newest_is_shown() -> None:
     told = [fact(f"I own {n} green books in house {n}.", 8) for n in range(30)]
     _, first, second = lines(draw_memory(session().snapshot(strongest=0), told, NONE, 60), 60)
