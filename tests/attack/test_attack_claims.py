@@ -172,6 +172,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '{"role": "user", "content": "My name is Anna."}\n{"role": "assistant", "content": "Hi."}\n'
     )
     Path("talk.jsonl").write_text(talk * 2, encoding="utf-8")
+    Path("notes.txt").write_text("I leave at noon.", encoding="utf-8")
     return tmp_path
 
 
@@ -182,7 +183,9 @@ def quick() -> list[str]:
         line
         for line in lines
         for words in (simple(line)[-1],)
-        if words[0] == "sirchat" and not set(words) & {*_ENDLESS, "smollm2", "--model", "-m"}
+        if words[0] == "sirchat"
+        and not set(words) & {*_ENDLESS, "smollm2", "--model", "-m"}
+        and words != ["sirchat", "-c"]  # opens a chat, which needs a terminal
     )
 
 

@@ -48,7 +48,8 @@ def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
     _menu(chat, "/set protect ", r" on", r" off")
     _menu(chat, "/set policy ran", r" random +\S+")
     _menu(chat, "/show dec", r" decay +Factor that multiplies")
-    _menu(chat, "/recall ", r" off", r" words +Finds passages", r" on +the best retriever: meaning")
+    _menu(chat, "/recall ", r" off", r" on +the best retriever: meaning")
+    _menu(chat, "/recall wor", r" words +Finds passages")
     _menu(chat, "/decay a", r" auto")
 
 

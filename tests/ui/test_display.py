@@ -180,7 +180,8 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
         chat.ask("/nonsense")
         assert chat.leave() == 0
     assert re.fullmatch(
-        r"\d+ tokens read, 600 written, .*\n> /nonsense\nsirchat: there is no command /nonsense.*",
+        r"\d+ tokens read, 600 written, .*\n/continue .*\n> /nonsense\n"
+        r"sirchat: there is no command /nonsense.*",
         chat.everything[chat.everything.index("9 tokens read") :].split("\n>\n")[0].rstrip("> \n"),
     )
     out = (tmp_path / "out").read_text(encoding="utf-8")

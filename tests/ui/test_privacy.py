@@ -74,7 +74,7 @@ def test_nothing_of_a_private_chat_reaches_the_disk(
         chat.submit()
         chat.wait_prompt()
         chat.send(f"{WORD} \x18\x05")  # Ctrl-X Ctrl-E
-        chat.wait_screen(f"> {WORD} .* edited")
+        chat.wait_screen(f"> {WORD}\\s+and {WORD} edited")
         written = Path((own_home / "edited").read_text(encoding="utf-8").strip())
         assert memory_dir() is None or own_home not in written.parents
         chat.submit()
