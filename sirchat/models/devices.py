@@ -112,7 +112,7 @@ def memory_by_device(
     module: Any, cache: BoundedCache, archive: Archive | None = None
 ) -> list[DeviceMemory]:
     """The memory that a model, its KV cache and its archive take on each device."""
-    weights, archived = _weights_by_device(module), Counter[str]()
+    weights, archived = weights_by_device(module), Counter[str]()
     rows = Counter({str(device): size for device, size in cache.bytes_by_device().items()})
     if archive is not None:
         archived += archive.bytes_by_device()
@@ -193,7 +193,8 @@ def threads_in_words(device: torch.device) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def _weights_by_device(module: Any) -> Counter[str]:
+def weights_by_device(module: Any) -> Counter[str]:
+    """The bytes of a model's weights, packed ones too, on each device."""
     sizes, seen = Counter[str](), set[object]()
     placement: Placement = getattr(module, "hf_device_map", {})
     for name, tensor in chain(own_parameters(module), module.named_buffers()):

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sirchat.errors import format_value
-from sirchat.models.devices import own_parameters
+from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
 from sirchat.server.ollama import OllamaOptions
@@ -171,7 +171,7 @@ class ModelRoutes:
 
     async def _list_as_ollama(self, request: Request) -> Response:
         since = datetime.fromtimestamp(self._since, UTC).isoformat()
-        size = sum(tensor.nbytes for _, tensor in own_parameters(self._model.module))
+        size = weights_by_device(self._model.module).total()
         name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
         model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
         times = (
