@@ -1,4 +1,4 @@
-"""Handles signals: Ctrl-C in imports, in another program and in a reply; all while drawing."""
+"""Handles signals: Ctrl-C in a chat, in imports, another program, a reply; all while drawing."""
 
 from __future__ import annotations
 
@@ -71,6 +71,37 @@ def whole_output() -> Iterator[None]:
             signal.signal(number, handler)
         for number in held:
             signal.raise_signal(number)
+
+
+class CtrlC:
+    """Context manager for a whole chat: Ctrl-C does nothing, but where `raises` lets it.
+
+    So no Ctrl-C more than was meant ends the chat, wherever between two prompts it comes.
+    """
+
+    def __init__(self) -> None:
+        self._raises = False
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def raises(self) -> Iterator[None]:
+        """Context manager: inside, the first Ctrl-C raises KeyboardInterrupt, and no other."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt
 
 
 class Interrupt:

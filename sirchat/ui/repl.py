@@ -76,6 +76,7 @@ class Chat:
     ) -> None:
         self._trusted = trusted
         self._screen = screen
+        self._ctrl_c = entry.ctrl_c
         self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
         self.saved_chat = SavedChat(
             session, screen, store, debug=debug, trusted=trusted, pick=self._pick
@@ -96,15 +97,17 @@ class Chat:
         line = first
         while True:
             try:
-                if line is None:
-                    self._keyboard.keep_typed()
-                    self._history.is_kept = self._session.profile.save
-                    line = self._prompt.read()
-                if line is None or not self._act_on(line):
+                with self._ctrl_c.raises():
+                    if line is None:
+                        self._keyboard.keep_typed()
+                        self._history.is_kept = self._session.profile.save
+                        line = self._prompt.read()
+                    goes_on = line is not None and self._act_on(line)
+                if not goes_on:
                     if self._compiling is not None and self._compiling.is_alive():
                         self._screen.remark(UNFINISHED)
                     return
-                with Interrupt():  # ignores a Ctrl-C that comes after the reply
+                with Interrupt():  # ends only at the third Ctrl-C
                     self.saved_chat.update()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")

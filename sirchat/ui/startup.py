@@ -98,18 +98,21 @@ def chat(
                 )
                 entry.keyboard.keep_typed()
                 try:
-                    line = prompt.read(meanwhile=begin_above_the_prompt)
+                    with entry.ctrl_c.raises():
+                        line = prompt.read(meanwhile=begin_above_the_prompt)
                     leaves = line is None or (line.ends_chat and not begun.done())
                 except KeyboardInterrupt:
                     if not begun.done():
                         raise
                     screen.note("Ctrl-D or /exit leaves")
                 if not leaves and not begun.done():
-                    begin(*loader.wait(screen, profile.model))
+                    with entry.ctrl_c.raises():
+                        opened = loader.wait(screen, profile.model)
+                    begin(*opened)
             else:
                 from sirchat.ui.status import loading_bar
 
-                with loading_bar(screen, profile.model) as report:
+                with entry.ctrl_c.raises(), loading_bar(screen, profile.model) as report:
                     session = open_session(report)
                 begin(session, session.opening_events())
             if not leaves:

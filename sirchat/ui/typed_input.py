@@ -22,6 +22,7 @@ from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat import paths
+from sirchat.ui.interrupt import CtrlC
 from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
@@ -40,8 +41,9 @@ _ERASE_BELOW = "\x1b[J"
 
 @dataclass(frozen=True)
 class LineInput:
-    """The keyboard, the history and the prompt of one chat."""
+    """What reads the lines of one chat, and what Ctrl-C does between two of them."""
 
+    ctrl_c: CtrlC
     keyboard: Keyboard
     history: TypedHistory
     prompt: Prompt
@@ -49,16 +51,16 @@ class LineInput:
 
 @contextmanager
 def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
-    """Context manager: yields keyboard, history and prompt; inside, the terminal echoes no keys.
+    """Context manager: yields what reads lines; inside, the terminal echoes no keys.
 
     `is_kept`: whether typed lines are kept on disk.
     """
     keys = terminal_keys()
-    with Keyboard(keys, screen.terminal) as keyboard:
+    with CtrlC() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
         history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         history.as_typed = prompt.as_typed
-        yield LineInput(keyboard, history, prompt)
+        yield LineInput(ctrl_c, keyboard, history, prompt)
 
 
 def prompt_output(screen: Screen) -> Output:
