@@ -150,7 +150,7 @@ def compiled_in_words(model: LoadedModel) -> str:
 def products_in_words(model: LoadedModel) -> str:
     """Whether packed weights are multiplied by the library of `products.py`; if not, why not."""
     if not suits_processor():
-        return "no: they need a processor with AVX2 or AVX-512"
+        return "no: they need a processor with AVX2, AVX-512, or 64-bit ARM"
     said = _use_in_words(compiled_dir() / library_name(), lambda: _use_products(model))
     how = matmul_method_of(model.module)
     if said != "yes" or how is None or how.own >= ANY_ROWS:

@@ -15,7 +15,11 @@
 #include <numeric>
 #include <type_traits>
 
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 namespace {
 
@@ -24,8 +28,10 @@ constexpr int GROUP = 32, CHUNKS = GROUP / 4, TILE = 8;
 // Vectors of L numbers. In a vector of bytes, each of L rows of the weights has four neighbours.
 #ifdef __AVX512BW__
 constexpr int L = 16;
-#else
+#elif defined(__AVX2__)
 constexpr int L = 8;
+#else
+constexpr int L = 4;
 #endif
 using I = long long __attribute__((vector_size(4 * L)));
 using F = float __attribute__((vector_size(4 * L)));
@@ -68,11 +74,13 @@ inline I lanes13(I x, I y) { return _mm512_shuffle_i64x2(x, y, 0xdd); }
 inline F halves(const uint16_t* p) {  // bfloat16
   return bits(up(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))));
 }
+constexpr bool PAIRED = false;  // whether a byte of four bits has two rows that follow one another
+inline int64_t second(int64_t apart) { return 8 * apart; }
 inline I row_pair(const uint8_t* p, int64_t apart) {  // 32 bytes of a row, and of the fourth after
   I low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 4 * apart)), 1);
 }
-#else
+#elif defined(__AVX2__)
 inline I all(int32_t x) { return _mm256_set1_epi32(x); }
 inline F all(float x) { return _mm256_set1_ps(x); }
 inline F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
@@ -106,6 +114,43 @@ inline I lanes13(I x, I y) { return _mm256_permute2x128_si256(x, y, 0x31); }
 inline F halves(const uint16_t* p) {
   return bits(up(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
 }
+constexpr bool PAIRED = false;
+inline int64_t second(int64_t apart) { return 4 * apart; }
+inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
+#else
+#define HAS_DOT 1
+inline I all(int32_t x) { return (I)vdupq_n_s32(x); }
+inline F all(float x) { return (F)vdupq_n_f32(x); }
+inline F fma(F x, F y, F z) { return (F)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
+inline F wide(I x) { return (F)vcvtq_f32_s32((int32x4_t)x); }
+inline F bits(I x) { return (F)x; }
+inline I up(I x) { return (I)vshlq_n_u32((uint32x4_t)x, 16); }
+inline I down(I x) { return (I)vshrq_n_u32((uint32x4_t)x, 4); }
+inline I add(I x, I y) { return (I)vaddq_s32((int32x4_t)x, (int32x4_t)y); }
+inline I dot(I sum, I w, I x) {  // both are signed here
+  const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+#ifdef __ARM_FEATURE_DOTPROD
+  return (I)vdotq_s32((int32x4_t)sum, a, b);
+#else
+  int16x8_t left = vmull_s8(vget_low_s8(a), vget_low_s8(b)), right = vmull_high_s8(a, b);
+  return add(sum, (I)vpaddq_s32(vpaddlq_s16(left), vpaddlq_s16(right)));
+#endif
+}
+inline void columns4(const uint8_t* p, I& left, I& right) {
+  const uint8_t every8[] = {0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27};
+  const uint8x16x2_t x = vld1q_u8_x2(p);
+  const uint8x16_t at = vld1q_u8(every8);
+  left = (I)vqtbl2q_u8(x, at), right = (I)vqtbl2q_u8(x, vaddq_u8(at, vdupq_n_u8(4)));
+}
+inline I low32(I x, I y) { return (I)vzip1q_u32((uint32x4_t)x, (uint32x4_t)y); }
+inline I high32(I x, I y) { return (I)vzip2q_u32((uint32x4_t)x, (uint32x4_t)y); }
+inline I low64(I x, I y) { return (I)vzip1q_u64((uint64x2_t)x, (uint64x2_t)y); }
+inline I high64(I x, I y) { return (I)vzip2q_u64((uint64x2_t)x, (uint64x2_t)y); }
+inline I lanes02(I x, I) { return x; }
+inline I lanes13(I, I y) { return y; }
+inline F halves(const uint16_t* p) { return bits(up((I)vmovl_u16(vld1_u16(p)))); }
+constexpr bool PAIRED = true;
+inline int64_t second(int64_t) { return 16; }
 inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
 #endif
 
@@ -163,8 +208,8 @@ struct Rounded {
   }
 };
 
-// Four bits, as torch packs them for this processor: blocks of 64 rows (of 32 without AVX-512);
-// for each column, a byte of each two rows. A weight is (w - 8) * scale + zero.
+// Four bits, as torch packs them for this processor: blocks of 64 rows (of 32 without AVX-512, of 16
+// on ARM); for each column, a byte of each two rows. A weight is (w - 8) * scale + zero.
 struct Four {
   static constexpr int STRIPS = 4, ROWS = STRIPS * L, CENTER = 8;
   static constexpr bool HAS_ZEROS = true;
@@ -180,6 +225,10 @@ struct Four {
       const I low = all(0x0f0f0f0f);
       w[0] = left & low, w[1] = right & low;
       w[2] = down(left) & low, w[3] = down(right) & low;
+      if (PAIRED) {  // they are the even and the odd rows of each half
+        const I even[] = {w[0], w[1]}, odd[] = {w[2], w[3]};
+        for (int i = 0; i < 2; i++) w[2 * i] = low32(even[i], odd[i]), w[2 * i + 1] = high32(even[i], odd[i]);
+      }
     }
   };
   Group group(int64_t row, int64_t g) const {
@@ -200,7 +249,7 @@ struct Four {
 
 // Eight bits, int8 [N, K], and a scale for each row, bfloat16 [N].
 struct Eight {
-  static constexpr int STRIPS = 1, ROWS = L, CENTER = 128;
+  static constexpr int STRIPS = 1, ROWS = L, CENTER = L == 4 ? 0 : 128;
   static constexpr bool HAS_ZEROS = false;
   const uint8_t* packed;
   const uint16_t* scales;
@@ -213,7 +262,7 @@ struct Eight {
   Group group(int64_t row, int64_t g) const {
     const uint8_t* p = packed + row * k + g * GROUP;
     I fours[2][4];  // each lane has 4 columns of 4 rows
-    for (int i = 0; i < 2; i++, p += L / 2 * k) {
+    for (int i = 0; i < 2; i++, p += second(k)) {
       I a = row_pair(p, k), b = row_pair(p + k, k);
       I c = row_pair(p + 2 * k, k), d = row_pair(p + 3 * k, k);
       I ab = low32(a, b), cd = low32(c, d);
@@ -222,7 +271,7 @@ struct Eight {
       fours[i][2] = low64(ab, cd), fours[i][3] = high64(ab, cd);
     }
     Group group;
-    const I center = all((int32_t)0x80808080);  // makes them unsigned
+    const I center = all(CENTER ? (int32_t)0x80808080 : 0);  // makes them unsigned
     for (int i = 0; i < 4; i++) {
       group.columns[i] = lanes02(fours[0][i], fours[1][i]) ^ center;
       group.columns[i + 4] = lanes13(fours[0][i], fours[1][i]) ^ center;
@@ -340,7 +389,7 @@ void multiply(const W& weights, const float* x, int64_t m, float* y) {
 // Attention of one token's queries q [H, G, D], times log2(e), to keys and values [H, n, D] of
 // bfloat16: y [H, G, D]. Each `SPLIT` rows are computed apart, and then put together in order.
 struct Attention {
-  static constexpr int SPLIT = 128, MOST = 4, WIDE = 64 / L;
+  static constexpr int SPLIT = 128, MOST = 4, WIDE = L == 4 ? 4 : 64 / L;
   const float* q;
   const uint16_t *keys, *values;
   int64_t heads, group, n, size, keys_apart, values_apart;

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -30,6 +32,7 @@ from sirchat.models.packed import (
     PackedLinear,
     four_bit_block,
     has_own_products,
+    packing_layout,
 )
 
 SOURCE = Path(__file__).with_name("products.cpp")
@@ -53,7 +56,9 @@ def compiler() -> str | None:
 
 
 def suits_processor() -> bool:
-    """Whether `products.cpp` is written for this processor: one with AVX2 or AVX-512."""
+    """Whether `products.cpp` is written for this processor: AVX2, AVX-512, or 64-bit ARM."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return packing_layout() == "blocks of 16, pairs of rows"
     return "AVX" in torch.backends.cpu.get_cpu_capability() and four_bit_block() > 0
 
 
@@ -71,8 +76,8 @@ def library_name() -> str:
 
 def build_library(path: Path) -> None:
     """Compile the library into the file `path`, some seconds; RuntimeError has the compiler's."""
-    torch_folder = Path(torch.__file__).parent
-    folders = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    include, lib = Path(torch.__file__).parent / "include", _torch_library().parent
+    folders = [f"-I{include}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
     command = [compiler() or "g++", *_flags(), *folders, str(SOURCE), "-ltorch_cpu", "-o"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -101,7 +106,7 @@ def load_library(path: Path) -> None:
     if not has_own_products():
         refuse_damaged(path)
         # so that the library, and then compiled programs, find the functions that they call
-        for library in (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", path):
+        for library in (_torch_library(), path):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     _compare_with_torch()
 
@@ -161,9 +166,17 @@ def _shape_of_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor
     return torch.empty_like(queries)
 
 
+def _torch_library() -> Path:
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
+
+
 def _flags() -> list[str]:
-    flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return [*flags, "-mcpu=native"]
+    flags.append("-march=native")
     # torch, and so the layout of its four-bit weights, may be restricted to less than there is
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         flags.append("-mno-avx512f")
-    return [*flags, "-shared", "-fPIC"]
+    return flags

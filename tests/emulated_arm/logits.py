@@ -1,24 +1,36 @@
-"""Writes the logits of a GGUF model with four-bit weights: `python logits.py MODEL FILE DTYPE`."""
+"""Writes the logits of a GGUF model with four-bit weights: `python logits.py MODEL FILE HOW`."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from sirchat.models import products
 from sirchat.models.load import load_model
-from sirchat.models.packed import Int4Linear, four_bit_block
+from sirchat.models.packed import (
+    ANY_ROWS,
+    Int4Linear,
+    MatmulMethod,
+    four_bit_block,
+    set_matmul_method,
+)
 
 IDS = [index * 37 % 4000 + 10 for index in range(12)]
 CHUNKS = (8, 1, 3)  # many rows, and few
 
 
 @torch.inference_mode()
-def main(name: str, file: str, dtype: Any) -> None:
-    """Read `IDS`; DTYPE is `auto`, so that weights stay packed, or the type to unpack them to."""
-    model = load_model(name, dtype=dtype)
+def main(name: str, file: str, how: Any) -> None:
+    """Read `IDS` with packed weights (`own`: multiplied by our library), or in the type `how`."""
+    model = load_model(name, dtype="auto" if how == "own" else how)
+    if how == "own":
+        products.build_library(library := Path(file).with_suffix(".so"))
+        products.load_library(library)
+        set_matmul_method(model.module, MatmulMethod(own=ANY_ROWS))
     cache, found, start = model.new_cache(len(IDS)), list[torch.Tensor](), 0
     for count in CHUNKS:
         found.append(model.forward(IDS[start : start + count], cache).float())

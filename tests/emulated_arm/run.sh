@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Four-bit weights on ARM, under emulation: tests/emulated_arm/run.sh FOLDER [MODEL], by hand, not in the gate.
 # FOLDER (1 GB) keeps Debian's Python and torch for ARM for a next run. Needs Linux on x86, Debian's packages
-# qemu-user-static and debootstrap, PyPI, and a `python` 3.11 in which sirchat's packages are installed.
+# qemu-user-static, debootstrap and g++-aarch64-linux-gnu, PyPI, and a `python` 3.11 in which sirchat's packages
+# and those of its tests are installed, and no others.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -15,7 +16,7 @@ fi
 if [ ! -e "$site/torch" ]; then
   # 2.10.0: later wheels for ARM are builds with CUDA. The rest as installed here; pure Python is used from here.
   wanted=$(python -c 'from importlib.metadata import version
-for name in "numpy tokenizers safetensors regex pyyaml pydantic-core markupsafe".split():
+for name in "numpy tokenizers safetensors regex pyyaml pydantic-core markupsafe hypothesis".split():
     print(f"{name}=={version(name)}")')
   platforms=()
   for one in manylinux_2_28 manylinux_2_27 manylinux2014 manylinux_2_17; do platforms+=(--platform "${one}_aarch64"); done
@@ -26,14 +27,26 @@ fi
 
 pure=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PYTHONPATH=$here/../.. SIRCHAT_HOME=$folder/home PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+# The compiler runs here, not under emulation, and does not know which processor is emulated.
+cat > "$folder/cross-compiler" << 'END'
+#!/usr/bin/env bash
+exec aarch64-linux-gnu-g++ "${@/-mcpu=native/-march=${KIND:-armv8.2-a+dotprod}}"
+END
+chmod +x "$folder/cross-compiler"
 on_arm() {
   QEMU_LD_PREFIX=$root PYTHONPATH=$site:$PYTHONPATH:$pure \
     nice -n 10 qemu-aarch64-static -cpu max "$root/usr/bin/python3.11" "$@"
 }
-for dtype in auto float32; do python "$here/logits.py" "$model" "$folder/here-$dtype.npz" "$dtype"; done
+logits() { "${@:2}" "$here/logits.py" "$model" "$folder/$1-${again:-$how}.npz" "$how"; }
+for how in auto own float32; do logits here python; done
 rm -rf "$SIRCHAT_HOME"
-for again in "" -again; do on_arm "$here/logits.py" "$model" "$folder/arm$again.npz" auto; done
+for how in auto own; do CXX=$folder/cross-compiler logits arm on_arm; done
+how=auto again=again logits arm on_arm
 python "$here/compare.py" "$folder"
+for kind in armv8-a armv8.2-a+dotprod; do
+  KIND=$kind CXX=$folder/cross-compiler on_arm -m pytest -q -n0 -p no:cacheprovider \
+    "$here/../models/test_products.py" -k "err_only or same_bits or attention or no_number or damaged"
+done
 
 talk='My name is Anna.
 What is my name?'
