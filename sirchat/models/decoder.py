@@ -1,4 +1,4 @@
-"""A Llama-shaped model without transformers: reads a chunk of ids into a cache.
+"""A model like Llama or Gemma 3 without transformers: reads a chunk of ids into a cache.
 
 Its parts have transformers' names. Products and norms are computed in the type of the weights,
 attention in that of the cache: with packed weights 16 bits, in half of float32's time.
@@ -53,8 +53,11 @@ class Decoder(nn.Module):
     @property
     def rotations(self) -> list[LayerRotation]:
         """The rotary embedding (RoPE) of each layer."""
-        key = Rotation(self.model.rotary_emb.inv_freq.cpu().clone())
-        return [LayerRotation(key)] * len(self.model.layers)
+        kinds = self.config.attention_kinds
+        buffers = self.model.rotary_emb.buffers()
+        by_kind = zip(sorted(set(kinds)), buffers, strict=True)
+        rotations = {kind: LayerRotation(Rotation(one.cpu().clone())) for kind, one in by_kind}
+        return [rotations[kind] for kind in kinds]
 
     def get_input_embeddings(self) -> Any:
         """The module that returns the embeddings of token ids."""
@@ -91,25 +94,26 @@ class DecoderBody(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
-        self.embed_tokens: nn.Module = Embedding(
-            config.vocab_size, size, device="meta", dtype=dtype
-        )
+        kind = ScaledEmbedding if _is_gemma(config) else Embedding
+        self.embed_tokens: nn.Module = kind(config.vocab_size, size, device="meta", dtype=dtype)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(_Layer(config, number, dtype) for number in layers)
-        self.norm = _Norm(size, config.rms_norm_eps, dtype)
+        self.windows = {kind: _window(config, kind) for kind in config.attention_kinds}
+        self.norm = _Norm(size, config, dtype)
         self.rotary_emb = _Rotary(config)
 
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> tuple[Tensor]:
         """Read ids [1, m] after the n slots of the cache; returns normalized states [1, m, d].
 
-        `attention_mask` [1, 1, m, n + m] is added to the scores; None for causal attention.
+        `attention_mask` [1, 1, m, n + m], or one by kind of layer, is added to the scores; None for
+        causal attention.
         `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
         """
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
@@ -117,14 +121,14 @@ class DecoderBody(nn.Module):
         x = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(held, held + count, device=device)[None]
-        cos, sin = self.rotary_emb(x, position_ids)  # [1, m, D]
+        cos, sin = self.rotary_emb(x, position_ids)  # [kinds, m, D]
         dtype = (None if cache is None else cache.dtype) or x.dtype
-        if attention_mask is None and held and count > 1:
-            sees = torch.ones(count, held + count, dtype=torch.bool, device=device).tril(held)
-            scores = torch.zeros(sees.shape, device=device)
-            attention_mask = scores.masked_fill_(~sees, -math.inf)[None, None]
-        mask = None if attention_mask is None else attention_mask.to(dtype)
-        reading = _Reading(cos, signed(sin), dtype, mask, cache)
+        masks = dict[int | None, Tensor | None]()
+        for kind, window in self.windows.items():
+            given = attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask
+            mask = _causal_mask(held, count, window, device) if given is None else given
+            masks[window] = None if mask is None else mask.to(dtype)
+        reading = _Reading(cos, signed(sin), dtype, masks, cache)
         for layer in self.layers:
             x = layer(x, reading)
         return (self.norm(x),)
@@ -144,6 +148,22 @@ class Embedding(nn.Embedding):
         """Do nothing."""
 
 
+class ScaledEmbedding(Embedding):
+    """An `Embedding` whose vectors are multiplied by the root of their size d, as in Gemma."""
+
+    embed_scale: Tensor
+
+    def __init__(self, count: int, size: int, **how: Any) -> None:
+        super().__init__(count, size, **how)
+        self.scalar_embed_scale = size**0.5
+        scale = torch.tensor(self.scalar_embed_scale)
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The embeddings [..., d] of ids."""
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
+
+
 def signed(sin: Tensor) -> Tensor:
     """Negate the first half of RoPE's sines [..., D], which multiply a head with swapped halves."""
     half = sin.shape[-1] // 2
@@ -153,10 +173,10 @@ def signed(sin: Tensor) -> Tensor:
 class _Reading(NamedTuple):
     """What all layers share in one forward pass over m ids."""
 
-    cos: Tensor  # [1, m, D]
+    cos: Tensor  # [kinds, m, D]
     sin: Tensor  # the same, by `signed`
     dtype: torch.dtype  # of attention
-    mask: Tensor | None  # added to the scores; None for causal attention
+    masks: dict[int | None, Tensor | None]  # by window, added to the scores; None: only causal
     cache: BoundedCache | None
 
 
@@ -165,13 +185,22 @@ class _Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.self_attn = _Attention(config, number, dtype)
-        self.mlp = _Network(size, config.intermediate_size, dtype)
-        self.input_layernorm = _Norm(size, config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = _Norm(size, config.rms_norm_eps, dtype)
+        self.mlp = _Network(config, dtype)
+        self.input_layernorm = _Norm(size, config, dtype)
+        self.post_attention_layernorm = _Norm(size, config, dtype)
+        self.has_more_norms = _is_gemma(config)  # after attention and after the network, too
+        if self.has_more_norms:
+            self.pre_feedforward_layernorm = _Norm(size, config, dtype)
+            self.post_feedforward_layernorm = _Norm(size, config, dtype)
 
     def forward(self, x: Tensor, reading: _Reading) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), reading)
-        added: Tensor = self.mlp(self.post_attention_layernorm(x))
+        added: Tensor = self.self_attn(self.input_layernorm(x), reading)
+        if self.has_more_norms:
+            x = x + self.post_attention_layernorm(added)
+            added = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + added
+            added = self.mlp(self.post_attention_layernorm(x))
         return x + added
 
 
@@ -179,7 +208,10 @@ class _Attention(nn.Module):
     def __init__(self, config: DecoderConfig, number: int, dtype: torch.dtype) -> None:
         super().__init__()
         size, self.head_dim = config.hidden_size, config.head_dim
-        self.layer_idx, self.scaling = number, self.head_dim**-0.5
+        self.layer_idx, kind = number, config.attention_kinds[number]
+        scaled = config.query_pre_attn_scalar if _is_gemma(config) else self.head_dim
+        self.scaling, self.window = scaled**-0.5, _window(config, kind)
+        self.turn = sorted(set(config.attention_kinds)).index(kind)  # which of the rotations
         width, narrow = (
             heads * self.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads)
@@ -189,10 +221,10 @@ class _Attention(nn.Module):
         self.k_proj = _empty_linear(size, narrow, has_bias, dtype)
         self.v_proj = _empty_linear(size, narrow, has_bias, dtype)
         self.o_proj = _empty_linear(width, size, False, dtype)
-        if config.model_type == "qwen3":
-            self.q_norm = _Norm(self.head_dim, config.rms_norm_eps, dtype)
-            self.k_norm = _Norm(self.head_dim, config.rms_norm_eps, dtype)
-        self._has_norms = config.model_type == "qwen3"
+        self._has_norms = config.model_type in ("qwen3", "gemma3_text")
+        if self._has_norms:
+            self.q_norm = _Norm(self.head_dim, config, dtype)
+            self.k_norm = _Norm(self.head_dim, config, dtype)
 
     def forward(self, h: Tensor, reading: _Reading) -> Tensor:
         # h: the normalized hidden states [1, m, d]
@@ -202,77 +234,93 @@ class _Attention(nn.Module):
         )
         if self._has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = _rotated(queries, reading), _rotated(keys, reading)
+        turn = reading.cos[self.turn, :, None], reading.sin[self.turn, :, None]
+        queries, keys = (_rotated(x, *turn).to(reading.dtype) for x in (queries, keys))
+        mask = reading.masks[self.window]
         values = values.transpose(1, 2).to(reading.dtype)
         if reading.cache is not None:
             layer = reading.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
         of_queries = keys, values
-        if reading.mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
+        if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
             of_queries = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         attended = F.scaled_dot_product_attention(
             queries,
             *of_queries,
-            attn_mask=reading.mask,
-            is_causal=reading.mask is None and queries.shape[2] > 1,
+            attn_mask=mask,
+            is_causal=mask is None and queries.shape[2] > 1,
             scale=self.scaling,
             enable_gqa=queries.shape[1] > of_queries[0].shape[1],
         )  # [1, H_q, m, D]
         if OBSERVERS.get():
             options = {"scaling": self.scaling}
             exact = queries.float(), keys.float()
-            report_attention(AttentionCall(self.layer_idx, *exact, reading.mask, options, None))
+            report_attention(AttentionCall(self.layer_idx, *exact, mask, options, None))
         added: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
         return added
 
 
 class _Network(nn.Module):
-    def __init__(self, size: int, inner: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.has_gelu = _is_gemma(config)
         self.gate_proj = _empty_linear(size, inner, False, dtype)
         self.up_proj = _empty_linear(size, inner, False, dtype)
         self.down_proj = _empty_linear(inner, size, False, dtype)
 
     def forward(self, h: Tensor) -> Tensor:
         gate, up = _products((self.gate_proj, self.up_proj), h)
-        added: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        added: Tensor = self.down_proj(gated(gate, up, has_gelu=self.has_gelu))
         return added
 
 
-class _Norm(nn.Module):
-    """RMSNorm over the last dimension of a tensor, computed in float32."""
+def gated(gate: Tensor, up: Tensor, *, has_gelu: bool) -> Tensor:
+    """Multiply a feed-forward network's two products, of which one is activated."""
+    return (F.gelu(gate, approximate="tanh") if has_gelu else F.silu(gate)).mul_(up)
 
-    def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
+
+class _Norm(nn.Module):
+    """RMSNorm over the last dimension of a tensor, computed in float32; `added` to the weights."""
+
+    def __init__(self, size: int, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device="meta", dtype=dtype))
-        self.variance_epsilon = epsilon
+        self.variance_epsilon, self.added = config.rms_norm_eps, float(_is_gemma(config))
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
+        if self.added:  # as in transformers, rounded only afterwards
+            return normed.mul_(self.weight.float() + self.added).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
 class _Rotary(nn.Module):
-    """Computes the cosines and sines of rotary positions (RoPE)."""
-
-    inv_freq: Tensor
+    """Computes the cosines and sines of rotary positions (RoPE), for each kind of layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", _frequencies(config), persistent=False)
+        for kind in sorted(set(config.attention_kinds)):
+            name = f"{kind}_inv_freq" if _is_gemma(config) else "inv_freq"
+            self.register_buffer(name, _frequencies(config, kind), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].float() * self.inv_freq  # [1, m, D / 2]
+        inv_freq = torch.stack(list(self.buffers()))[:, None]  # [kinds, 1, D / 2]
+        angles = position_ids[..., None].float() * inv_freq  # [kinds, m, D / 2]
         both = torch.cat((angles, angles), -1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
 
-def _frequencies(config: DecoderConfig) -> Tensor:
+def _frequencies(config: DecoderConfig, kind: str) -> Tensor:
     """The angular frequencies [D / 2] of RoPE; those of Llama 3.1 have low ones reduced."""
     given, size = config.rope_parameters, config.head_dim
+    given = given.get(kind, given)
     plain: Tensor = 1.0 / (given["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     if given["rope_type"] == "default":
+        return plain
+    if given["rope_type"] == "linear":
+        plain /= given["factor"]
         return plain
     low, high, length = (
         given[name]
@@ -286,11 +334,28 @@ def _frequencies(config: DecoderConfig) -> Tensor:
     return torch.where(is_between, between, slow)
 
 
-def _rotated(x: Tensor, reading: _Reading) -> Tensor:
-    """Apply RoPE to [1, m, H, D]; returns [1, H, m, D] in attention's type."""
-    cos, sin = reading.cos[:, :, None], reading.sin[:, :, None]
-    turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-    return turned.to(reading.dtype).transpose(1, 2)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE, cos and sin [m, 1, D], to [1, m, H, D]; returns [1, H, m, D]."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).transpose(1, 2)
+
+
+def _is_gemma(config: DecoderConfig) -> bool:
+    return bool(config.model_type == "gemma3_text")
+
+
+def _window(config: DecoderConfig, kind: str) -> int | None:
+    return int(config.sliding_window) if "sliding" in kind else None
+
+
+def _causal_mask(held: int, count: int, window: int | None, device: Any) -> Tensor | None:
+    """The mask [1, 1, m, n + m] of m ids after n slots; None if plain causal attention is right."""
+    is_narrow = window is not None and held + count > window
+    if not is_narrow and not (held and count > 1):
+        return None
+    sees = torch.ones(count, held + count, dtype=torch.bool, device=device).tril(held)
+    if window is not None:
+        sees = sees.triu(held - window + 1)
+    return torch.zeros(sees.shape, device=device).masked_fill_(~sees, -math.inf)[None, None]
 
 
 def _empty_linear(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:

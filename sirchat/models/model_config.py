@@ -32,22 +32,31 @@ _MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilo
 _MOST = 1 << 32  # larger numbers count as invalid
 
 _SHARED: dict[str, Any] = {
-    "hidden_act": "silu",
     "initializer_range": 0.02,
     "use_cache": True,
     "attention_dropout": 0.0,
 }
+_SILU = {"hidden_act": "silu"}
 _QWEN: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": None,
     "max_window_layers": 28,
 }
+_GEMMA3: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "_sliding_window_pattern": 6,  # each sixth layer attends to all tokens
+}
 # For each model type that a `Decoder` computes: the config values that its GGUF files lack, as
 # transformers sets them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _SHARED | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
-    "qwen2": _SHARED | _QWEN,
-    "qwen3": _SHARED | _QWEN | {"attention_bias": False},
+    "llama": _SHARED | _SILU | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _SHARED | _SILU | _QWEN,
+    "qwen3": _SHARED | _SILU | _QWEN | {"attention_bias": False},
+    "gemma3_text": _SHARED | _GEMMA3,
 }
 _SIZES = (
     "vocab_size",
@@ -150,12 +159,31 @@ class DecoderConfig(ConfigValues):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         values = dict(values)
-        rope = {**values.pop("rope_parameters", {}), "rope_theta": values.pop("rope_theta")}
-        rope.setdefault("rope_type", "default")
-        values["rope_parameters"] = rope  # in transformers' order, on which the hash depends
+        given, theta = values.pop("rope_parameters", {}), values.pop("rope_theta")
+        # in transformers' order, on which the hash depends
+        if values["model_type"] == "gemma3_text":
+            near = values.pop("rope_local_base_freq", 10_000.0)
+            bases = {"sliding_attention": near, "full_attention": theta}
+            values["rope_parameters"] = {
+                kind: {"rope_type": "default", **given.get(kind, {}), "rope_theta": bases[kind]}
+                for kind in {**given, **bases}
+            }
+        else:
+            rope = values["rope_parameters"] = {**given, "rope_theta": theta}
+            rope.setdefault("rope_type", "default")
         super().__init__(_DEFAULTS[values["model_type"]] | values)
-        if "max_window_layers" in self._values:
-            self._values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
+        layers, pattern = values["num_hidden_layers"], self._values.get("_sliding_window_pattern")
+        if pattern or "max_window_layers" in self._values:
+            self._values["layer_types"] = [
+                "sliding_attention" if pattern and (at + 1) % pattern else "full_attention"
+                for at in range(layers)
+            ]
+
+    @property
+    def attention_kinds(self) -> list[str]:
+        """The kind of each layer: `full_attention` or `sliding_attention`."""
+        kinds: list[str] = self._values.get("layer_types") or []
+        return kinds or ["full_attention"] * self.num_hidden_layers
 
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
@@ -166,8 +194,13 @@ class DecoderConfig(ConfigValues):
             return False
         unshared: int = values["num_attention_heads"] % values["num_key_value_heads"]
         odd: int = values["head_dim"] % 2
-        scaling = values.get("rope_parameters", {}).get("rope_type", "default")
-        return unshared == odd == 0 and scaling in ("default", "llama3")
+        rope = values.get("rope_parameters", {})
+        scaling = rope.get("full_attention", rope).get("rope_type", "default")
+        is_known = scaling in ("default", "llama3", "linear")
+        if values["model_type"] == "gemma3_text":
+            is_known = scaling != "llama3" and not values.get("final_logit_softcapping")
+            is_known = is_known and positive(values.get("sliding_window")) is not None
+        return unshared == odd == 0 and is_known
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:

@@ -6,6 +6,7 @@ The oracle is transformers' own model and tokenizer of the same file.
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ pytest.importorskip("gguf")
 
 from transformers import AutoConfig
 
-from chatting import session, tiny
+from chatting import answer, session, tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
 from scorers import random_scorer
@@ -35,7 +36,7 @@ from sirchat.models.probe import probe_rotations
 from sirchat.models.readout import Readings
 from sirchat.saved.saved_state import fingerprint
 
-CASES = ["llama", "llama3", "qwen2", "qwen3"]
+CASES = ["llama", "llama3", "qwen2", "qwen3", "gemma3", "gemma3-long"]
 CHUNKS = 33, 1, 7, 2, 40
 IDS = [3 + (11 * at) % 170 for at in range(sum(CHUNKS))]
 
@@ -95,16 +96,49 @@ def test_packed_weights_differ_by_the_rounding_of_bfloat16(case: str, folder: Pa
         assert (one - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_ids_see_the_rows_that_they_are_shown_at_the_positions_given(folder: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3", "gemma3"])
+def test_ids_see_the_rows_that_they_are_shown_at_the_positions_given(
+    case: str, folder: Path
+) -> None:
     visible = torch.rand(9, 29, generator=torch.Generator().manual_seed(0)) < 0.5
     visible[:, 20:] = torch.ones(9, 9, dtype=torch.bool).tril()
     found = []
-    for model in pair(file_of("qwen3", folder)):
+    for model in pair(file_of(case, folder)):
         kv_cache = model.new_cache(40)
         model.forward(IDS[:20], kv_cache)
         kv_cache.commit(20)
         found.append(model.forward(IDS[20:29], kv_cache, visible=visible, positions=range(50, 59)))
     torch.testing.assert_close(*found, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["llama3", "gemma3"])
+def test_after_evictions_windows_count_the_rows_that_are_left(case: str, folder: Path) -> None:
+    found = []
+    for model in pair(file_of(case, folder)):
+        kv_cache = model.new_cache(40)
+        for start, count in ((0, 20), (20, 12), (32, 1), (33, 9)):
+            found.append(model.forward(IDS[start : start + count], kv_cache))
+            kv_cache.commit(count)
+            kv_cache.keep(torch.arange(kv_cache.length)[start % 3 :: 2])
+        found.append(model.forward(IDS[:2], kv_cache))
+    for one, wanted in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3"])
+def test_a_chat_under_a_budget_is_resumed_by_either(case: str, folder: Path) -> None:
+    told = []
+    for first, second in (pair(file_of(case, folder)), pair(file_of(case, folder))[::-1]):
+        chat = session(first, budget=64, max_new_tokens=12)
+        told.append(answer(list(chat.ask("hello world, hello " * 20))))
+        assert chat.resident <= 64 < chat.seen
+        kept = chat.save(), deepcopy(chat.state)
+        for rows in (None, chat.copy_key_values()):  # without rows they are computed again
+            resumed = session(second, budget=64, max_new_tokens=12)
+            resumed.load(*kept, rows)
+            told.append(answer(list(resumed.ask("hello"))))
+        assert answer(list(chat.ask("hello"))) == told[-1]
+    assert told[:3] == told[3:]
 
 
 class Weights:

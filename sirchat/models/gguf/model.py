@@ -79,6 +79,8 @@ class _Loader:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
         self._values = config_values(file)
         _check_sizes(file, self._values)
+        # A GPU's captured step reads sliding-window layers only by transformers' modules.
+        for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
         self._module = empty_module(self._values, dtype, for_hub=for_hub)
         self._four = four_bit_kind(device)
         self._store = WeightStore(_most_packed(file) if keep_packed else 0, device)
