@@ -35,6 +35,15 @@ constexpr int L = 4;
 #endif
 using I = long long __attribute__((vector_size(4 * L)));
 using F = float __attribute__((vector_size(4 * L)));
+using Ints = int32_t __attribute__((vector_size(4 * L)));
+using Bits = uint32_t __attribute__((vector_size(4 * L)));
+inline I all(int32_t x) { return (I)(x - Ints{}); }
+inline F all(float x) { return x - F{}; }
+inline F wide(I x) { return __builtin_convertvector((Ints)x, F); }
+inline F bits(I x) { return (F)x; }
+inline I up(I x) { return (I)((Ints)x << 16); }
+inline I down(I x) { return (I)((Bits)x >> 4); }
+inline I add(I x, I y) { return (I)((Ints)x + (Ints)y); }
 inline void store(float* p, F x) { memcpy(p, &x, sizeof(x)); }
 inline I load(const void* p) {
   I x;
@@ -43,14 +52,7 @@ inline I load(const void* p) {
 }
 
 #ifdef __AVX512BW__
-inline I all(int32_t x) { return _mm512_set1_epi32(x); }
-inline F all(float x) { return _mm512_set1_ps(x); }
 inline F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
-inline F wide(I x) { return _mm512_cvtepi32_ps(x); }
-inline F bits(I x) { return _mm512_castsi512_ps(x); }
-inline I up(I x) { return _mm512_slli_epi32(x, 16); }
-inline I down(I x) { return _mm512_srli_epi32(x, 4); }
-inline I add(I x, I y) { return _mm512_add_epi32(x, y); }
 #ifdef __AVX512VNNI__
 #define HAS_DOT 1
 inline I dot(I sum, I w, I x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -81,14 +83,7 @@ inline I row_pair(const uint8_t* p, int64_t apart) {  // 32 bytes of a row, and 
   return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 4 * apart)), 1);
 }
 #elif defined(__AVX2__)
-inline I all(int32_t x) { return _mm256_set1_epi32(x); }
-inline F all(float x) { return _mm256_set1_ps(x); }
 inline F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
-inline F wide(I x) { return _mm256_cvtepi32_ps(x); }
-inline F bits(I x) { return _mm256_castsi256_ps(x); }
-inline I up(I x) { return _mm256_slli_epi32(x, 16); }
-inline I down(I x) { return _mm256_srli_epi32(x, 4); }
-inline I add(I x, I y) { return _mm256_add_epi32(x, y); }
 #ifdef __AVXVNNI__
 #define HAS_DOT 1
 inline I dot(I sum, I w, I x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
@@ -119,14 +114,7 @@ inline int64_t second(int64_t apart) { return 4 * apart; }
 inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
 #else
 #define HAS_DOT 1
-inline I all(int32_t x) { return (I)vdupq_n_s32(x); }
-inline F all(float x) { return (F)vdupq_n_f32(x); }
 inline F fma(F x, F y, F z) { return (F)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y); }
-inline F wide(I x) { return (F)vcvtq_f32_s32((int32x4_t)x); }
-inline F bits(I x) { return (F)x; }
-inline I up(I x) { return (I)vshlq_n_u32((uint32x4_t)x, 16); }
-inline I down(I x) { return (I)vshrq_n_u32((uint32x4_t)x, 4); }
-inline I add(I x, I y) { return (I)vaddq_s32((int32x4_t)x, (int32x4_t)y); }
 inline I dot(I sum, I w, I x) {  // both are signed here
   const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
 #ifdef __ARM_FEATURE_DOTPROD
