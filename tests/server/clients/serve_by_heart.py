@@ -23,29 +23,32 @@ from sirchat.engine.sampling import Allowed, Sampler
 from template_shapes import tool_tiny
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
-# What the model says where these words are in a message; "Oslo" and the like may follow.
+BARE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+LAST = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is -3."}}\n</tool_call>'
+# What the model says where these words are in a message: the first that the format allows.
 SAID = {
-    "weather in Oslo": "Let me look.\n" + CALL % "Oslo",
-    "weather in both": CALL % "Oslo" + "\n" + CALL % "Rome",
-    "degrees": "It is -3 degrees.",
-    "Count": " ".join(f"{n} and" for n in range(60)),
+    "weather in Oslo": ["Let me look.\n" + CALL % "Oslo", CALL % "Oslo", BARE],
+    "weather in both": [CALL % "Oslo" + "\n" + CALL % "Rome"],
+    "degrees": ["It is -3 degrees.", LAST],
+    "Count": [" ".join(f"{n} and" for n in range(60))],
 }
 
 
 def known(text: str, allowed: Allowed | None) -> Allowed | None:
     """What limits the reply to a message; ids that a format forbids are not said."""
     model = tool_tiny()
-    reply = next((said for words, said in SAID.items() if words in text), None)
-    if reply is None:
+    replies = next((said for words, said in SAID.items() if words in text), None)
+    if replies is None:
         return allowed
-    ids = model.tokenizer.encode(reply, add_special_tokens=False)
-    ids.append(model.tokenizer.convert_tokens_to_ids("<|end|>"))
+    end = model.tokenizer.convert_tokens_to_ids("<|end|>")
+    ways = [[*model.tokenizer.encode(one, add_special_tokens=False), end] for one in replies]
 
     def mask(said: Sequence[int]) -> torch.Tensor:
-        size = model.vocab_size
+        size, done = model.vocab_size, len(said)
         free = torch.ones(size, dtype=torch.bool) if allowed is None else allowed(said)
-        is_said = len(said) < len(ids) and bool(free[ids[len(said)]])
-        return torch.arange(size) == ids[len(said)] if is_said else free
+        next_ids = [ids[done] for ids in ways if ids[:done] == list(said) and done < len(ids)]
+        right = next((one for one in next_ids if free[one]), None)
+        return free if right is None else torch.arange(size) == right
 
     return mask
 
