@@ -39,6 +39,7 @@ def read_again(
     session: Session,
     turns: Sequence[Turn],
     pins: Iterable[PinnedText] = (),
+    unpinned: frozenset[tuple[int, str]] = frozenset(),
     progress: Progress | None = None,
 ) -> None:
     """Let the new session `session` read `turns` again, and pin the texts `pins` again.
@@ -78,13 +79,13 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned = len(_own_pins(session)), lost
+    session.state.repinned, session.state.unpinned = (len(_own_pins(session)), lost), unpinned
 
 
 def read_whole(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
-    read_again(again, session.turns, pinned_text(session), progress)
+    read_again(again, session.turns, pinned_text(session), session.state.unpinned, progress)
     again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
@@ -100,7 +101,8 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
     if point is not None:  # pins that were made since then are taken back
         pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
-    read_again(again, session.turns[:start], pinned_text(session, pinned), progress)
+    pins = pinned_text(session, pinned)
+    read_again(again, session.turns[:start], pins, session.state.unpinned, progress)
     return again
 
 
@@ -125,10 +127,11 @@ def rewind(session: Session, count: int) -> bool:
     except UndoError:
         start = asked[-count]
         before, pins = session.turns[:start], pinned_text(session)
+        unpinned = session.state.unpinned
         profile = _profile_at(session, start)
         session.reset()
         session.note_profile(profile)
-        read_again(session, before, pins)
+        read_again(session, before, pins, unpinned)
         return True
     return False
 

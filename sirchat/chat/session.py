@@ -37,7 +37,7 @@ from sirchat.chat.state import (
     UndoPoint,
     undo_depth,
 )
-from sirchat.chat.statements import StatedFact, facts_in, instructions_in
+from sirchat.chat.statements import StatedFact, facts_in, pin_rules, sentences_at
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.turn import Interrupted, OpenTurn, flag_saved
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -46,7 +46,7 @@ from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows, Selection
-from sirchat.errors import SettingError, UndoError, UsageError, format_value
+from sirchat.errors import UndoError, UsageError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.token_vectors import TokenVectors
@@ -110,9 +110,6 @@ class Session:
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
-        # By round and text: the instructions that were pinned, and of these what the user unpinned.
-        self._instructions = dict[tuple[int, str], Positions]()
-        self._unpinned = set[tuple[int, str]]()
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
         self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
 
@@ -183,7 +180,11 @@ class Session:
         Raises ContextFullError, before reading, if they can't fit.
         """
         yield from self.read_user(text, interrupted)
-        yield from self._pin_instructions()
+        encoder, policy = self.model.encoder, self._engine.settings.policy
+        if len(encoder.kinds):
+            wanted, chat = self.profile.pin_instructions and policy.honours_pins, self.state
+            engine, texts = self._engine, self._texts
+            yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
         self.state.attempt = attempt
         yield from self._answer(self._begin_turn("assistant"), interrupted, reply, allowed)
 
@@ -232,7 +233,8 @@ class Session:
         if cut is None or self._at_reply[0] != self.seen or not self.undo_points:
             raise LookupError("the state at the end of the reply is not known")
         self._engine.undo(cut[0].checkpoint, keep_pins=True)
-        self.state, self.ledger.token_vectors = cut[0].restored_state(self.state), cut[1]
+        self.state = cut[0].restored_state(self.state, keep_pins=True)
+        self.ledger.token_vectors = cut[1]
         self.recall.search.truncate(self.undo_points[-1].checkpoint.cache.seen)
         yield from self._answer(self._open_turn(self.state.reply), interrupted)
 
@@ -323,7 +325,7 @@ class Session:
             raise UndoError(f"this message can't be undone: {why}") from None
         self.undo_points.pop()
         self.recall.undo()
-        self.state = point.restored_state(self.state)
+        self.state = point.restored_state(self.state, keep_pins=keep_pins)
         prompt, pin_system = self.state.prompt, self.profile.pin_system
         if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
             self.profile = self.profile.model_copy(update={"system": prompt})
@@ -398,9 +400,8 @@ class Session:
         """
         positions = self._positions_of(target, self._engine.store.recallable(), around)
         moves = self._engine.residency.pin(positions, pinned)
-        for rule, at in self._instructions.items():
-            if np.isin(at, positions).any():
-                self._unpinned = self._unpinned - {rule} if pinned else self._unpinned | {rule}
+        said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
+        self.state.unpinned = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
         events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]
         if not self._engine.settings.policy.honours_pins:
@@ -420,6 +421,9 @@ class Session:
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
         self.undo_points = []
         self._vectors = {}
+        unpinned = [turn for turn, _ in self.state.unpinned]
+        at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
+        self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
         self._cut = None
@@ -561,31 +565,6 @@ class Session:
         point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
         depth = undo_depth(profile.archive != "off", self._engine.cache.state_nbytes)
         self.undo_points = [*self.undo_points, point][-depth:]
-
-    def _pin_instructions(self) -> Iterator[Event]:
-        """Pin the standing instructions of the user turn that was just read, if this is wanted."""
-        encoder, policy = self.model.encoder, self._engine.settings.policy
-        if not len(encoder.kinds):
-            return
-        is_wanted = self.profile.pin_instructions and policy.honours_pins
-        turn, round = self.state.last_turn, self.state.round
-        for rule in [rule for rule in self._instructions if rule[0] >= round]:
-            del self._instructions[rule]  # it was undone
-        for text, positions in instructions_in(
-            self.ledger, self._texts, encoder, turn, self._vectors
-        ):
-            self._instructions[round, text] = positions
-            # It may have been unpinned before the message was read again.
-            if not is_wanted or (round, text) in self._unpinned:
-                continue
-            short = format_value(text)
-            what = short if short[1:-1] == text else f"turn {turn}"
-            try:
-                count = self._engine.residency.pin_held(positions)
-                yield Pinned(count, True, self.resident)
-                yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
-            except SettingError as error:
-                yield Notice(f"your instruction {short} is not pinned: {error}")
 
     def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
         turn, start, state = self._begin_turn("system"), self.seen, self.state

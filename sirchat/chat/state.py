@@ -97,6 +97,9 @@ class ConversationState:
     # After the text was read again: of the tokens that the user had pinned, how many are pinned
     # again, and how many are not.
     repinned: tuple[int, int] = (0, 0)
+    # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
+    # again when the message is answered again.
+    unpinned: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def roles(self) -> list[str]:
@@ -154,6 +157,12 @@ class UndoPoint:
         state = deepcopy(replace(now, turns=[]))
         return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
 
-    def restored_state(self, now: ConversationState) -> ConversationState:
-        """The conversation's state at this point; its turns are the first turns of `now`."""
-        return replace(self.state, turns=now.turns[: self.turns])
+    def restored_state(
+        self, now: ConversationState, *, keep_pins: bool = False
+    ) -> ConversationState:
+        """The conversation's state at this point; its turns are the first turns of `now`.
+
+        With `keep_pins`, what the user unpinned since then stays unpinned.
+        """
+        unpinned = now.unpinned if keep_pins else self.state.unpinned
+        return replace(self.state, turns=now.turns[: self.turns], unpinned=unpinned)

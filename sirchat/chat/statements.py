@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.chat.state import Turn
+from sirchat.chat.events import Event, Notice, Pinned
+from sirchat.chat.state import ConversationState, Turn
+from sirchat.engine.engine import Engine
+from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
@@ -38,14 +41,47 @@ class StatedFact:
     newer: int | None = None  # index of a later message that states the same thing anew
 
 
-def instructions_in(
+def pin_rules(
+    engine: Engine,
+    texts: Texts,
+    encoder: Encoder,
+    state: ConversationState,
+    vectors: dict[str, Tensor],
+    *,
+    is_wanted: bool,
+) -> Iterator[Event]:
+    """Pin the rules that the user's turn just read sets for later replies, if `is_wanted`.
+
+    The ledger still has the vectors of the turn's tokens. Those of its sentences are put into
+    `vectors`.
+    """
+    turn, residency = state.last_turn, engine.residency
+    for text, positions in _rules_in(engine.ledger, texts, encoder, turn, vectors):
+        if not is_wanted or (turn, text) in state.unpinned:  # before the message was read again
+            continue
+        short = format_value(text)
+        what = short if short[1:-1] == text else f"turn {turn}"
+        try:
+            count = residency.pin_held(positions)
+            yield Pinned(count, True, engine.cache.length)
+            yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
+        except SettingError as error:
+            yield Notice(f"your instruction {short} is not pinned: {error}")
+
+
+def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:
+    """Turn and text of each sentence of the user's that has a token at one of `positions`."""
+    return frozenset(
+        (turn, text)
+        for turn in np.unique(ledger.column("turn")[positions]).tolist()
+        for text, at in _sentences(ledger, texts, turn)
+        if np.isin(at, positions).any()
+    )
+
+
+def _rules_in(
     ledger: Ledger, texts: Texts, encoder: Encoder, turn: int, vectors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Positions]]:
-    """Yield the text and the stream positions of each standing instruction of a user's turn.
-
-    The turn is the last one; the ledger still has its tokens' vectors. Those of all sentences of
-    the turn, as it is read, are put into `vectors`.
-    """
     count = 0
     for text, positions in _sentences(ledger, texts, turn):
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)

@@ -25,6 +25,7 @@ from sirchat.saved.saved_state import (
     load_passages,
     saved_pins,
     saved_turns,
+    saved_unpinned,
     session_metadata,
 )
 from sirchat.saved.saved_tensors import (
@@ -47,7 +48,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     if head is None:
         raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
-        read_again(session, saved_turns(store, head), saved_pins(head))
+        read_again(session, saved_turns(store, head), saved_pins(head), saved_unpinned(head))
         rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

@@ -39,6 +39,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _PINS = TypeAdapter(
     list[Annotated[list[_Count], Field(min_length=3, max_length=3)]], config=_STRICT
 )
+_UNPINNED = TypeAdapter(list[tuple[_Count, str]])
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
 _VOLATILE = (
     "_name_or_path",
@@ -77,6 +78,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "pending_ids": conversation.pending_ids,
             "totals": asdict(conversation.totals),
             "attempt": conversation.attempt,
+            "unpinned": sorted(conversation.unpinned),
             "summaries": [n for n, turn in enumerate(conversation.turns) if turn.is_summary],
         },
     }
@@ -124,6 +126,7 @@ def decode_state(
             pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
             attempt=chat.attempt,
+            unpinned=saved_unpinned(head),
         )
         return saved, conversation, fields.kv
 
@@ -179,6 +182,16 @@ def saved_pins(head: Head) -> list[PinnedText]:
         return [PinnedText(*place) for place in _PINS.validate_python(head.fields.get("pins", []))]
     except ValueError:
         return []
+
+
+def saved_unpinned(head: Head) -> frozenset[tuple[int, str]]:
+    """`ConversationState.unpinned`; empty in old files, or if its format is not known."""
+    conversation = head.fields.get("conversation")
+    listed = conversation.get("unpinned", []) if isinstance(conversation, dict) else []
+    try:
+        return frozenset(_UNPINNED.validate_python(listed))
+    except ValueError:
+        return frozenset()
 
 
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:

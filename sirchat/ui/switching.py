@@ -255,7 +255,7 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
             new = Session(model, self._profile(session, model, name))
-            read_again(new, session.turns, pinned_text(session), report)
+            read_again(new, session.turns, pinned_text(session), session.state.unpinned, report)
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._report(session, new)

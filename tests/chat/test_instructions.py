@@ -10,6 +10,7 @@ import pytest
 from chatting import babbler, session
 from saved_chats import Chat
 from sirchat.chat.events import Event, Notice
+from sirchat.chat.rereading import read_whole
 from sirchat.chat.retry import retry_under
 from sirchat.chat.session import Session
 from sirchat.models.load import load_model
@@ -84,6 +85,19 @@ def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_aga
         assert RULE in pinned(chat)
     chat.pin("turn 2", pinned=False)
     assert LINE in ask(chat, RULE)
+    chat.pin(f'"{RULE}"', pinned=False)
+    chat.undo()
+    assert LINE in ask(chat, RULE)  # it was unpinned in what was undone
+
+
+def test_of_a_rule_that_is_erased_nothing_stays() -> None:
+    chat = chat_of()
+    ask(chat, f"Hello.\n{RULE}")
+    ask(chat, "Call me Priya from now on.")
+    chat.pin("turn 0", pinned=False)
+    chat.pin("turn 2", pinned=False)
+    chat.erase("sentence")
+    assert chat.state.unpinned == {(0, "Hello."), (2, "Call me Priya from now on.")}
 
 
 def test_a_chat_without_an_encoder_and_a_policy_without_pins_pin_nothing() -> None:
@@ -122,6 +136,22 @@ def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
     assert pinned(again) == pinned(chat.session) == "Call me Priya from now on."
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resumed_chat(
+    folder: Path, rebuild: bool
+) -> None:
+    chat = Chat(telling(), policy="sink", budget=128)
+    chat.say("Hello.", RULE)
+    chat.do(f'/unpin "{RULE}"')
+    chat.saved_chat.close()
+    again = session(telling(), policy="sink", budget=128)
+    with SessionStore.open(find_session(folder, "last")) as store:
+        resume_session(again, store, rebuild=rebuild)
+        again = again if again.undo_points else read_whole(again)
+    assert not notes(list(again.retry()))
+    assert not pinned(again)
 
 
 def test_a_long_text_has_no_rules_for_the_model() -> None:
