@@ -130,6 +130,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    from forked_workers import fork_workers
+
+    fork_workers(config, len(specs))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
     if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from session_files import elsewhere, head_at, new, rows_at, said
+from session_files import Elsewhere, head_at, new, rows_at, said
 from sirchat.errors import SessionError, UsageError
 from sirchat.saved.index import NAME
 from sirchat.saved.search import Hit, search_sessions
@@ -247,8 +247,8 @@ for n in range(5):
         s.truncate(1, 3, head_at(3))
 print(len(search_sessions(path, "undone").hits) < 3)
 """
-    others = [elsewhere(code, tmp_path) for _ in range(3)]
-    assert [process.communicate(timeout=60)[0] for process in others] == ["True\n"] * 3
+    others = [Elsewhere(code, tmp_path) for _ in range(3)]
+    assert [process.stdout.read() for process in others] == ["True\n"] * 3
     result = search_sessions(tmp_path, "rome")
     assert len(result.hits) == 15
     assert not found(tmp_path, "undone")

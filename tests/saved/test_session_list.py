@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from session_files import APPEND_FOREVER, elsewhere, head_at, new, printed, refusal, rows_at, said
+from session_files import APPEND_FOREVER, Elsewhere, head_at, new, printed, refusal, rows_at, said
 from sirchat.errors import DamagedSessionError, SessionError
 from sirchat.saved import session_list
 from sirchat.saved.session_list import (
@@ -61,9 +61,8 @@ except SirchatError as error:
 
 def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> None:
     path = new(tmp_path, "turn 0")
-    with elsewhere(APPEND_FOREVER, path) as writer:
+    with Elsewhere(APPEND_FOREVER, path) as writer:
         try:
-            assert writer.stdout
             writer.stdout.readline()
             for _ in range(100):
                 (session,), refused = list_sessions(tmp_path)[:2]
@@ -73,7 +72,6 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
             assert told.startswith(f"the last chat, {path.stem}, is open in another process")
         finally:
             writer.kill()
-            writer.communicate()
     assert not list_sessions(tmp_path).sessions[0].in_use
 
 

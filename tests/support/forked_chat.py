@@ -17,21 +17,28 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context, reduction
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver
 from typing import Any, NoReturn
 
 from pexpect.fdpexpect import fdspawn
 
-_LAZY = ("transformers.models.llama.modeling_llama",)  # imported when such a model is loaded
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["sirchat.cli.app", "sirchat.chat.session", "sirchat.ui.repl", *_LAZY]
-)
+SERVER.set_forkserver_preload(["tests.support.chat_imports"])
 
 
 def start_server() -> None:
     """Start the server, which the first program would start."""
-    ensure_running()
+    _forkserver.ensure_running()
+
+
+def share_server() -> None:
+    """Start the server for this process and those that are forked from it."""
+    _forkserver.ensure_running()
+    _forkserver.ensure_running = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    """A process that did not start the server can't ask the system whether it runs."""
 
 
 def fork(
@@ -142,14 +149,16 @@ def _run(
         files["stderr"] = os.fdopen(2, "w", encoding=encoding, closefd=False)
         files["stderr"].reconfigure(errors="backslashreplace")
     vars(sys).update(files | {f"__{name}__": file for name, file in files.items()})
-    is_module = arguments[0] == "-m"
-    sys.argv = arguments[is_module:]
-    sys.path.insert(0, folder if is_module else os.path.dirname(sys.argv[0]))
+    kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
+    sys.argv = arguments[kind == "-m" :]
+    sys.path.insert(0, folder if kind else os.path.dirname(sys.argv[0]))
     if begun is not None:
         os.close(begun)
     code: Any = 0
     try:
-        if is_module:
+        if kind == "-c":
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
+        elif kind:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,18 +7,18 @@ drop the session's lock.
 from __future__ import annotations
 
 import inspect
+import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from forked_chat import fork
 from sirchat.errors import SessionError
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
@@ -89,17 +89,36 @@ def refusal(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def elsewhere(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start another Python process that runs `code`, after `PRELUDE` and the functions above."""
-    shared = [inspect.getsource(function) for function in (rows_at, head_at, said)]
-    command = [sys.executable, "-c", "\n".join([PRELUDE, *shared, code]), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+class Elsewhere:
+    """Another Python process that runs `code`, after `PRELUDE` and the functions above."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        shared = [inspect.getsource(function) for function in (rows_at, head_at, said)]
+        program = ["-c", "\n".join([PRELUDE, *shared, code]), *map(str, arguments)]
+        read, write = os.pipe()
+        self._process = fork(program, os.environ, str(ROOT), {1: write, 2: 2})
+        os.close(write)
+        self.stdout = os.fdopen(read, encoding="utf-8")
+
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.join()
+        self.stdout.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return cast(int | None, self._process.exitcode)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def printed(code: str, *arguments: object) -> str:
     """Run `code` in another process to its end; returns what it prints."""
-    with elsewhere(code, *arguments) as process:
-        shown, _ = process.communicate(timeout=60)
+    with Elsewhere(code, *arguments) as process:
+        shown = process.stdout.read()
     assert process.returncode == 0
     return shown
 
