@@ -212,6 +212,29 @@ class Notice(Event):
 
 
 @dataclass(frozen=True)
+class Called(Event):
+    """A tool is called, as the model asked in turn `turn`; `arguments` are those that it gets."""
+
+    kind: ClassVar[str] = "call"
+    turn: int
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Returned(Event):
+    """A tool has returned `text`, or an error; the model reads it as the next turn."""
+
+    kind: ClassVar[str] = "result"
+    id: str
+    name: str
+    text: str
+    is_error: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """A session ends; the event has the totals of its turns, tokens and seconds."""
 

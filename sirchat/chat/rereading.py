@@ -14,12 +14,14 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
+from sirchat.chat.tool_loop import expect_calls, read_result
 from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.memory.key_values import Positions
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.tool_calls import ToolCall, call_id
 from sirchat.text.transcript import tagged
 
 
@@ -52,6 +54,7 @@ def read_again(
     profile, lost, done = session.profile, 0, 0
     prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
     parts: dict[int, list[PinnedText]] = {}
+    calls: list[ToolCall] = []
     for part in pins:
         parts.setdefault(part.turn, []).append(part)
     lost += _read_prompt(session, None, pinned=False)
@@ -64,7 +67,12 @@ def read_again(
             following = turns[number + 1].role if number + 1 < len(turns) else None
             list(session.read_user(turn.text, before=following))
             session.turns[-1].is_summary = turn.is_summary
+        elif turn.role == "tool":
+            following = turns[number + 1].role if number + 1 < len(turns) else None
+            call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
+            list(read_result(session, call, turn.text, session.last_said, before=following))
         else:
+            calls = expect_calls(session, turn.text)
             list(session.read_reply(tagged(turn.thinking, turn.text)))
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         for index in range(done, done := len(session.turns)):

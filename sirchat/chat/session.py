@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from time import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from sirchat.chat.state import (
 )
 from sirchat.chat.statements import StatedFact, facts_in, pin_rules, sentences_at
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
+from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn, flag_saved
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
@@ -56,9 +57,9 @@ from sirchat.paths import archives_dir
 from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.loops import LoopCheck
+from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.times import time_range
 from sirchat.text.transcript import split_tagged
 
 __all__ = ("Interrupted", "Session")
@@ -67,7 +68,7 @@ __all__ = ("Interrupted", "Session")
 class Session:
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Callers may set the attributes `template`, `together` and `stop_ids`, and read all others:
+    Callers may set `template`, `toolbox`, `together` and `stop_ids`, and read all others:
         model, profile, template: the model, the settings in force, and what turns text into ids.
         state: turns, token counts and times.
         ledger: the table of all tokens ever read.
@@ -75,6 +76,7 @@ class Session:
         undo_points: one for each user turn that can be undone, oldest first.
         epoch: number of conversations begun; each `reset` begins one.
         erasures: number of calls of `erase`, after which saved text must be written again.
+        toolbox: the tools that the model may call.
         together: whether to yield `Choosing` before each token, so that sessions share a batch.
 
     `rows_in_events`: whether events list the tokens themselves, not only their positions.
@@ -88,6 +90,7 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.template = Template(model.tokenizer, model.anchors, declared)
         self.stop_ids = self.template.stop_ids(declared)
+        self.toolbox = Toolbox()
         self.together = False
         self.epoch = self.erasures = 0
         self._end_ids = self.template.end_ids(declared)
@@ -98,6 +101,8 @@ class Session:
 
     def reset(self) -> None:
         """Start an empty conversation; the settings stay."""
+        if isinstance(self.template, ToolTemplate):
+            self.template = template_for(self.model, None, self.template.ends)
         self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
         settings = build_cache_settings(self.profile, self._folder)
         self._engine = build_engine(self.model, settings, self.profile.seed)
@@ -110,6 +115,7 @@ class Session:
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
+        self.heads = list[int]()
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
         self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
 
@@ -173,12 +179,16 @@ class Session:
         attempt: int = 0,
         reply: Reply | None = None,
         allowed: Allowed | None = None,
+        tools: Sequence[ChatTool | Callable[..., object]] | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn and answer it.
+        """Read a user turn and answer it, with calls of `tools`; by default those of `toolbox`.
 
         Its tokens are chosen as `build_sampler` says, with random numbers that `attempt` varies.
         Raises ContextFullError, before reading, if they can't fit.
         """
+        box = self.toolbox if tools is None else Toolbox(tools)
+        if box.told != self.state.tools:
+            yield from self._tell_tools(box.told)
         yield from self.read_user(text, interrupted)
         encoder, policy = self.model.encoder, self._engine.settings.policy
         if len(encoder.kinds):
@@ -186,15 +196,24 @@ class Session:
             engine, texts = self._engine, self._texts
             yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
         self.state.attempt = attempt
-        yield from self._answer(self._begin_turn("assistant"), interrupted, reply, allowed)
+        first, again = self._answer(interrupted, reply, allowed), partial(self._answer, interrupted)
+        yield from answer_with_tools(self, box, text, first, again, interrupted)
+
+    def _tell_tools(self, told: str) -> list[Event]:
+        """Let the model read of the tools `told`, in place of those that it was told before."""
+        template = template_for(self.model, told or None, self.template.ends)
+        events = self.switch("tools", bool, template) if self.seen else []
+        self.state.tools, self.template = told, template
+        return events
 
     def _answer(
         self,
-        turn: OpenTurn,
         interrupted: Interrupted,
         reply: Reply | None = None,
         allowed: Allowed | None = None,
+        turn: OpenTurn | None = None,
     ) -> Iterator[Event]:
+        turn = turn or self._begin_turn("assistant")
         profile, finish = self.profile, reply.finish if reply else None
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         stops = sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted
@@ -211,7 +230,7 @@ class Session:
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
-        with self._recall_ends_at_error():
+        with self._engine.residency.recall_ends_at_error():
             yield from turn.answer(
                 records, stream, closing, self._end_ids, finish, loops, self._note_cut
             )
@@ -236,7 +255,7 @@ class Session:
         self.state = cut[0].restored_state(self.state, keep_pins=True)
         self.ledger.token_vectors = cut[1]
         self.recall.search.truncate(self.undo_points[-1].checkpoint.cache.seen)
-        yield from self._answer(self._open_turn(self.state.reply), interrupted)
+        yield from self._answer(interrupted, turn=self._open_turn(self.state.reply))
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -268,32 +287,36 @@ class Session:
             is_unanswered = state.in_round and state.header == []
             system, ids = None, self.template.user(text, after_user=is_unanswered)
         ids = self.template.before(ids, before)
+        turn = yield from self.begin_message("user", ids, system, text)
+        after = closing if ids.header is None else []
+        if ids.header:  # without the given reply, there would be an empty one
+            after = [*self.template.assistant("", ids.header).ids, *closing]
+        with self._engine.residency.recall_ends_at_error():
+            yield from turn.recall(self.recall, ids)
+            yield from turn.read(ids, interrupted, after=after)
+            yield turn.finish(text)
+            yield from self._events.take_problems()
+
+    def begin_message(
+        self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
+    ) -> Generator[Event, None, OpenTurn]:
+        """Begin the turn `ids`, for which there is room then; of the user, who `said` something."""
+        state, closing = self.state, self.template.closing
         moves = self._engine.residency.end_recall()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         self._check_room(ids, system)
-        self._note_undo_point(text)
+        if said is not None:
+            self._note_undo_point(said)
         yield from self._read_pending()
         if system is not None:
             yield from self._read_system(system)
         state.round += 1
-        state.attempt, state.in_round, state.header = 0, True, ids.header
-        turn = self._begin_turn("user")
+        state.in_round, state.header = True, ids.header
+        if said is not None:
+            state.attempt = 0
+        turn = self._begin_turn(role)
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        generated = {at for at, one in enumerate(self.turns) if one.is_generated}
-        after = closing if ids.header is None else []
-        if ids.header:  # without the given reply, there would be an empty one
-            after = [*self.template.assistant("", ids.header).ids, *closing]
-        with self._recall_ends_at_error():
-            recollection = self.recall.restore_for_turn(
-                *(ids.ids, ids.roles, turn.ref, generated),
-                lambda text: state.user_turns_at(time_range(text, time()), turn.stats.index),
-            )
-            if recollection is not None:
-                turn.stats.seconds_prefill += recollection.seconds
-                yield from self._events.recalled(turn.stats.index, recollection)
-            yield from turn.read(ids, interrupted, after=after)
-            yield turn.finish(text)
-            yield from self._events.take_problems()
+        return turn
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read `text`, from a transcript, as the reply, instead of generating a reply."""
@@ -302,7 +325,7 @@ class Session:
         closing = self.template.closing if ids.closing is None else ids.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
-        with self._recall_ends_at_error():
+        with self._engine.residency.recall_ends_at_error():
             yield from turn.read(ids, interrupted, after=closing)
         stream = self.template.reply_stream(is_given=True)
         stream.divide(ids.ids if self.seen == at.stop else ())
@@ -348,18 +371,25 @@ class Session:
         self.recall.undo()
 
     def switch(
-        self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
+        self,
+        source: str,
+        interrupted: Interrupted = lambda: False,
+        template: Template | None = None,
+        /,
+        **updates: Any,
     ) -> list[Event]:
         """Change the settings `updates`, and evict or restore tokens as the new settings require.
 
         If the system prompt of a begun chat changes, the old one is evicted and the new one read;
-        an interrupt ends the reading. Raises SettingError, which begins with `source`, for a value
-        that is not allowed, changing nothing.
+        an interrupt ends the reading; so it is with another `template`. Raises SettingError, which
+        begins with `source`, for a value that is not allowed, changing nothing.
         """
         before, profile = self.profile, updated_profile(self.profile, self.model, source, updates)
         settings, state = build_cache_settings(profile, self._folder), self.state
-        is_replaced = self.seen > 0 and profile.system != before.system
-        prompt = self.template.system(profile.system) if is_replaced and profile.system else None
+        is_replaced = self.seen > 0 and (profile.system != before.system or template is not None)
+        prompt, template = None, template or self.template
+        if is_replaced and (profile.system or getattr(template, "tools", "")):
+            prompt = template.system(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self._engine):
             if is_replaced or profile.pin_system != before.pin_system:
@@ -368,7 +398,7 @@ class Session:
             if is_replaced:
                 moves += self._engine.residency.exclude(np.asarray(state.system))
             self._engine.require_room(size)
-        self.profile = profile
+        self.profile, self.template = profile, template
         if is_replaced:
             state.system, state.prompt = range(0), None
         events = self._events.moved(state.last_turn, moves)
@@ -538,15 +568,6 @@ class Session:
 
     def _open_turn(self, stats: TurnStats) -> OpenTurn:
         return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
-
-    @contextmanager
-    def _recall_ends_at_error(self) -> Iterator[None]:
-        """Context manager: what stepped aside is back if the turn fails or is given up in it."""
-        try:
-            yield
-        except BaseException:
-            self._engine.residency.end_recall()
-            raise
 
     def _read_pending(self) -> list[Event]:
         """End a round without a whole reply: read the template ids that it still needs."""

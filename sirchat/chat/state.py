@@ -87,6 +87,7 @@ class ConversationState:
     in_round: bool = False  # until the reply to the last user turn is complete
     system: range = range(0)  # stream positions of the current system prompt
     prompt: str | None = None  # text of the current system prompt
+    tools: str = ""  # the tools that the model was told of, as JSON
     reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
     pending_ids: list[int] = field(default_factory=list)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import starmap
+from dataclasses import replace
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -26,9 +27,11 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.recall.recall import Recall
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
 from sirchat.text.template import TurnIds
+from sirchat.text.times import time_range
 
 Interrupted = Callable[[], bool]
 
@@ -95,6 +98,52 @@ class OpenTurn:
                     yield self._evicted(record)
             if skip:
                 done, self.stats.finish = turn.content[1], "interrupt"
+
+    def recall(self, recall: Recall, ids: TurnIds) -> Iterator[Event]:
+        """Restore what fits a message of these ids, before this turn is answered.
+
+        That is no call of a tool; nor the message, if this turn is what a tool returned for it.
+        """
+        turns, before = self._now.turns, self.stats.index
+        generated = {at for at, turn in enumerate(turns) if turn.is_generated}
+        out = [at - 1 for at, turn in enumerate(turns) if turn.role == "tool"]
+        out = [at for at in out if turns[at].role == "assistant"]
+        if is_result := turns[before].role == "tool":
+            out += [at for at in range(before) if turns[at].role == "user"][-1:]
+        recollection = recall.restore_for_turn(
+            *(ids.ids, ids.roles, self.ref, generated),
+            lambda text: self._now.user_turns_at(time_range(text, time.time()), before),
+            out,
+            before if is_result else -1,
+        )
+        if recollection is not None:
+            self.stats.seconds_prefill += recollection.seconds
+            yield from self._events.recalled(self.stats.index, recollection)
+
+    def read_result(
+        self,
+        turn: TurnIds,
+        interrupted: Interrupted,
+        recall: Recall,
+        sought: TurnIds,
+        *,
+        head: int = 0,
+        after: Sequence[int] = (),
+    ) -> Iterator[Event]:
+        """As `read`, with the first `head` ids pinned; what fits `sought` is recalled at the end.
+
+        That is before the template's ids after the text, as the reply's first token follows them.
+        """
+        end = turn.content[1]
+        for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):
+            if first == end:
+                yield from self.recall(recall, sought)
+            text = max(turn.content[0], first) - first, min(end, last) - first
+            part = TurnIds(turn.ids[first:last], turn.roles[first:last], text)
+            rest = [*turn.ids[max(last, end) :], *after]
+            if first >= end:
+                part = replace(part, content=(0, 0))
+            yield from self.read(part, interrupted, pinned=last <= head, after=rest)
 
     def answer(
         self,

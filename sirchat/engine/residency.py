@@ -231,6 +231,15 @@ class Residency:
         self.before_end = None if self.selection.is_plain else self.selection
         return self._end_recall()
 
+    @contextmanager
+    def recall_ends_at_error(self) -> Iterator[None]:
+        """Context manager: what stepped aside is back if the turn fails or is given up in it."""
+        try:
+            yield
+        except BaseException:
+            self.end_recall()
+            raise
+
     def held_without_recall(self, count: int = 0) -> Positions:
         """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
         if self.selection.is_plain:

@@ -16,6 +16,7 @@ class Role(IntEnum):
     USER = 1
     ASSISTANT = 2
     TEMPLATE = 3
+    TOOL = 4  # what a tool returned
 
 
 # The name of a statistic of a token's key k and value v in one head: the L2 norm |k|; the cosine

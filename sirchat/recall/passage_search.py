@@ -39,11 +39,13 @@ class Sought:
     """What is looked for: the sentences of a message, and its vector [D] if meaning counts.
 
     `by_model` is that of the model's own encoder, which tells whether the message is a question.
+    It is not looked for in the turns `but`.
     """
 
     sentences: tuple[str, ...]
     vector: NDArray[np.float32] | None = None
     by_model: NDArray[np.float32] | None = None
+    but: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -108,6 +110,15 @@ class PassageSearch:
         """How far above chance each passage [n] fits the words of the sentences."""
         return np.maximum(_standard(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
 
+    def fits_of_result(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
+        """What the passages at `which` of a result get, as they were asked for by the sentences.
+
+        Unlike `by_words`, it does not count how many others have the same words.
+        """
+        scores = self._index.scores(sentences)[which]
+        best = scores.max(initial=0.0)
+        return np.where(scores > best / 2, FLOOR + scores, 0.0)
+
     def scores(
         self, message: Sought, generated: Collection[int] = (), by_words: Scores | None = None
     ) -> Scores:
@@ -126,7 +137,7 @@ class PassageSearch:
             cosines = np.nan_to_num(cosines, nan=usual)
             fits = np.maximum(_standard(cosines, usual, COSINES_DIFFER), 0)
             scores = scores + self._index.with_block(fits)
-        return self._discounted(scores, generated)
+        return self._discounted(scores, generated, message.but)
 
     def scores_of_second_round(
         self, ledger: Ledger, first: int, message: Sought, generated: Collection[int] = ()
@@ -139,7 +150,7 @@ class PassageSearch:
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))
         scores[first] = 0
-        return self._discounted(scores, generated)
+        return self._discounted(scores, generated, message.but)
 
     def shared_words(self, text: str, message: Sought) -> tuple[str, ...]:
         """Up to three words of the message that a passage's text has, the rarest first."""
@@ -149,12 +160,16 @@ class PassageSearch:
         """The words of a text that tell something by themselves."""
         return self._index.telling_words(text)
 
-    def _discounted(self, scores: Scores, generated: Collection[int]) -> Scores:
+    def _discounted(
+        self, scores: Scores, generated: Collection[int], but: Collection[int]
+    ) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
-        The message that it answered does not count as told elsewhere.
+        The message that it answered does not count as told elsewhere. The turns `but` count not.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
+        if but:
+            scores = np.where(np.isin(turns, list(but)), -np.inf, scores)
         is_own = np.isin(turns, list(generated)) & (roles == Role.ASSISTANT)
         if not is_own.any():
             return scores

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -139,11 +139,14 @@ class Recall:
         at: TurnRef,
         generated: Collection[int] = (),
         turns_at: TurnsAt = lambda text: (),
+        but: Sequence[int] = (),
+        returned: int = -1,
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
         The new turn has `ids` and `roles`, and is read after this; `generated` are the turns that
-        the model wrote itself. Returns None if recall is off.
+        the model wrote itself, and in the turns `but` no passage is looked for. `returned` is a
+        turn that a tool has just returned for the message. Returns None if recall is off.
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
@@ -159,7 +162,7 @@ class Recall:
                 self._focus() or engine.resident != engine.ledger.seen
             ):
                 room = engine.residency.recall_room(len(ids))
-                self.found = self.find(ids, roles, room, generated, turns_at)
+                self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
                 result = self.found.result
         except LookupError as error:
             problem = str(error)
@@ -190,6 +193,8 @@ class Recall:
         room: int,
         generated: Collection[int] = (),
         turns_at: TurnsAt = lambda text: (),
+        but: Sequence[int] = (),
+        returned: int = -1,
     ) -> FoundPassages:
         """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
 
@@ -198,9 +203,12 @@ class Recall:
         number in the setting `recall_n`, the best come back however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
-        message, is_auto = self.message(ids, roles), recall is None or recall.n is None
+        message = replace(self.message(ids, roles), but=tuple(but))
+        is_auto = recall is None or recall.n is None
         by_words = search.by_words(message.sentences)
         scores = search.scores(message, generated, by_words)
+        of_result = search.passages.rows["turn"] == returned
+        scores[of_result] += search.fits_of_result(message.sentences, of_result)
         asks, focus = self._asks_back(message), self._focus()
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message that ends with no question mark does not ask.

@@ -74,6 +74,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "in_round": conversation.in_round,
             "system": [conversation.system.start, conversation.system.stop],
             "prompt": conversation.prompt,
+            "tools": conversation.tools,
             "reply": asdict(conversation.reply),
             "pending_ids": conversation.pending_ids,
             "totals": asdict(conversation.totals),
@@ -122,6 +123,7 @@ def decode_state(
             in_round=chat.in_round,
             system=range(*chat.system),
             prompt=chat.prompt,
+            tools=chat.tools,
             reply=TurnStats(**chat.reply.model_dump()),
             pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
@@ -283,6 +285,7 @@ class _Conversation(BaseModel):
     in_round: bool
     system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
     prompt: str | None
+    tools: str = ""  # not in old files
     reply: _TurnStats
     pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
     totals: _TurnStats

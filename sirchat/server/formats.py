@@ -17,8 +17,8 @@ from sirchat.engine.sampling import Allowed
 from sirchat.errors import format_value
 from sirchat.server.requests import ChatRequest, FunctionFields, NamedTool, RequestError
 from sirchat.server.rule import FORMATS, NOT_KEPT
-from sirchat.server.tools import CLOSE, OPEN, PYTHON
 from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
 
 _MOST_CALLS = 8  # in a reply that must call tools
 # Keywords of a schema: with schemas by names, and with values.

@@ -28,7 +28,7 @@ from sirchat.server.requests import (
     make_request,
 )
 from sirchat.server.rule import MANY
-from sirchat.server.tools import ToolCall, call_id
+from sirchat.text.tool_calls import ToolCall, call_id
 
 _RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 

@@ -21,9 +21,15 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key, results_from_json
 from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
 from sirchat.text.reply_marks import shared
+from sirchat.text.tool_calls import (
+    CallParser,
+    ToolCall,
+    calls_from_key,
+    calls_key,
+    results_from_json,
+)
 
 _SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
 

@@ -23,13 +23,13 @@ from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
 from sirchat.server.rule import MANY, READ_AS, TAKEN, is_taken
 from sirchat.text.text_file import without_surrogates
+from sirchat.text.tool_calls import is_deep
 
 MOST_BYTES = 16 * 2**20  # of a request's body
 MOST_MESSAGES = 10_000
 
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
-_DEEPEST = 64  # levels of nested lists and objects
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The parts of a message's content that are read, and where each has its text.
@@ -61,15 +61,9 @@ class RequestError(Exception):
 
 def refuse_deep_nesting(value: Any) -> Any:
     """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        nested = [item for item in level if isinstance(item, dict | list)]
-        level = [
-            each for item in nested for each in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return value
-    raise PydanticCustomError("deep", "lists and objects are nested too deeply")
+    if is_deep(value):
+        raise PydanticCustomError("deep", "lists and objects are nested too deeply")
+    return value
 
 
 def join_text_parts(content: Any) -> Any:

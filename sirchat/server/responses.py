@@ -34,7 +34,7 @@ from sirchat.server.requests import (
     make_request,
 )
 from sirchat.server.rule import MANY
-from sirchat.server.tools import ToolCall
+from sirchat.text.tool_calls import ToolCall
 
 _PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
 # What events with a kind of text have, too.

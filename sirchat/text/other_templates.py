@@ -77,6 +77,21 @@ class ToolTemplate(Template):
         block = TurnIds(turn.ids[:start], [Role.TEMPLATE] * start, (0, 0))
         return block, TurnIds(turn.ids[start:], turn.roles[start:], (0, end - start))
 
+    def system(self, content: str) -> TurnIds:
+        """The ids of a system prompt, or "", with the tools, as a chat begins with them."""
+        if self._tools is None or (content and not self._shows(content)):
+            return super().system(content)
+        ids, *others = (self._head(text) for text in (content, *OTHERS))
+        if content:
+            return self._with_round_end(self._find_content(ids, Role.SYSTEM, others, content))
+        return self._with_round_end(TurnIds(ids, [Role.TEMPLATE] * len(ids), (0, 0)))
+
+    def _head(self, system: str) -> list[int]:
+        """What a chat's beginning has before the first user turn, without a mark of the start."""
+        first, later = self._first_turn_ids(system, QUESTION, True), self._later_user(QUESTION)
+        head = first[: len(first) - shared(first[::-1], later[::-1])]
+        return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
+
     def user(self, content: str, *, after_user: bool = False) -> TurnIds:
         """The ids of a user turn after the first, or those of `following`, which is then unset."""
         turn, self.following = self.following, None
@@ -92,7 +107,7 @@ class ToolTemplate(Template):
         others = [[{**message, "content": text} for message in messages] for text in OTHERS]
         ids, *others_ids = [self._result_ids(each) for each in (messages, *others)]
         said = "\n".join(message["content"] for message in messages)
-        return self._find_content(ids, Role.USER, others_ids, said)
+        return self._find_content(ids, Role.TOOL, others_ids, said)
 
     def calls(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None

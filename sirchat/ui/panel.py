@@ -60,6 +60,7 @@ _SEGMENTS: Final = {
     "user": ("yours", "█"),
     "assistant": ("the model's", "▓"),
     "system": ("system prompt", "▒"),
+    "tool": ("tools'", "▞"),
     "recalled": ("recalled", "▚"),
     "template": ("format", "░"),
 }

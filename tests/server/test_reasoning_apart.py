@@ -15,7 +15,7 @@ from serving import Served, cached, served
 from sirchat.models.model import wrap_model
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
-from sirchat.server.tools import CallParser
+from sirchat.text.tool_calls import CallParser
 
 _USAGE = ["prompt_tokens", "prompt_tokens_details", "completion_tokens", "total_tokens"]
 _USAGE += ["completion_tokens_details"]

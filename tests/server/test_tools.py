@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer, tiny
 from serving import Served, assistant, cached, refusal, served, system, told, user
 from sirchat.models.model import wrap_model
-from sirchat.server.tools import CallParser, ToolCall, calls_from_key, calls_key
 from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
 from template_shapes import WEATHER, script, tool_tiny, tool_tokenizer
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer
 from serving import Served, assistant, cached, said, served, system, user
 from sirchat.server.requests import ChatMessage, ChatRequest, make_request
-from sirchat.server.tools import CallParser
+from sirchat.text.tool_calls import CallParser
 from template_shapes import WEATHER, script, tool_tiny
 
 ASKED = [user("How is the weather in Oslo?")]

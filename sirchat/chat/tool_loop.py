@@ -1,0 +1,255 @@
+"""A reply that calls tools: call, result, next reply, until one has no calls.
+
+A result is a turn with the role `tool`, whose tokens compete under the policy as all others do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
+from sirchat.chat.state import ConversationState
+from sirchat.chat.turn import Interrupted, OpenTurn
+from sirchat.engine.engine import Engine
+from sirchat.models.model import LoadedModel
+from sirchat.recall.recall import Recall
+from sirchat.text.other_templates import ToolTemplate, calls_as_text
+from sirchat.text.template import Template, TurnIds
+from sirchat.text.text_file import without_surrogates
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
+
+MOST_CALLS = 64  # for one message
+_HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
+
+
+@dataclass(frozen=True)
+class ChatTool:
+    """What a model may call.
+
+    `parameters` is a JSON schema of the arguments with which `run` is called, beside a function
+    that says whether to stop. What it raises is an error that the model reads.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    run: Callable[[dict[str, Any], Interrupted], str]
+
+    @classmethod
+    def of(cls, function: Callable[..., object]) -> ChatTool:
+        """A tool of a function, with its name, docstring and annotated parameters."""
+        adapter: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
+        text = inspect.getdoc(function) or ""
+        return cls(
+            function.__name__,
+            text,
+            adapter.json_schema(),
+            lambda given, _: str(adapter.validate_python(ArgsKwargs((), given))),
+        )
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The tool as a JSON object in the shape of OpenAI's API, for chat templates."""
+        fields = {"description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {"name": self.name, **fields}}
+
+
+class Toolbox:
+    """The tools that a model may call.
+
+    `decide` gets each call before it is done, and returns the call, perhaps with other arguments,
+    or why it is refused, which the model reads.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[ChatTool | Callable[..., object]] = (),
+        decide: Callable[[ToolCall], ToolCall | str] = lambda call: call,
+    ) -> None:
+        each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
+        self.tools = {tool.name: tool for tool in each}
+        self.decide = decide
+
+    @property
+    def told(self) -> str:
+        """The tools as JSON, as the model is told of them; "" if there are none."""
+        if not self.tools:
+            return ""
+        written = json.dumps([tool.message for tool in self.tools.values()], ensure_ascii=False)
+        return without_surrogates(written)
+
+
+class Conversation(Protocol):
+    """What the loop needs of a session."""
+
+    model: LoadedModel
+    template: Template
+    state: ConversationState
+    recall: Recall
+    heads: list[int]  # positions of beginnings of results that are pinned until the next reply
+    _engine: Engine
+
+    def begin_message(self, role: str, ids: TurnIds) -> Generator[Event, None, OpenTurn]: ...
+
+
+def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> Template:
+    """The template of a chat with these tools, as JSON or ""; of one without calls if None.
+
+    Raises ModelError if the model's chat template takes no tools.
+    """
+    if tools is None:
+        return Template(model.tokenizer, model.anchors, ends)
+    return ToolTemplate(model.tokenizer, model.anchors, tools, ends)
+
+
+def answer_with_tools(
+    chat: Conversation,
+    box: Toolbox,
+    question: str,
+    reply: Iterator[Event],
+    again: Callable[[], Iterator[Event]],
+    interrupted: Interrupted,
+) -> Iterator[Event]:
+    """Yield the events of `reply`, do its calls, read their results, reply `again`, and so on.
+
+    The user's `question` is that of all these replies.
+    """
+    left = MOST_CALLS
+    if not box.tools:
+        yield from reply
+        return
+    while True:
+        try:
+            calls = yield from _reply(chat, box, reply)
+        finally:
+            chat._engine.ledger.pin(np.asarray(chat.heads, np.int64), False)
+            chat.heads = []
+        if left <= 0 and calls:
+            yield Notice(f"the model goes on calling tools; {MOST_CALLS} calls for a message are")
+        if not calls or left <= 0 or interrupted():
+            return
+        for number, call in enumerate(calls, 1):
+            left -= 1
+            text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
+            following = "tool" if number < len(calls) else None
+            yield from read_result(chat, call, text, question, interrupted, before=following)
+        reply = again()
+
+
+def read_result(
+    chat: Conversation,
+    call: ToolCall,
+    text: str,
+    question: str,
+    interrupted: Interrupted = lambda: False,
+    *,
+    before: str | None = None,
+) -> Iterator[Event]:
+    """Read what a tool returned, as a turn, and recall what fits the `question`.
+
+    The beginning of a text that is larger than what is free is pinned for the reply. `before` is
+    the role of the next message, if that is given and not generated.
+    """
+    template, engine = _tool_template(chat), chat._engine
+    text = without_surrogates(text) or " "
+    sought = template.user(question)
+    ids = template.before(template.results([call.result(text)]), before)
+    turn = yield from chat.begin_message("tool", ids)
+    division, start, head = engine.residency.divide_budget(), engine.ledger.seen, 0
+    if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
+        room = min(division.evictable // _HEAD, division.most_pins - division.pins)
+        head = max(0, min(room, ids.content[1]))
+    after = template.closing if ids.header is None else []
+    try:
+        with engine.residency.recall_ends_at_error():
+            yield from turn.read_result(
+                ids, interrupted, chat.recall, sought, head=head, after=after
+            )
+            yield turn.finish(text)
+    finally:
+        chat.heads += range(start, min(start + head, engine.ledger.seen))
+
+
+def expect_calls(chat: Conversation, text: str) -> list[ToolCall]:
+    """The calls in the text of a reply, which will be read next as the template writes them."""
+    parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
+    said = parser.push(text)[0] + parser.rest()[0]
+    if parser.calls:
+        said, calls = calls_from_key(calls_key(said, parser.calls))
+        template = _tool_template(chat)
+        template.following = template.calls(said, calls, chat.state.header)
+    return parser.calls
+
+
+def _tool_template(chat: Conversation) -> ToolTemplate:
+    if not isinstance(chat.template, ToolTemplate):
+        chat.template = template_for(chat.model, "", chat.template.ends)
+    assert isinstance(chat.template, ToolTemplate)
+    return chat.template
+
+
+def _reply(
+    chat: Conversation, box: Toolbox, events: Iterator[Event]
+) -> Generator[Event, None, list[ToolCall]]:
+    """Yield the events of a reply, with the calls taken out of its text; returns these."""
+    turns, said, is_whole = chat.state.turns, "", False
+    parser = CallParser(box.tools, sum(turn.role == "tool" for turn in turns))
+    for event in events:
+        if isinstance(event, Delta) and event.part != "thinking":
+            is_held = event.part == "call" and parser.holds(event.text)
+            text = "" if is_held else parser.push(event.text)[0]
+            said += text
+            yield replace(event, text=text)
+        elif isinstance(event, TurnDone):
+            is_whole = event.finish != "interrupt"
+            rest, _ = parser.rest(chat.template.marks.call_lead, is_short=not is_whole)
+            yield Delta(rest, end=len(said + rest))
+            if parser.calls:
+                functions = [
+                    {"name": call.name, "arguments": json.loads(call.arguments)}
+                    for call in parser.calls
+                ]
+                turns[-1].text = calls_as_text((said + rest).strip(), functions)
+            yield replace(event, text=turns[-1].text)
+        else:
+            yield event
+    return parser.calls if is_whole else []
+
+
+def _run(
+    chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
+) -> Generator[Event, None, str]:
+    """Do a call, unless it is refused; returns what the model is to read."""
+    tool, decided = box.tools.get(call.name), call
+    start = time.perf_counter()
+    try:
+        if tool is None:
+            raise LookupError(f"there is no tool {call.name}; there are: {', '.join(box.tools)}")
+        if (answer := box.decide(call)) and isinstance(answer, str):
+            raise PermissionError(answer)
+        assert isinstance(answer, ToolCall)
+        decided = answer
+        given = json.loads(decided.arguments)
+        yield Called(len(chat.state.turns) - 1, call.id, call.name, given)
+        start = time.perf_counter()
+        text, is_error = tool.run(given, interrupted), False
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        text, is_error = f"error: {'; '.join(problems)}", True
+    except Exception as error:  # whatever a tool raises
+        text, is_error = f"error: {error}", True
+    if decided.arguments != call.arguments:
+        text = f"The user changed the arguments to {decided.arguments}.\n{text}"
+    if is_last:
+        text += f"\nThat was the last of {MOST_CALLS} calls; answer without tools."
+    yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
+    return text

@@ -1,0 +1,243 @@
+"""Finds calls of tools in replies, and converts calls and results for histories."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sirchat.text.text_file import without_surrogates
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON = "<|python_tag|>"  # before the calls of some Llamas
+
+# What a call in tags is up to its CLOSE, which may also stand in a text of its arguments.
+_INSIDE = re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{CLOSE[1:]}))*', re.DOTALL)
+_BARE = '{"name"'  # how a call without tags begins
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_DEEPEST = 64  # levels of lists and objects in JSON
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def message(self) -> dict[str, Any]:
+        """This call as a JSON object in the shape of OpenAI's API."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def result(self, text: str) -> dict[str, str]:
+        """What the call returned as a message for chat templates."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
+
+
+class CallParser:
+    """Separates the calls of tools in a reply from its text, while the reply is generated.
+
+    Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
+    calls, as with Llama.
+
+    A call without tags must be of a tool in `names`. `number` is that of the next call, from which
+    its id is made. With `only_one`, the reply ends after its first call; `is_cut` is whether this
+    left out text or calls.
+    """
+
+    def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
+        self._names = names
+        self._number = number
+        self._only_one = only_one
+        self.is_cut = False
+        self._waiting = ""
+        self._marked: str | None = ""
+        self._has_begun = False
+        self.calls: list[ToolCall] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the reply must end: it has a call, and it may have only one."""
+        return self._only_one and bool(self.calls)
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add a piece of the reply; returns new text outside calls, and new complete calls."""
+        self._waiting += text
+        start = self._waiting.lstrip()
+        if not self._has_begun and (not start or _begins(start, "{") or _begins(start, PYTHON)):
+            return "", []  # only its end shows whether this is a call
+        self._has_begun = True
+        before = len(self.calls)
+        shown = "".join(iter(self._next, None))
+        return shown, self.calls[before:]
+
+    def holds(self, text: str) -> bool:
+        """Whether `text` of calls is held back, since they stand between control tokens."""
+        if self._marked == "" and text.startswith(OPEN):
+            self._marked = None  # they have tags
+        if self._marked is not None:
+            self._marked += text
+        return self._marked is not None
+
+    def rest(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
+        """The text and the calls that were held back, at the reply's end; `lead` as in `read`.
+
+        `is_short`: the reply was cut there, and half a call is not a part of its text.
+        """
+        before, left = len(self.calls), self._waiting
+        if self.has_ended:
+            self.is_cut = bool(left.strip())
+            return "", []
+        if left.startswith(OPEN):
+            is_call = self._add(left.removeprefix(OPEN))
+        else:
+            is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
+        if is_call or (self.calls and not left.strip()):
+            left = ""
+        if self._marked and not self.read(self._marked, lead) and not is_short:
+            left += self._marked
+        begun = left.strip()
+        is_bare = not self._has_begun and _begins(begun.removeprefix(PYTHON).strip(), _BARE)
+        if is_short and begun and (_begins(begun, OPEN) or is_bare):
+            left = ""
+        return left, self.calls[before:]
+
+    def read(self, marked: str, lead: str) -> list[ToolCall]:
+        """The calls in `marked`, a text with marks of control tokens; none if it has others.
+
+        `lead` stands before each name, if names are not in the JSON of the calls.
+        """
+        calls: list[Any] = []
+        before, at, done = len(self.calls), 0, 0
+        while found := re.compile(r"[{\[]").search(marked, at):
+            try:
+                value, end = _JSON.raw_decode(marked, found.start())
+            except (ValueError, RecursionError):  # such as for the `[` of a mark
+                at = found.end()
+                continue
+            names = re.findall(rf"{re.escape(lead)}([\w-]+)", marked[done : found.start()])
+            if lead and names:
+                value = {"name": names[-1], "arguments": value}
+            calls += value if isinstance(value, list) else [value]
+            at = done = end
+        self._add("\n".join(map(json.dumps, calls)))
+        return self.calls[before:]
+
+    def _next(self) -> str | None:
+        """Take text or a call from what waits; returns the text to show, None to wait for more."""
+        if self.has_ended:
+            return None
+        at = self._waiting.find(OPEN)
+        if at > 0:
+            shown, self._waiting = self._waiting[:at], self._waiting[at:]
+            return shown.rstrip()
+        if at == 0:
+            inside = _INSIDE.match(self._waiting, len(OPEN)) if CLOSE in self._waiting else None
+            if inside is None or not self._waiting.startswith(CLOSE, inside.end()):
+                return None
+            inner, rest = inside[0], self._waiting[inside.end() + len(CLOSE) :]
+            is_call = self._add(inner)
+            self._waiting = rest.lstrip() if is_call else rest
+            return "" if is_call else f"{OPEN}{inner}{CLOSE}"
+        kept = re.search(r"\s*(<[a-z_]*)?$", self._waiting)
+        size = len(kept[0]) if kept and (not kept[1] or OPEN.startswith(kept[1])) else 0
+        shown = self._waiting[: len(self._waiting) - size]
+        self._waiting = self._waiting[len(shown) :]
+        return shown or None
+
+    def _add(self, written: str, *, is_tagged: bool = True) -> bool:
+        """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
+        calls: list[ToolCall] = []
+        left = written.strip().removeprefix(PYTHON).strip()
+        while left:
+            try:
+                call, end = _JSON.raw_decode(left)
+            except (ValueError, RecursionError):
+                return False
+            if is_deep(call):
+                return False
+            arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
+            name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
+            if isinstance(arguments, str):
+                arguments = _parse_arguments(arguments)
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return False
+            if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
+                return False
+            written = without_surrogates(json.dumps(arguments, ensure_ascii=False))
+            text = json.dumps(json.loads(written))
+            calls.append(ToolCall(call_id(self._number + len(calls)), name, text))
+            left = left[end:].lstrip().removeprefix(";").lstrip()
+        if self._only_one and len(calls) > 1:
+            calls, self.is_cut = calls[:1], True
+        self._number += len(calls)
+        self.calls += calls
+        return bool(calls)
+
+
+def call_id(number: int) -> str:
+    """The id of a call, from its number in the conversation."""
+    return f"call{number:05}"
+
+
+def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
+    """A reply that calls tools as JSON, the same however a client writes blanks and arguments."""
+    written = [[call.id, call.name, _parse_arguments(call.arguments)] for call in calls]
+    key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
+    return without_surrogates(key)
+
+
+def calls_from_key(key: str) -> tuple[str, list[dict[str, Any]]]:
+    """Text and calls that `calls_key` has written, in the form that chat templates need."""
+    text, calls = json.loads(key)
+    return text, [
+        {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for ident, name, arguments in calls
+    ]
+
+
+def results_from_json(text: str) -> list[dict[str, str]]:
+    """Results of tools in the form for chat templates; `text` is JSON: ids, names, texts."""
+    return [
+        {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
+        for ident, name, said in json.loads(text)
+    ]
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested too deeply to be passed on."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        level = [
+            each for item in nested for each in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _finite(written: str) -> float | None:
+    return number if math.isfinite(number := float(written)) else None
+
+
+# JSON has no NaN and no infinite numbers, which models may write; they become null.
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
+def _begins(text: str, opening: str) -> bool:
+    return text.startswith(opening) or opening.startswith(text)
+
+
+def _parse_arguments(arguments: str) -> Any:
+    """The arguments of a call; the text itself if it is not valid JSON."""
+    try:
+        value = _JSON.decode(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return arguments if is_deep(value) else value
