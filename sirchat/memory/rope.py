@@ -77,16 +77,16 @@ def match_rotation(
     [d/2] by name; `tolerance` is the largest relative error of a match. Returns None if the key
     does not depend on the position; raises LookupError if no known rotation explains how it does.
     """
-    if _error(samples, None) <= tolerance:
+    if rotation_error(samples, None) <= tolerance:
         return None
     head_dim = samples[0].shape[-1]
     for sign in (1, -1):  # few models rotate backward, such as NanoChat
         best = min(
             _candidates(frequencies, head_dim, sign),
-            key=lambda rotation: _error(samples, rotation),
+            key=lambda rotation: rotation_error(samples, rotation),
             default=None,
         )
-        if best is not None and _error(samples, best) <= tolerance:
+        if best is not None and rotation_error(samples, best) <= tolerance:
             return best
     raise LookupError("no known rotation maps this layer's keys from one position to another")
 
@@ -102,8 +102,8 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> 
                 yield Rotation(inv_freq, interleaved, offset)
 
 
-def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """The largest relative error of the key at position 0, rotated to the other positions."""
+def rotation_error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
+    """The largest relative error of a key [H, D] at position 0, rotated to other positions."""
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():

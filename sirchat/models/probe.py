@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
-from sirchat.memory.rope import Rotation, match_rotation
+from sirchat.memory.rope import Rotation, match_rotation, rotation_error
 from sirchat.models.devices import input_device
 from sirchat.models.model_config import REFUSED_LAYERS, context_length
 from sirchat.models.packed import packed_buffers
@@ -22,7 +23,7 @@ from sirchat.text.template_sandbox import syntax_error
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
 _DISTANCES = (1, 17, 301)
-_PROBE_TOKEN = 5
+_FIRST_TOKEN, _MOST_TOKENS = 5, 32  # the ids that are tried until two have keys that are not zero
 _SHOWN = 3  # most weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
 _DIFFERENCES = {
@@ -32,6 +33,8 @@ _DIFFERENCES = {
 }
 # The ends of names of tensors that change no number here: computed ones, and those of 8-bit caches.
 _LEFT_OUT = ("inv_freq", ".k_scale", ".v_scale")
+# By position, both cached tensors [H, D] of each layer with keys.
+_Samples = dict[int, list[tuple[Tensor, Tensor]]]
 _NO_ROWS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -124,13 +127,21 @@ def probe_rotations(
     values per token, or if these depend on the position in another way (as learned positions do).
     """
     # For a single token, the hidden states do not depend on the position. So a layer's keys at two
-    # positions differ by exactly that layer's rotation.
+    # positions differ by exactly that layer's rotation, unless they are zero (as padding's may be).
     config = module.config.get_text_config(decoder=True)
     context = context_length(config)
     distances = [d for d in _DISTANCES if context is None or d < context]
     numbers = range(config.num_hidden_layers) if kinds is None else list(layer_numbers(kinds))
     blank = [LayerRotation(None)] * len(numbers)
-    samples = {p: _sample(module, p, name, blank, kinds) for p in (0, *distances)}
+
+    def sampled(token: int, *positions: int) -> _Samples:
+        return {p: _sample(module, token, p, name, blank, kinds) for p in positions}
+
+    visible = _visible_tokens(module, name, lambda token: sampled(token, 0)[0])
+    samples = [
+        {0: at_start} | sampled(token, *(distances if not at else distances[-1:]))
+        for at, (token, at_start) in enumerate(visible)
+    ]
     frequencies = {
         key: buffer
         for key, buffer in module.named_buffers()
@@ -149,7 +160,7 @@ def probe_rotations(
             ) from error
         rotations.append(LayerRotation(key=key, value=value))
     if kinds is None:  # else `probe_state` checks it
-        _check_a_move(module, config, rotations, samples[0][0], name)
+        _check_a_move(module, visible[0][0], rotations, samples[0][0][0], name)
     return rotations
 
 
@@ -211,7 +222,7 @@ def _hub_cache(
 @torch.inference_mode()
 def _check_a_move(
     module: Any,
-    config: Any,
+    token: int,
     rotations: list[LayerRotation],
     at_start: tuple[Tensor, Tensor],
     name: str,
@@ -222,9 +233,8 @@ def _check_a_move(
     `at_start`, computed at position 0. Models that ignore the given positions fail.
     """
     kv_cache = _hub_cache(rotations, 2)
-    ids = [[_probe_token(config)] * 2]
     module(
-        input_ids=torch.tensor(ids, device=input_device(module)),
+        input_ids=torch.tensor([[token] * 2], device=input_device(module)),
         use_cache=True,
         **cache_argument(module, kv_cache),
     )
@@ -235,7 +245,7 @@ def _check_a_move(
         gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
         if gap > _TOLERANCE[theirs.dtype]:
             raise ModelError(
-                f"{name} ({config.model_type}) can't run with a limited cache: its keys "
+                f"{name} ({module.config.model_type}) can't run with a limited cache: its keys "
                 "do not depend on the given positions",
                 hint="models with learned positions cannot move their keys",
             )
@@ -243,16 +253,19 @@ def _check_a_move(
 
 def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
     """Like `_check_a_move`, for a hybrid model: both keys are read after the same other token."""
-    keys = []
-    for is_moved in (True, False):
+
+    def key(token: int, is_moved: bool) -> Tensor:
         kv_cache = new()
-        _read(module, [1], kv_cache, 0)
+        _read(module, [token], kv_cache, 0)
         kv_cache.keep(torch.arange(int(is_moved)))
-        _read(module, [1], kv_cache, int(is_moved))
+        _read(module, [token], kv_cache, int(is_moved))
         kv_cache.keep(torch.tensor([int(is_moved)]))
-        keys.append(kv_cache.layer_keys(0)[0, :, 0].float())
-    ours, theirs = keys
-    if (ours - theirs).norm() > _TOLERANCE[module.dtype] * theirs.norm():
+        return kv_cache.layer_keys(0)[0, :, 0].float()
+
+    token, theirs = _visible_tokens(module, name, lambda token: [(key(token, False),)])[0]
+    at_start = theirs[0][0]
+    gap = (key(token, True) - at_start).norm()
+    if gap > _TOLERANCE[module.dtype] * at_start.norm():
         raise ModelError(
             f"{name} can't run with a limited cache: its keys do not depend on the given positions"
         )
@@ -271,28 +284,53 @@ def _would_be_used(module: Any, key: str) -> bool:
     return hasattr(owner, part) and not key.endswith(_LEFT_OUT)
 
 
+def _visible_tokens(
+    module: Any, name: str, read: Callable[[int], list[Any]]
+) -> list[tuple[int, list[Any]]]:
+    """Two ids, or one, with what `read` gives of each layer, none of it zero.
+
+    A rotation changes no zeros. Raises ModelError if there is no such token.
+    """
+    vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
+    ids = [(_FIRST_TOKEN + at) % vocabulary for at in range(min(_MOST_TOKENS, vocabulary))]
+    layers = ((token, read(token)) for token in ids)
+    visible = (one for one in layers if all(x.any() for of in one[1] for x in of if x.numel()))
+    if found := list(islice(visible, 2)):
+        return found
+    raise ModelError(
+        f"{name} can't run with a limited cache: the keys or values of all {len(ids)} tokens that "
+        "were tried are zero, which does not show how they depend on the position"
+    )
+
+
 def _match(
-    samples: dict[int, list[tuple[Tensor, Tensor]]],
-    layer: int,
-    tensor: int,
-    frequencies: dict[str, Tensor],
+    tokens: list[_Samples], layer: int, tensor: int, frequencies: dict[str, Tensor]
 ) -> Rotation | None:
-    by_position = {position: layers[layer][tensor] for position, layers in samples.items()}
-    return match_rotation(by_position, frequencies, _TOLERANCE[by_position[0].dtype])
+    """The rotation of a layer's tensor that the first token shows; the others confirm it."""
+    first, *others = [
+        {position: layers[layer][tensor] for position, layers in samples.items()}
+        for samples in tokens
+    ]
+    tolerance = _TOLERANCE[first[0].dtype]
+    rotation = match_rotation(first, frequencies, tolerance)
+    if any(rotation_error(other, rotation) > tolerance for other in others):
+        raise LookupError("the keys of two tokens depend on the position in different ways")
+    return rotation
 
 
 def _sample(
     module: Any,
+    token: int,
     position: int,
     name: str,
     rotations: list[LayerRotation],
     kinds: list[LayerKind] | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Read one token at `position`; returns both cached tensors [H, D] of each layer with keys."""
+    """Read a token at `position`; returns both cached tensors [H, D] of each layer with keys."""
     config = module.config.get_text_config(decoder=True)
     kv_cache = _hub_cache(rotations, 1, kinds)
     try:
-        _read(module, [_probe_token(config)], kv_cache, position)
+        _read(module, [token], kv_cache, position)
         return [
             (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
             for i in range(len(rotations))
@@ -316,10 +354,6 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
     ).logits
     kv_cache.commit(len(ids))
     return torch.as_tensor(logits[0, -1].float())
-
-
-def _probe_token(config: Any) -> int:
-    return min(_PROBE_TOKEN, int(config.vocab_size) - 1)
 
 
 def _first_line(error: Exception) -> str:

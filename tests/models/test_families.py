@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from families import HELD, LATENT, REFUSED, build, loaded
+from families import HELD, HYBRIDS, LATENT, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
@@ -115,6 +116,32 @@ def test_latent_attention_turns_its_value_slot_only(name: str) -> None:
 )
 def test_a_model_tells_the_width_of_its_sliding_window(name: str, window: int | None) -> None:
     assert loaded(name).window == window
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-mla"])
+def test_a_token_whose_keys_are_zero_shows_no_rotation(name: str) -> None:
+    padded = without_embeddings(build(*HELD[name]), [5, 6])
+    expected = [(layer.key, layer.value) for layer in loaded(name).rotations]
+    found = [(layer.key, layer.value) for layer in wrap_model(name, padded, None).rotations]
+    for ours, theirs in zip(sum(found, ()), sum(expected, ()), strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or ours.has_same_angles(theirs)
+
+
+def test_a_hybrid_whose_padding_is_zero_runs() -> None:
+    padded = without_embeddings(build("lfm2", HYBRIDS["lfm2"]), [1, 5])
+    assert any(layer.key for layer in wrap_model("lfm2", padded, None).rotations)
+
+
+def test_a_model_whose_keys_are_all_zero_is_refused() -> None:
+    with pytest.raises(ModelError, match="of all 32 tokens that were tried are zero"):
+        wrap_model("it", without_embeddings(build(*HELD["llama"]), range(128)), None)
+
+
+def without_embeddings(module: Any, ids: Iterable[int]) -> Any:
+    with torch.no_grad():
+        module.get_input_embeddings().weight[list(ids)] = 0
+    return module
 
 
 @pytest.mark.parametrize("name", REFUSED)
