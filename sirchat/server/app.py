@@ -295,6 +295,7 @@ class ChatServer:
             logprobs=asked.logprobs,
             calls=call_parser_for(asked),
             format=partial(self._formats.of, asked, notes),
+            must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
         )
 

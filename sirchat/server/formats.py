@@ -49,7 +49,8 @@ class Formats:
         can't be used, or if the chat template does not write calls as JSON.
         """
         schema, called = asked.response_format.schema_of_reply, asked.called_tools
-        tools = called or [each.function for each in asked.tools if asked.tool_choice == "auto"]
+        is_open = asked.tool_choice == "auto" and isinstance(session.template, ToolTemplate)
+        tools = called or [each.function for each in asked.tools if is_open]
         is_free = not called and schema is None
         if is_free and not any(tool.strict for tool in tools):
             return None

@@ -44,6 +44,7 @@ class OllamaOptions(Fields):
     seed: int | None = None
     stop: list[str] | str | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
     num_ctx: int | None = None
 

@@ -21,7 +21,7 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
+from sirchat.text.other_templates import NoToolsError, PlainText, ToolTemplate, calls_as_text
 from sirchat.text.reply_marks import shared
 from sirchat.text.tool_calls import (
     CallParser,
@@ -81,6 +81,7 @@ class ReplyOptions:
             that were changed for the conversation before.
         is_plain: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
         holds_all: whether the budget is raised for such a reply to hold all of the message.
+        must_call: whether the reply must call a tool; else a model that takes none goes without.
         prefill: the beginning of the reply, which is not sent.
         notes: says what is not quite as the request asked; complete when the reply begins.
     """
@@ -94,6 +95,7 @@ class ReplyOptions:
     own: frozenset[str] = frozenset()
     is_plain: bool = False
     holds_all: bool = False
+    must_call: bool = False
     prefill: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -123,7 +125,7 @@ def generate_reply(
     conversation.is_exact = False
     with session.temporary_reply_settings(options.settings):
         try:
-            _set_template(session, history)
+            _set_template(session, history, options)
             allowed = None if options.format is None else options.format(session)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
@@ -146,18 +148,25 @@ def generate_reply(
             raise
 
 
-def _set_template(session: Session, history: History) -> None:
+def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
     """Set the chat template to the kind that plain text, or tools with their calls, need."""
     model, template = session.model, session.template
     if history.messages[-1][0] == "text":
         session.template = PlainText(model.tokenizer)
         return
-    if not history.tools and {"tool", "calls"}.isdisjoint(role for role, _ in history.messages):
+    has_calls = not {"tool", "calls"}.isdisjoint(role for role, _ in history.messages)
+    if not history.tools and not has_calls:
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
         with _refuse_template_errors("tools"):
-            tools = ToolTemplate(model.tokenizer, model.anchors, history.tools, template.ends)
-            session.template = tools
+            try:
+                tools = ToolTemplate(model.tokenizer, model.anchors, history.tools, template.ends)
+            except NoToolsError as error:
+                if has_calls or options.must_call:
+                    raise
+                options.notes.append(f"tools are left out: {error}")
+            else:
+                session.template = tools
 
 
 def _prepare_text(session: Session, role: str, text: str) -> str:

@@ -282,6 +282,7 @@ class ReplyRequest(Fields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
+    repeat_last_n: int | None = None
     seed: int | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
@@ -304,6 +305,10 @@ class ReplyRequest(Fields):
             given["repetition_penalty"] = self.repeat_penalty
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
+        if self.repeat_last_n == 0:
+            given["repetition_penalty"] = 1.0
+        else:
+            given["repetition_window"] = self.repeat_last_n
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -36,11 +36,15 @@ _STUB: Message = {
 _NEUTRAL = "a"
 
 
+class NoToolsError(ModelError):
+    """A model's chat template takes no tools."""
+
+
 class ToolTemplate(Template):
     """The template of a chat in which the model may call `tools`, which are JSON or "".
 
-    `following`, if set, is the next turn, as made by `results` or `calls`. Raises ModelError if the
-    model's chat template takes no tools.
+    `following`, if set, is the next turn, as made by `results` or `calls`. Raises NoToolsError, or
+    ModelError if these tools can't be read.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class ToolTemplate(Template):
         without = self._render([STUB_QUESTION], prompt=True)
         self._tools = [_STUB]
         if self._render([STUB_QUESTION], prompt=True) == without:
-            raise ModelError("the model's chat template takes no tools")
+            raise NoToolsError("the model's chat template takes no tools")
         self._tools = json.loads(tools) if tools else None
         neutral = self._without_controls(self._tools)
         if neutral != self._tools:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatting import hub_tokenizer, tiny
-from serving import Served, assistant, cached, refusal, served, system, told, user
+from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.models.model import wrap_model
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
@@ -174,10 +174,18 @@ def test_without_a_choice_of_tools_the_reply_is_text(
     assert cached(server.ask(longer, tools=[WEATHER], tool_choice="none")) > 0
 
 
-def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
+def test_a_model_whose_template_takes_no_tools_goes_without_or_refuses_calls() -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     with served(policy="full") as plain:
-        for messages, tools in ((ASKED, [WEATHER]), ([*ASKED, calling(CALLED), returned("x")], [])):
-            assert "takes no tools" in refusal(plain.post(messages, tools=tools))["message"]
+        usual = plain.reply(ASKED)
+        for tool in (WEATHER, strict):
+            response = plain.post(ASKED, tools=[tool])
+            assert said(response.json()) == usual
+            assert "takes no tools" in response.headers["x-sirchat-note"]
+        called = [*ASKED, calling(CALLED), returned("x")]
+        for messages, fields in ((ASKED, {"tool_choice": "required"}), (called, {})):
+            problem = refusal(plain.post(messages, tools=[WEATHER], **fields))["message"]
+            assert "takes no tools" in problem
 
 
 ARGUMENTS = {"city": "Oslo"}

@@ -94,7 +94,8 @@ class Served:
         assert response.headers["content-type"].startswith("text/event-stream")
         *events, done, end = response.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
-        return [json.loads(one.removeprefix("data: ")) for one in events]
+        told = [one for one in events if not one.startswith(":")]  # a comment: it took long
+        return [json.loads(one.removeprefix("data: ")) for one in told]
 
 
 @contextmanager
