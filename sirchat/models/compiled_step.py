@@ -199,7 +199,7 @@ def _example_inputs(graph: Any) -> tuple[Any, ...]:
         shape = (copies, 1, heads, _CACHED, size)
         return [torch.empty(shape, dtype=layer.dtype) for _ in graph.layers]
 
-    x, turn = torch.empty(len(graph.norm.weight)), (1, size)
+    x, turn = torch.empty(len(graph.norm.weight)), (graph.kinds, 1, size)
     held = torch.empty(_CACHED - 3, dtype=torch.uint8)
     return x, torch.empty(turn), torch.empty(turn), held, buffers(2), buffers(1)
 

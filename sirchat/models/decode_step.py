@@ -1,4 +1,4 @@
-"""A decode step (a forward pass for one token) of a Llama-like model, in few, small operations.
+"""A decode step (a forward pass for one token) of a `Decoder` or a model like Llama, in few steps.
 
 transformers runs about fifty operations and a dozen module calls per layer. A single token needs no
 mask, no expanded heads and no batch, so half of them are enough, with the model's own weights.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
-from sirchat.models.decoder import signed
+from sirchat.models.decoder import Decoder, gated, signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LLAMA_KINDS, sliding_window
 from sirchat.models.packed import Int8Head, PackedLinear
@@ -46,10 +46,13 @@ class DecodeStep:
     def supports(module: Any) -> bool:
         """Whether a model is on a CPU and has only layers that `DecodeStep` can compute."""
         config = module.config
-        return (
+        is_like_llama = (
             config.model_type in LLAMA_KINDS
             and sliding_window(config) is None
             and getattr(config, "hidden_act", "") == "silu"
+        )
+        return (
+            (isinstance(module, Decoder) or is_like_llama)
             and module.device.type == "cpu"
             and not is_spread(module)
             and module.dtype in (torch.float32, torch.bfloat16)
@@ -68,8 +71,8 @@ class DecodeStep:
         Returns float32 logits [1, V], and the states [1, layers x d] that a scorer needs.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
-        cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
-        x, cos, sin = x[0].float(), cos[0].float(), signed(sin[0].float())
+        cos, sin = self._rotary(x, torch.tensor([[position]]))  # [kinds, 1, D]
+        x, cos, sin = x[0].float(), cos.float(), signed(sin.float())
         if self.compiled is not None and self.compiled.fits(cache):
             logits, states = self.compiled(x, cos, sin, cache)
         else:
@@ -87,7 +90,8 @@ class DecodeStep:
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]
-        cos, sin = (t[0, :, None].float() for t in self._rotary(x, torch.tensor([positions])))
+        turns = self._rotary(x, torch.tensor([positions]))  # each [kinds, B, D]
+        cos, sin = (turn[:, :, None].float() for turn in turns)
         updates = [_update_of(cache) for cache in caches]
         return self.graph.forward_batch(x.float(), cos, signed(sin), updates)
 
@@ -102,6 +106,8 @@ class StepGraph(nn.Module):
         super().__init__()
         self.scored = tuple(scored)
         self.layers = nn.ModuleList(_StepLayer(layer, dtype) for layer in module.model.layers)
+        # How many kinds of layers there are, each with a rotation of its own.
+        self.kinds = 1 + max(getattr(one.self_attn, "turn", 0) for one in module.model.layers)
         self.norm = _StepNorm(module.model.norm)
         head = module.get_output_embeddings()
         self.head = head if isinstance(head, Int8Head) else _Product([head])
@@ -109,7 +115,7 @@ class StepGraph(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """Compute float32 logits [V] and states [layers x d] from an embedding, float32 [d].
 
-        cos and sin are [1, D] each; `signed` has made the sines.
+        cos and sin are [kinds, 1, D] each; `signed` has made the sines.
         """
         states = [x[:0]]
         for number, layer in enumerate(self.layers):
@@ -125,7 +131,7 @@ class StepGraph(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Do what `forward` does for B conversations, one token each.
 
-        x is [B, d], cos and sin are [B, 1, D]; `updates` has one function for each conversation.
+        x is [B, d], cos and sin are [kinds, B, 1, D]; `updates` has a function for each one.
         """
         states = [x[:, :0]]
         for number, layer in enumerate(self.layers):
@@ -140,7 +146,7 @@ class StepGraph(nn.Module):
         return torch.cat(logits), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
-        return f"scored={self.scored}"
+        return f"scored={self.scored}, kinds={self.kinds}"
 
 
 class _StepLayer(nn.Module):
@@ -154,26 +160,44 @@ class _StepLayer(nn.Module):
         attention, network = layer.self_attn, layer.mlp
         self.attention_norm = _StepNorm(layer.input_layernorm)
         self.queries_keys_values = _Product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.query_norm = getattr(attention, "q_norm", None)  # applied to every head
-        self.key_norm = getattr(attention, "k_norm", None)
         self.output = _Product([attention.o_proj])
+        self.has_more_norms = getattr(layer, "has_more_norms", False)
         self.network_norm = _StepNorm(layer.post_attention_layernorm)
+        if self.has_more_norms:
+            self.added_norm = self.network_norm  # of what attention adds
+            self.network_norm = _StepNorm(layer.pre_feedforward_layernorm)
+            self.last_norm = _StepNorm(layer.post_feedforward_layernorm)
         self.gate_up = _Product([network.gate_proj, network.up_proj])
         self.down = _Product([network.down_proj])
         self.size: int = attention.head_dim  # D
         self.heads = attention.q_proj.out_features // self.size  # query heads H_q
         self.scale: float = attention.scaling
+        self.has_gelu: bool = getattr(network, "has_gelu", False)
+        self.turn: int = getattr(attention, "turn", 0)
+        self.window: int | None = getattr(attention, "window", None)
         self.dtype = dtype
         # In 16 bits, query heads that share a key head are faster as rows of one query: bfloat16
         # takes a fifth of the time, float16 half.
         keys = attention.k_proj.out_features // self.size
         self.shared = self.heads // keys if dtype.itemsize == 2 else 1
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        scales = [
+            _StepNorm(norm).weight.expand(count, -1)
+            for norm, count in zip(norms, (self.heads, keys), strict=True)
+            if norm is not None
+        ]
+        # Of each query and key head, [H_q + H, D], as Qwen 3 and Gemma 3 have them.
+        self.head_scales = nn.Buffer(torch.cat(scales)) if scales else None
+        self.epsilon: float = getattr(norms[0], "variance_epsilon", 0.0)
 
     def forward(self, number: int, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
         """Compute the token's state [d] after layer `number` from the state x before it."""
-        x = x + self._attended(number, self.attention_norm(x), cos, sin, update)
+        turn = cos[self.turn], sin[self.turn]
+        added: Tensor = self._attended(number, self.attention_norm(x), *turn, update)
+        x = x + (self.added_norm(added) if self.has_more_norms else added)
         gate, up = self.gate_up(self.network_norm(x)).chunk(2)
-        added: Tensor = self.down(F.silu(gate).mul_(up))
+        added = self.down(gated(gate, up, has_gelu=self.has_gelu))
+        added = self.last_norm(added) if self.has_more_norms else added
         return x + added
 
     def forward_batch(
@@ -181,18 +205,20 @@ class _StepLayer(nn.Module):
     ) -> Tensor:
         """Do what `forward` does for B conversations, x [B, d]; attention takes them in turn."""
         products = self.queries_keys_values.forward_batch(self.attention_norm.forward_batch(x))
-        turned, values = self._turned(products.view(len(x), -1, self.size), cos, sin)
+        turn = cos[self.turn], sin[self.turn]
+        turned, values = self._turned(products.view(len(x), -1, self.size), *turn)
         turned, values = turned.to(self.dtype), values.to(self.dtype)
         queries = turned[:, : self.heads].view(len(x), -1, self.shared, self.size)
         new = turned[:, self.heads :, None], values[:, :, None]  # each [B, H, 1, D]
         each = [torch.split(tensor, 1) for tensor in (queries, *new)]
         attended = []
         for update, query, key, value in zip(updates, *each, strict=True):
-            attended.append(self._attention(query, *update(number, key, value)))
-        x = x + self.output.forward_batch(torch.cat(attended).flatten(1))
+            attended.append(self._attention(query, *map(self._near, update(number, key, value))))
+        added = self.output.forward_batch(torch.cat(attended).flatten(1))
+        x = x + (self.added_norm.forward_batch(added) if self.has_more_norms else added)
         gate, up = self.gate_up.forward_batch(self.network_norm.forward_batch(x)).chunk(2, 1)
-        added: Tensor = self.down.forward_batch(F.silu(gate).mul_(up))
-        return x + added
+        added = self.down.forward_batch(gated(gate, up, has_gelu=self.has_gelu))
+        return x + (self.last_norm.forward_batch(added) if self.has_more_norms else added)
 
     def _attended(self, number: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
         """Compute what attention adds to the state [d], from the normalized state h [d]."""
@@ -200,7 +226,8 @@ class _StepLayer(nn.Module):
         turned, values = self._turned(self.queries_keys_values(h).view(-1, size), cos, sin)
         heads = len(values)  # key heads H
         new = turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size)
-        keys, values = update(number, new[0].to(self.dtype), new[1].to(self.dtype))
+        rows = update(number, new[0].to(self.dtype), new[1].to(self.dtype))
+        keys, values = map(self._near, rows)
         queries = turned[:count]
         if torch.compiler.is_exporting() and self._uses_own_attention:
             scaled = queries.view(heads, -1, size) * (self.scale * log2(e))
@@ -224,11 +251,19 @@ class _StepLayer(nn.Module):
         """Split heads [..., H_q + 2 H, D]; returns queries and keys, rotated (RoPE), and values."""
         end = (rows.shape[-2] + self.heads) // 2  # of the key heads
         turning, values = torch.split(rows, [end, rows.shape[-2] - end], -2)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = torch.split(turning, [self.heads, end - self.heads], -2)
-            turning = torch.cat((self.query_norm(queries), self.key_norm(keys)), -2)
+        if self.head_scales is not None:
+            turning = F.rms_norm(turning, (self.size,), None, self.epsilon) * self.head_scales
         # `roll` swaps the two halves of a head; `signed` says why `sin` is right for this.
         return torch.addcmul(turning * cos, turning.roll(self.size // 2, -1), sin), values
+
+    def _near(self, rows: Tensor) -> Tensor:
+        """Those of a layer's rows [1, H, n, D] that its window has."""
+        if self.window is None:
+            return rows
+        count = rows.shape[2]
+        # also where a program leaves n open
+        start = torch.sym_max(count - self.window, 0)  # type: ignore[no-untyped-call]
+        return rows.narrow(2, start, count - start)
 
     def _attention(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         is_grouped = self.heads > keys.shape[1] * self.shared
@@ -239,7 +274,8 @@ class _StepLayer(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"heads={self.heads}, shared={self.shared}, size={self.size}, scale={self.scale}, "
-            f"dtype={self.dtype}"
+            f"dtype={self.dtype}, window={self.window}, turn={self.turn}, gelu={self.has_gelu}, "
+            f"epsilon={self.epsilon}"
         )
 
 
@@ -248,7 +284,7 @@ class _StepNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = nn.Buffer(norm.weight.detach().float())
+        self.weight = nn.Buffer(norm.weight.detach().float() + getattr(norm, "added", 0.0))
         self.epsilon: float = norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:

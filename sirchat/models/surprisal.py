@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sirchat.models.packed import Int8Linear, has_fast_bfloat16
 
 # Types of models whose logits are the product of the last hidden states and the output head.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 _ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
 
@@ -50,8 +50,10 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 def has_linear_head(module: Any) -> bool:
     """Whether a model's logits are just the product of its last hidden states and its head."""
-    head = module.get_output_embeddings()
-    return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
+    head, config = module.get_output_embeddings(), module.config
+    is_bent = bool(getattr(config, "final_logit_softcapping", None))
+    is_linear = config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
+    return is_linear and not is_bent
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 from chatting import hub_tokenizer
 from engine_steps import some_ids
 from families import build, loaded
+from gguf_models import random_model, write_model
 from recall_rounds import memory, say
 from scorers import random_scorer
 from sirchat.engine.engine import Engine
@@ -37,6 +38,7 @@ from sirchat.models.compiled_step import (
     program_name,
 )
 from sirchat.models.decode_step import DecodeStep
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
 from sirchat.models.scorer import Scorer
@@ -463,6 +465,42 @@ def test_compiling_takes_no_memory_for_the_weights(
     assert {name for name, _ in taken[0].named_parameters()} == {
         f"step.{name}" for name in graph.state_dict()
     }
+
+
+def test_a_program_of_gemma_sees_the_rows_of_its_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here as torch exports it: to compile it takes half a minute."""
+    taken: list[Any] = []
+
+    def keep(program: Any, *, package_path: str, **_: Any) -> None:
+        taken.append(program.module())
+        with ZipFile(package_path, "w") as package:
+            package.writestr("program.so", b"")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", keep)
+    path = tmp_path / "model.gguf"
+    write_model(path, random_model("gemma3-long"), "gemma3-long", lambda *_: "F32")
+    model = load_model(str(path), device="cpu", quantize="none")
+    graph = step_of(model).graph
+    compile_graph(pickle_without_weights(graph), tmp_path / "program.so")
+    taken[0].load_state_dict({f"step.{name}": one for name, one in graph.state_dict().items()})
+
+    class Program:
+        def run(self, inputs: list[Any]) -> Any:
+            layers = len(graph.layers)
+            return taken[0](*inputs[:4], inputs[4 : 4 + layers], inputs[4 + layers :])
+
+    compiled = CompiledStep.__new__(CompiledStep)
+    compiled._program = Program()
+    for held in (2, 7, 8, 9, 40):  # the window has 8
+        cache = model.new_cache(50)
+        model.read(some_ids(held), cache)
+        cache.commit(held)
+        step_of(model).compiled = None
+        wanted = model.forward([7], cache)
+        step_of(model).compiled = compiled
+        torch.testing.assert_close(model.forward([7], cache), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_program_is_found_again_however_busy_the_machine_is() -> None:

@@ -26,6 +26,7 @@ from gguf_models import random_model, write_model
 from scorers import random_scorer
 from sirchat.memory.hub_cache import HubCache
 from sirchat.models.attention_hook import AttentionCall
+from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
@@ -123,6 +124,30 @@ def test_after_evictions_windows_count_the_rows_that_are_left(case: str, folder:
         found.append(model.forward(IDS[:2], kv_cache))
     for one, wanted in zip(found[:5], found[5:], strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "quantize"), [("qwen3", "none"), ("gemma3", "none"), ("gemma3", "packed")]
+)
+@torch.inference_mode()
+def test_single_tokens_have_the_logits_of_a_chunk_alone_and_together(
+    case: str, quantize: str, folder: Path
+) -> None:
+    model, _ = pair(file_of(case, folder, "Q4_0"), quantize)
+    step = model.decode_step
+    assert isinstance(step, DecodeStep)
+    tokens, alone, wanted = list[Any](), list[Tensor](), list[Tensor]()
+    for count in (1, 7, 8, 9, 30):  # the window has 8
+        chunks = model.new_cache(count + 1)
+        wanted.append(model.forward(IDS[: count + 1], chunks)[-1])
+        model.forward(IDS[:count], kv_cache := model.new_cache(count + 1))
+        kv_cache.commit(count)
+        tokens.append((IDS[count], count, kv_cache))
+        alone.append(step.read(*tokens[-1])[0][0])
+    together = step.read_together(tokens)[0]
+    for found in (torch.stack(alone), together):
+        error = 2e-5 if quantize == "none" else 0.02 * float(found.norm(dim=1).max())
+        torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-5, atol=error)
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma3"])

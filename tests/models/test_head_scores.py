@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from families import HELD, loaded
+from families import HELD, build, loaded
 from simulated_devices import DEVICES, move, simulated_devices
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
@@ -34,7 +34,10 @@ def test_a_reading_says_what_the_logits_say(family: str) -> None:
 
 def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformers() -> None:
     plain = [name for name in HELD if has_linear_head(loaded(name).module)]
-    assert plain == ["llama", "llama3-rope", "yarn-rope", "mistral-sliding", "qwen2", "qwen3"]
+    llamas = ["llama", "llama3-rope", "yarn-rope", "mistral-sliding", "qwen2", "qwen3"]
+    assert plain == [*llamas, "gemma3"]
+    bent = build("gemma3_text", {"final_logit_softcapping": 20.0})
+    assert not has_linear_head(bent)
 
 
 @pytest.mark.parametrize("bias", [False, True])
