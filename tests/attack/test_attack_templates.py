@@ -89,7 +89,10 @@ def render(it: Any, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_takes_too_much_is_refused_in_one_line(name: str) -> None:
+def test_a_template_that_takes_too_much_is_refused_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.text.template_sandbox._SECONDS", 0.1)
     it = with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL)
 
     def refuse(_: Random) -> None:

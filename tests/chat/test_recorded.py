@@ -1,6 +1,7 @@
-"""Sixty recorded conversations come out as they did: events, tokens, panels, tables and messages.
+"""Recorded conversations come out as they did: events, tokens, panels, tables and messages.
 
-`SIRCHAT_WRITE_GOLDEN=1 pytest tests/test_recorded.py` records them anew.
+Forty-five, three under each policy; with `SIRCHAT_ATTACK` all sixty, which
+`SIRCHAT_WRITE_GOLDEN=1 pytest tests/test_recorded.py` records anew.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from attacking import MANY
 from recorder import SESSIONS, check_same, condensed, play
 
 RECORDED = Path(__file__).parents[1] / "golden" / "recorded"
@@ -22,15 +24,18 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
 
 
-_NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n >= 6)) for n in range(SESSIONS)]
+_WRITES = bool(os.environ.get("SIRCHAT_WRITE_GOLDEN"))
+_ONLY_ALL = pytest.mark.skipif(not MANY and not _WRITES, reason="takes SIRCHAT_ATTACK")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", _NUMBERS)
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[_ONLY_ALL] * (n >= 45)) for n in range(SESSIONS)]
+)
 def test_a_conversation_comes_out_as_recorded(number: int) -> None:
     actions = json.loads(json.dumps(condensed(play(number))))
     path = RECORDED / f"{number:02}.json.gz"
-    if os.environ.get("SIRCHAT_WRITE_GOLDEN"):
+    if _WRITES:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(json.dumps(actions).encode(), mtime=0))
     check_same(json.loads(gzip.decompress(path.read_bytes())), actions, str(number))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from attacking import MANY
 from chatting import babbler, session, tiny
 from held_rows import Count
 from sirchat.chat.events import Evicted
@@ -41,7 +42,7 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", _POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(MANY or 1))
 def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> None:
     chat, count = _talk(policy, seed)
     view = chat.snapshot()
@@ -67,7 +68,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(MANY or 3))
 def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     view, profile = chat.snapshot(), chat.profile

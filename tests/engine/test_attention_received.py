@@ -98,7 +98,7 @@ class Sums:
 def talk(
     family: str, policy: Policy, decay: float = 0.8, of_layers: int = 0, **more: Any
 ) -> tuple[Engine, Sums]:
-    """Five rounds read and answered under a budget, and the expected sums.
+    """Three rounds read and answered under a budget, and the expected sums.
 
     In each round but the first, each layer has `of_layers` archived rows of its own.
     """
@@ -113,7 +113,7 @@ def talk(
     generator = torch.Generator().manual_seed(5)
     sampler = Sampler(Sampling(temperature=1.0))
 
-    for number in range(5):
+    for number in range(3):
         ids = torch.randint(3, 128, (17,), generator=generator).tolist()
         records = chain(
             engine.prefill(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),

@@ -60,16 +60,16 @@ def test_it_rests_longer_with_every_guess_in_vain_until_one_is_right() -> None:
 
 
 SETTINGS = [
-    pytest.param("entropy", {}, id="evicting"),
-    pytest.param("full", {}, id="all held"),
-    pytest.param("entropy", {"absolute_positions": True}, id="positions of the stream"),
-    pytest.param("entropy", {"evict": "before-turn"}, id="evicting by turn"),
+    pytest.param("entropy", {}, 0.0, id="evicting"),
+    pytest.param("entropy", {}, 1.0, id="sampled"),
+    pytest.param("full", {}, 0.0, id="all held"),
+    pytest.param("entropy", {"absolute_positions": True}, 0.0, id="positions of the stream"),
+    pytest.param("entropy", {"evict": "before-turn"}, 0.0, id="evicting by turn"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "options"), SETTINGS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("policy", "options", "temperature"), SETTINGS)
 def test_the_conversation_is_the_same_and_takes_fewer_passes(
     monkeypatch: pytest.MonkeyPatch, policy: str, options: dict[str, Any], temperature: float
 ) -> None:

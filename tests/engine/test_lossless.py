@@ -41,8 +41,10 @@ def talk(engine: Engine, turn: int, count: int = 40) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "deepseek-mla", "gemma2"])
-@pytest.mark.parametrize("one", BOUNDED)
+@pytest.mark.parametrize(
+    ("family", "one"),
+    [*(("llama", one) for one in BOUNDED), ("deepseek-mla", "h2o"), ("gemma2", "h2o")],
+)
 def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, one: str) -> None:
     engine = talked(memory(one), family, rounds=4)
     before = contents(engine)
@@ -167,8 +169,10 @@ def test_turning_the_archive_off_empties_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", BOUNDED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [*((one, torch.float32) for one in BOUNDED), ("entropy", torch.bfloat16)],
+)
 def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
     policy: str, dtype: torch.dtype
 ) -> None:

@@ -30,7 +30,7 @@ UNEVEN_ROUNDS = [60, 5000, 30, 30, 7000, 90, 10, 1234, 17, 3000, 5] + [51] * 70
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONE_ROUND, SHORT_ROUNDS], ids=["one round", "short rounds"])
 def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) -> None:
-    assert evenness(Reservoir(), rounds, seeds=80) > 0.01
+    assert evenness(Reservoir(), rounds, seeds=40) > 0.01
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_measurement_evicts_as_the_engine_does(policy: Reservoir) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("sinks", "sample", "recent"), [(4, 60, 32), (2, 20, 40), (0, 90, 20)])
 def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(
     sinks: int, sample: int, recent: int, seed: int

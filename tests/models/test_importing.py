@@ -125,15 +125,8 @@ all_is_there()
 
 
 def test_a_chat_does_not_need_them_and_all_is_there_once_one_is_used() -> None:
-    run(CHAT, IN_ORDER, *(f"{use}; all_is_there()" for use in USES))
-
-
-def test_threads_that_use_them_at_once_all_find_them() -> None:
-    run(THREADS)
-
-
-def test_after_an_error_it_is_tried_again() -> None:
-    run(FAILING)
+    """By one thread, by several at once, and at the next use after an error."""
+    run(CHAT, IN_ORDER, *(f"{use}; all_is_there()" for use in USES), THREADS, FAILING)
 
 
 def test_another_version_of_torch_is_imported_as_a_whole() -> None:

@@ -176,7 +176,7 @@ def test_a_damaged_chat_goes_too(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_at_a_terminal_it_says_which_chat_and_asks(folder: Path, columns: int) -> None:
     ident, home = saved(folder, "my trip"), folder.parents[1]
     command = ("python", "-m", "sirchat", "sessions", "rm", "last")

@@ -201,7 +201,7 @@ def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_files_at_the_prompt(home: Path, folder: Path, columns: int) -> None:
     with Terminal("--panel", "off", home=home, columns=columns) as chat:
 

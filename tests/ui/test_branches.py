@@ -142,7 +142,7 @@ def test_names_of_saved_chats_follow_switch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_a_branch_at_the_prompt(tmp_path: Path, columns: int) -> None:
     with Terminal(home=tmp_path, columns=columns) as chat:
         chat.ask("My name is Anna.")

@@ -224,7 +224,7 @@ def test_where_no_tool_is_the_terminal_is_asked(chat: Session, tools: Tools) -> 
     assert "sent 9 characters to the terminal" in line
 
 
-@pytest.fixture(scope="module", params=[60, 100, 160])
+@pytest.fixture(scope="module", params=[60, 160])
 def terminal(request: pytest.FixtureRequest, home: Path) -> Iterator[Terminal]:
     folder = home / "bin"
     folder.mkdir(exist_ok=True)

@@ -124,7 +124,7 @@ def test_file_names_are_completed(files: Path, typed: str, offered: set[str]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_files_are_offered_while_a_message_is_typed(home: Path, files: Path, columns: int) -> None:
     with Terminal(home=home, rows=24, columns=columns) as chat:
         chat.wait_prompt()

@@ -23,7 +23,7 @@ from sirchat.ui.text import displayable
 from terminal import Shared, Terminal, everything_on
 from warm_python import warm_python
 
-TOKENS = 900  # of a reply: more than 300 words
+TOKENS = 450  # of a reply: more than 150 words
 
 _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
@@ -77,22 +77,22 @@ def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
 def test_no_word_of_a_reply_is_lost_or_broken(chat: Terminal, columns: int) -> None:
     chat.resize(rows=30, columns=columns)
     shown = chat.ask("Go on.")
-    assert len(_reply().split()) > 300
+    assert len(_reply().split()) > 150
     assert _said(shown) == _reply().split()
     assert not re.search(_GAUGE, chat.everything)
 
 
 @pytest.mark.slow
 def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 8000")
+    chat.ask("/set max_new_tokens 4000")
     chat.say("Go on.")
     for rows, columns in ((30, 60), (50, 140), (8, 30), (40, 100)):
         before = len(chat.raw)
         chat.until(lambda before=before: len(chat.raw) > before + 1200)  # type: ignore[misc]
         chat.resize(rows, columns)
-    chat.wait(r"\d tokens read, 8,000 written")
+    chat.wait(r"\d tokens read, 4,000 written")
     chat.wait_prompt()
-    assert "9 tokens read, 8,000 written" in chat.ask("/stats")
+    assert "9 tokens read, 4,000 written" in chat.ask("/stats")
     assert " written, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
 
 
@@ -131,13 +131,13 @@ def test_every_word_is_there_however_it_comes(terminal: FakeTerminal, text: str,
 @pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_text(home: Path, endless: str) -> None:
     environ = {"TERM": "dumb"}
-    flags = ("--model", endless, "--max-new-tokens", "600", "--repetition-penalty", "1.3")
+    flags = ("--model", endless, "--max-new-tokens", "300", "--repetition-penalty", "1.3")
     with Terminal(*flags, home=home, environ=environ) as chat:
         chat.wait(r"(?m)^>$")
         chat.send("Go on.\r")
         chat.wait(r"(?s)[^>]{200}")
-        chat.wait("600 written")
-        assert "".join(_reply(600).split()) in "".join(chat.everything.split())
+        chat.wait("300 written")
+        assert "".join(_reply(300).split()) in "".join(chat.everything.split())
         assert b"\x1b" not in chat.raw
         chat.wait(r"(?m)^>$")
         chat.send("\x04")
@@ -146,12 +146,12 @@ def test_a_dumb_terminal_gets_plain_text(home: Path, endless: str) -> None:
 
 @pytest.mark.slow
 def test_no_color_means_no_colours_and_no_drawing(home: Path, endless: str) -> None:
-    flags = ("--model", endless, "--max-new-tokens", "600", "--repetition-penalty", "1.3")
+    flags = ("--model", endless, "--max-new-tokens", "300", "--repetition-penalty", "1.3")
     with Terminal(*flags, home=home, environ={"NO_COLOR": "1", "PAGER": "cat"}) as chat:
         chat.wait_prompt()
         before = len(chat.raw)
         shown = chat.ask("Go on.")
-        assert "".join(_said(shown)) == "".join(_reply(600).split())
+        assert "".join(_said(shown)) == "".join(_reply(300).split())
         assert b"\x1b[1A" not in chat.raw[before:]
         chat.ask("/panel")
         chat.ask("/nonsense")
@@ -173,19 +173,19 @@ def test_a_small_window_gets_plain_text(chat: Terminal) -> None:
 def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     tmp_path: Path, endless: str
 ) -> None:
-    flags = f"--model {endless} --max-new-tokens 600 --repetition-penalty 1.3"
+    flags = f"--model {endless} --max-new-tokens 300 --repetition-penalty 1.3"
     command = f"{' '.join(warm_python())} -m sirchat {flags} > {tmp_path}/out"
     with Terminal("sh", "-c", command, home=tmp_path) as chat:
         chat.ask("Go on.")
         chat.ask("/nonsense")
         assert chat.leave() == 0
     assert re.fullmatch(
-        r"\d+ tokens read, 600 written, .*\n/continue .*\n> /nonsense\n"
+        r"\d+ tokens read, 300 written, .*\n/continue .*\n> /nonsense\n"
         r"sirchat: there is no command /nonsense.*",
         chat.everything[chat.everything.index("9 tokens read") :].split("\n>\n")[0].rstrip("> \n"),
     )
     out = (tmp_path / "out").read_text(encoding="utf-8")
-    assert "".join(out.split()) == "".join(_reply(600).split())
+    assert "".join(out.split()) == "".join(_reply(300).split())
     assert "\x1b" not in out
 
 

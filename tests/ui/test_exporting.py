@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
     assert [path.name for path in Path().iterdir()] == ["old.md"]
 
 
-@pytest.fixture(params=[60, 100, 160])
+@pytest.fixture(params=[60, 160])
 def terminal(request: pytest.FixtureRequest, home: Path, folder: Path) -> Iterator[Terminal]:
     with Terminal("--no-save", home=home, columns=request.param) as chat:
         yield chat

@@ -158,7 +158,7 @@ def test_without_an_index_names_are_found_and_words_are_an_error(folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_a_chat_is_picked_with_the_arrow_keys(tmp_path: Path, folder: Path, columns: int) -> None:
     with Terminal(home=tmp_path, columns=columns, rows=24) as chat:
         for name, town in (("anna", "Rome"), ("peter", "Oslo"), ("eva", "Rome")):

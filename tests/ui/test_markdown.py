@@ -1,4 +1,7 @@
-"""Replies as Markdown while they are generated: the end is the whole, and little is written."""
+"""Replies as Markdown while they are generated: the end is the whole, and little is written.
+
+`SIRCHAT_ATTACK=100` shows as many documents of each kind.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pyte
 import pytest
 
+from attacking import MANY
 from fake_terminal import FakeTerminal, show_reply
 from markdown_documents import KINDS, document_of, documents, pieces
 from sirchat.ui.markdown import MarkdownLayout
@@ -18,7 +22,7 @@ from warm_python import warm_python
 
 pytestmark = pytest.mark.usefixtures("every_frame")
 
-DOCUMENTS = 100
+DOCUMENTS = MANY or 30
 WIDTHS = (60, 100, 160)
 
 
@@ -55,7 +59,7 @@ def _shown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", WIDTHS)
-@pytest.mark.parametrize(("panel", "count"), [("off", DOCUMENTS), ("live", 20)])
+@pytest.mark.parametrize(("panel", "count"), [("off", DOCUMENTS), ("live", MANY or 8)])
 def test_what_was_streamed_is_the_document_rendered_at_once(
     terminal: FakeTerminal, columns: int, panel: str, count: int
 ) -> None:
@@ -74,7 +78,7 @@ TOKEN = 6  # characters of a model's longest usual token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("longest", "count"), [(24, DOCUMENTS), (TOKEN, 40)])
+@pytest.mark.parametrize(("longest", "count"), [(24, DOCUMENTS), (TOKEN, MANY or 20)])
 def test_it_costs_few_bytes(terminal: FakeTerminal, longest: int, count: int) -> None:
     sizes = [_bytes(terminal, document, n, longest) for n, document in enumerate(documents(count))]
     assert statistics.median(rendered / plain for rendered, plain in sizes) <= 1.2
@@ -84,7 +88,7 @@ def test_it_costs_few_bytes(terminal: FakeTerminal, longest: int, count: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_block_costs_many_bytes(terminal: FakeTerminal, kind: str) -> None:
-    sizes = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(4)]
+    sizes = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(MANY or 2)]
     assert sum(rendered for rendered, _ in sizes) <= 1.3 * sum(plain for _, plain in sizes)
 
 
@@ -129,7 +133,7 @@ def test_without_markdown_and_on_a_plain_terminal_a_reply_is_the_text_itself(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(MANY or 3))
 def test_a_block_taller_than_the_window_loses_no_word(
     terminal: FakeTerminal, panel: str, number: int
 ) -> None:
@@ -347,7 +351,7 @@ def _speaking(said: Path, endless: str) -> tuple[str, ...]:
 def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path) -> None:
     command = _speaking(said, endless)
     with Terminal(WARM, *command, home=tmp_path, rows=50, columns=60) as chat:
-        for columns in (60, 100, 160):
+        for columns in (60, 160):
             chat.resize(50, columns)
             for panel in ("off", "live", "turn"):
                 chat.ask(f"/set panel {panel}")

@@ -251,7 +251,7 @@ def test_names_are_completed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_the_model_changes_and_comes_back_in_a_terminal(tmp_path: Path, columns: int) -> None:
     with Terminal(home=tmp_path, columns=columns) as chat:
         chat.ask("My name is Anna.")

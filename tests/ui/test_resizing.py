@@ -10,6 +10,7 @@ from string import ascii_uppercase
 
 import pytest
 
+from attacking import MANY
 from terminal import WARM, Emulator, Reflowing, Terminal
 
 ROWS, COLUMNS = 24, 80  # the window at the beginning of a reply, and at its end
@@ -56,6 +57,7 @@ def _check(shown: str) -> None:
 
 _SETTINGS = [(panel, markdown) for panel in ("live", "turn", "off") for markdown in ("on", "off")]
 _LEAST, _SMALL = (14, 50), (11, 40)
+_STEP = 1 if MANY else 6  # each of the windows below with one of the settings, or with all
 _SLOW = [
     pytest.param(*settings, seed, least, screen, marks=pytest.mark.slow)
     for number, (seed, least, screen) in enumerate(
@@ -64,7 +66,7 @@ _SLOW = [
             *((3, _SMALL, Emulator), (4, _SMALL, Reflowing)),  # a small window gets plain text
         )
     )
-    for settings in _SETTINGS[number % 3 :: 3]  # each with two of the six
+    for settings in _SETTINGS[number % _STEP :: _STEP]
 ]
 
 

@@ -126,7 +126,7 @@ def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
     with Terminal(home=tmp_path, columns=columns) as chat:
         chat.ask("My name is Anna.")

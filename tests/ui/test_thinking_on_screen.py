@@ -21,7 +21,7 @@ def _lines(terminal: FakeTerminal) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 @pytest.mark.parametrize("panel", ["off", "live", "turn"])
 @pytest.mark.parametrize("size", [1, 5, 400])
 def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int, size: int) -> None:

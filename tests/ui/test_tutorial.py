@@ -201,7 +201,7 @@ def wait_step(terminal: Terminal, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("columns", [60, 160])
 def test_enter_at_every_step_leads_to_the_end(home: Path, columns: int) -> None:
     with started(home, columns) as terminal:
         for number in range(1, LAST + 1):
