@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -180,13 +181,17 @@ def load_gguf_parts(
     refuse_unsupported(file)
     packs = spread is None and (has_blocks(file) if packs is None else packs)
     kept = dict[str, Any]()
-    tokenizer = (
-        vocabulary.hub_tokenizer(file.metadata)
-        if for_hub
-        else vocabulary.load_tokenizer(file.metadata, kept)
-    )
     how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
-    module = model.load_module(file, dtype, progress, **how)
+    if for_hub:
+        tokenizer = vocabulary.hub_tokenizer(file.metadata)
+        module = model.load_module(file, dtype, progress, **how)
+    else:  # of a large vocabulary it takes longer than the weights
+        with ThreadPoolExecutor(1, "tokenizer") as threads:
+            making = threads.submit(vocabulary.load_tokenizer, file.metadata, kept)
+            try:
+                module = model.load_module(file, dtype, progress, **how)
+            finally:
+                tokenizer = making.result()
     if spread is not None:
         spread.dispatch(module)
     if place is not None:

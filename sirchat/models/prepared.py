@@ -20,7 +20,7 @@ from sirchat.version import __version__
 
 LEAST = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
 ALIGN = 4096  # bytes, of the parts of a file
-_FORMAT = 1  # of the files; others are not found
+_FORMAT = 2  # of the files; others are not found
 _MOST = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
 _SHARE = 4
 _START, _SAMPLES, _SAMPLE = 1 << 22, 64, 4096  # bytes at a model's start, places, bytes at each

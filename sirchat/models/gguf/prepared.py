@@ -10,15 +10,13 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.models import packed
@@ -63,42 +61,43 @@ def map_prepared(path: Path, dtype: torch.dtype) -> Prepared:
 def write_prepared(
     path: Path, model: Path, values: Mapping[str, Any], tokenizer: Mapping[str, Any], module: Any
 ) -> Thread | None:
-    """Begin to write a prepared file in a thread; None if it has no use, no room or no place."""
+    """Begin to write a prepared file in a thread; None if it has no use."""
     stored = _Stored(module)
     said = {"values": values, "tokenizer": tokenizer, **stored.said}
-    text = json.dumps(said).encode()
-    if not stored.said["layers"] or json.loads(text) != said:
+    if not stored.said["layers"]:
         return None
+    ends = Event()
+    job = (path, model, said, stored.parts, ends)
+    writer = Thread(target=_write, args=job, daemon=True, name=WRITER)
+
+    # The end of the process waits for no more than a piece. A daemon that is left to the end of
+    # Python can abort it: "terminate called without an active exception".
+    def end() -> None:
+        ends.set()
+        writer.join(_LAST)
+
+    atexit.register(end)
+    writer.start()
+    return writer
+
+
+def _write(
+    path: Path, model: Path, said: Mapping[str, Any], weights: Sequence[Tensor], ends: Event
+) -> None:
+    text = json.dumps(said).encode()
+    if json.loads(text) != said:
+        return
     text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
-    manifest = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    size = sum(map(len, stored.parts))
-    with suppress(OSError):
-        if make_room(path, len(manifest) + size):
-            parts = [manifest, *stored.parts]
-            header = Header(str(model), len(manifest), size, _checksum(path, parts))
-            arrays, ends = [part.numpy() for part in parts], Event()
-            job = (path, header, arrays, ends)
-            writer = Thread(target=_write, args=job, daemon=True, name=WRITER)
-
-            # The end of the process waits for no more than a piece. A daemon that is left to the
-            # end of Python can abort it: "terminate called without an active exception".
-            def end() -> None:
-                ends.set()
-                writer.join(_LAST)
-
-            atexit.register(end)
-            writer.start()
-            return writer
-    return None
-
-
-def _write(path: Path, header: Header, parts: Iterable[NDArray[np.uint8]], ends: Event) -> None:
-    new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
+    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *weights]
+    size, new = sum(map(len, weights)), path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
     with suppress(OSError):  # full or read-only: then the next start loads as this one did
+        if ends.is_set() or not make_room(path, len(text) + size):
+            return
+        header = Header(str(model), len(text), size, _checksum(path, parts))
         try:
             with open_private(new, "xb") as file:
                 file.write(header.written())
-                for part in parts:
+                for part in (one.numpy() for one in parts):
                     for start in range(0, len(part), _PIECE):
                         if ends.is_set():
                             raise InterruptedError  # an OSError

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -64,6 +66,7 @@ def load_tokenizer(
         kept.update({name: metadata[name] for name in names})
         for name in ("scores", "merges"):  # to find the pairs takes longest
             kept.pop(f"{_KEYS}{name}", None)
+        kept[f"{_KEYS}tokens"] = vocabulary.tokens
         kept[_MERGES] = [part for pair in merges for part in pair]
     return tokenizer
 
@@ -83,7 +86,7 @@ def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary of a GGUF file; `special` are the tokens named in `SPECIAL`."""
+    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -91,12 +94,12 @@ class _Vocabulary:
         if self._kind not in (_PIECES, _BYTE_PAIRS, _LETTER_PAIRS):
             kinds = f"{_PIECES}, {_BYTE_PAIRS} and {_LETTER_PAIRS}"
             raise _broken(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
-        self._tokens = self._list("tokens", 1)
-        has_types, count = self._said("token_type") is not None, len(self._tokens)
+        self.tokens = self._list("tokens", 1)
+        has_types, count = self._said("token_type") is not None, len(self.tokens)
         self._types = self._list("token_type", count) if has_types else []
-        if self._kind == _PIECES:  # runs of blanks, which files have as such
-            self._tokens = [t if t.strip(" ") else "▁" * len(t) for t in self._tokens]
-        self._ids = {token: at for at, token in enumerate(self._tokens)}
+        if self._kind == _PIECES and _MERGES not in metadata:  # runs of blanks, as files have them
+            self.tokens = [t if t.strip(" ") else "▁" * len(t) for t in self.tokens]
+        self._ids = {token: at for at, token in enumerate(self.tokens)}
         self.special = [self._token(key) for key in _IDS]
         self.notices, self._split = list[str](), None
         if self._kind == _BYTE_PAIRS and pre not in _LETTER_PAIR_NAMES:
@@ -149,7 +152,7 @@ class _Vocabulary:
             return list(zip(kept[::2], kept[1::2], strict=True))
         given = self._said("merges")
         if self._kind == _PIECES and (not given or self._said("scores")):
-            return self._merges_by_score(self._list("scores", len(self._tokens)))
+            return self._merges_by_score(self._list("scores", len(self.tokens)))
         if not given and self._split is not None and "kimi-k2" in self._split.names:
             return self._merges_by_score(itertools.repeat(0))  # so that ids tell the order
         if not given:
@@ -162,22 +165,25 @@ class _Vocabulary:
         kinds = self._types or itertools.repeat(_NORMAL)
         scored = [
             (score if kind == _NORMAL else math.inf, token)
-            for token, score, kind in zip(self._tokens, scores, kinds, strict=False)
+            for token, score, kind in zip(self.tokens, scores, kinds, strict=False)
             if kind == _NORMAL or (kind == _USER_DEFINED and not token.strip("▁"))
         ]
         if len({score for score, _ in scored if score < math.inf}) == 1:  # no scores at all
             scored = [(min(score, -self._ids[token]), token) for score, token in scored]
         known, merges = {token for _, token in scored}, list[tuple[str, str]]()
-        scored.sort(key=lambda one: -one[0])
-        for _, group in itertools.groupby(scored, key=lambda one: one[0]):
-            tokens = [token for _, token in group]
+        scored.sort(key=itemgetter(0), reverse=True)
+        shared = {
+            score for score, count in Counter(map(itemgetter(0), scored)).items() if count > 1
+        }
+        by_score = itertools.groupby(scored, lambda one: one[0] if one[0] in shared else None)
+        for score, tokens in by_score:  # all neighbours of different scores at once
             pairs = [
                 (left, right)
-                for token in tokens
+                for _, token in tokens
                 for cut in range(len(token) - 1, 0, -1)
                 if (left := token[:cut]) in known and (right := token[cut:]) in known
             ]
-            if len(tokens) > 1:
+            if score is not None:
                 pairs.sort(key=lambda pair: (-len(pair[0]), -len(pair[1])))
             merges += pairs
         return merges
@@ -186,11 +192,11 @@ class _Vocabulary:
         """The control tokens, and other tokens that are found in a text before it is split."""
         control = _ENDS.union(filter(None, [*self.special, *map(self._token, ("eot", "eom"))]))
         if self._types:
-            kinds = list(zip(self._tokens, self._types, strict=False))
+            kinds = list(zip(self.tokens, self._types, strict=False))
             control |= {token for token, kind in kinds if kind == _CONTROL}
             others = [token for token, kind in kinds if kind == _USER_DEFINED]
         else:
-            control |= set(filter(_LOOKS_LIKE_CONTROL.fullmatch, self._tokens))
+            control |= set(filter(_LOOKS_LIKE_CONTROL.fullmatch, self.tokens))
             others = []
         drops = bool(_PHI3.search(str(self._metadata.get("general.name"))))
         known = sorted(control & self._ids.keys(), key=self._ids.__getitem__)
@@ -206,9 +212,9 @@ class _Vocabulary:
     def _token(self, key: str) -> str | None:
         """The token that the file calls `key`; None if it calls none so."""
         usual = _USUAL_IDS.get(key) if self._kind == _PIECES else None
-        number, count = self._said(f"{key}_token_id", usual), len(self._tokens)
+        number, count = self._said(f"{key}_token_id", usual), len(self.tokens)
         if number in range(count):
-            return str(self._tokens[number])
+            return str(self.tokens[number])
         if number not in _NO_TOKEN and key in ("bos", "eos"):
             name = f"tokenizer.ggml.{key}_token_id"
             raise _broken(f"{name} is {number:,}, but its vocabulary has {count:,} tokens")
