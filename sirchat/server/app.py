@@ -69,6 +69,7 @@ _CORS: dict[str, Any] = {
     "allow_private_network": True,
 }
 _SILENT = 1.0  # seconds in which a stream has at least one byte
+_FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
 
@@ -214,7 +215,7 @@ class ChatServer:
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
-                await asyncio.wait_for(begun, _SILENT if asked.stream else None)
+                await asyncio.wait_for(begun, _FIRST if asked.stream else None)
             headers = self._tell(options.notes)
             if asked.stream:
                 return _EventStream(shape.events(parts), shape.media, parts, headers)

@@ -269,7 +269,10 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "prompt_tokens": asked.seen,
         "completion_tokens": done.tokens_out,
         "total_tokens": asked.seen + done.tokens_out,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "evicted_tokens": asked.seen - asked.resident,
+        },
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
     memory = {

@@ -289,6 +289,7 @@ def test_a_message_that_was_being_read_when_the_client_left_is_taken_back() -> N
 
 def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_SILENT", 0.05)
+    monkeypatch.setattr(app, "_FIRST", 0.05)
     body = {"messages": [user("Hi")], "stream": True}
     with served(max_new_tokens=2) as server:
         busy = server.server.replies.call(lambda: time.sleep(0.5))
@@ -304,6 +305,7 @@ def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyP
 
 def test_a_stream_that_fails_late_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_SILENT", 0.05)
+    monkeypatch.setattr(app, "_FIRST", 0.05)
     with served(max_new_tokens=2) as server:
         server.server.replies.call(lambda: time.sleep(0.3))
         body = {"messages": [user("word " * 30_000)], "stream": True, "sirchat": {"policy": "full"}}

@@ -5,6 +5,7 @@ The model is the bundled one, but for calls of tools and a long reply, which it 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from template_shapes import tool_tiny
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 BARE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 LAST = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is -3."}}\n</tool_call>'
+READ, PAGES = '<tool_call>\n{"name": "read", "arguments": {"page": %d}}\n</tool_call>', 200
 # What the model says where these words are in a message: the first that the format allows.
 SAID = {
     "weather in Oslo": ["Let me look.\n" + CALL % "Oslo", CALL % "Oslo", BARE],
@@ -34,11 +36,19 @@ SAID = {
 }
 
 
+def pages(text: str) -> list[str]:
+    """What is said while `long_run.py` reads pages: the call for the next one."""
+    number = 0 if text == "Read all pages." else -1
+    if found := re.match(r"Page (\d+)\.", text):
+        number = int(found[1])
+    return [] if number < 0 else ["All is read." if number == PAGES else READ % (number + 1)]
+
+
 def known(text: str, allowed: Allowed | None) -> Allowed | None:
     """What limits the reply to a message; ids that a format forbids are not said."""
     model = tool_tiny()
-    replies = next((said for words, said in SAID.items() if words in text), None)
-    if replies is None:
+    replies = pages(text) or next((said for words, said in SAID.items() if words in text), [])
+    if not replies:
         return allowed
     end = model.tokenizer.convert_tokens_to_ids("<|end|>")
     ways = [[*model.tokenizer.encode(one, add_special_tokens=False), end] for one in replies]
@@ -70,7 +80,12 @@ def main() -> None:
         patch.object(session, "build_sampler", sampler),
         patch.object(session.Session, "read_user", read_user),
         served(
-            tool_tiny(), policy="sink", pin_system=False, budget=1024, max_new_tokens=300
+            tool_tiny(),
+            policy="sink",
+            pin_system=False,
+            budget=1024,
+            max_new_tokens=300,
+            recall="words",
         ) as one,
     ):
         uvicorn.run(one.server.app, port=8059, log_level="warning")
