@@ -42,12 +42,24 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     if has_question and _is_begun():
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
+    says_more = has_question and _is_pipe()  # which a loop may read, too
     if has_question and not _comes_soon():
         note(f"waiting for {_NAME} to end; < /dev/null, or --no-input, asks without it")
+        says_more = False
     data = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UsageError(f"{_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
-    return decode_text(_NAME, data).strip("\n")
+    text = decode_text(_NAME, data).strip("\n")
+    if says_more and text:
+        what = f"{_NAME} ({len(text):,} characters) is sent, too"
+        note(f"{what}; < /dev/null, or --no-input, asks without it")
+    return text
+
+
+def _is_pipe() -> bool:
+    with suppress(OSError, ValueError):
+        return stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
+    return False
 
 
 def _is_begun() -> bool:
