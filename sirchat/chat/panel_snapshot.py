@@ -18,8 +18,9 @@ from sirchat.memory.policies.base import ScorePolicy
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import Texts
 
-# Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge.
-EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
+# Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge. They are those
+# of the colours of a theme, so that the histogram counts what has a colour.
+EDGES = (0.0, 0.5, 2.0, 4.0, 7.0, float("inf"))
 
 _LEAVING = 6  # tokens whose words are named among those that will be evicted next
 

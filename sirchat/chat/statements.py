@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.chat.events import Event, Notice, Pinned
@@ -39,6 +40,8 @@ class StatedFact:
     tokens: int
     held: int  # of these tokens, those in the KV cache
     newer: int | None = None  # index of a later message that states the same thing anew
+    newer_text: str = ""
+    left: str = ""  # of a text that is held in part: what is held, with … for what is not
 
 
 def pin_rules(
@@ -124,11 +127,22 @@ def facts_in(
         index, text, at = said[number]
         if not wanted <= set(words_of(text)):
             continue
-        held = int((states[at] == State.HELD).sum())
+        is_held = states[at] == State.HELD
         later = (is_same[place, place + 1 :].nonzero()[:, 0] + place + 1).tolist()
-        newer = next((said[stated[other]][0] for other in reversed(later)), None)
-        found.append(StatedFact(index, text, turns[index].time, len(at), held, newer))
+        newer = said[stated[later[-1]]][:2] if later else (None, "")
+        left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
+        held = int(is_held.sum())
+        when, size = turns[index].time, len(at)
+        found.append(StatedFact(index, text, when, size, held, newer[0], newer[1], left))
     return found
+
+
+def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
+    """The text of the held ones of the tokens at these positions, with … for the others."""
+    pieces = texts(ledger.column("token_id")[at].tolist(), at.tolist())
+    runs = groupby(zip(pieces, is_held.tolist(), strict=True), key=lambda piece: piece[1])
+    parts = ["".join(text for text, _ in run) if held else " … " for held, run in runs]
+    return " ".join("".join(parts).split())
 
 
 def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:

@@ -303,7 +303,7 @@ class Commands:
         held, held_turns = recall.held_anyway()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
-            table = draw_recalled_turns(rows, turns, theme)
+            table = draw_recalled_turns(rows, turns, self._session.state.roles, theme)
             screen.page(Group(table, Text(), draw_recalled(rows, shown, theme)))
         if held:
             more = counted(len(held), "more token") if recall.scores else "all of this"

@@ -102,11 +102,11 @@ def draw_memory(
     if current and not parts["held, of what you told"]:
         lines += _listed("held, of what you told", ["none whole"], theme, width, quote="")
     for name, found in parts.items():
-        if texts := [fact.text for fact in found]:
+        if texts := [fact.left or fact.text for fact in found]:
             lines += _listed(name, texts, theme, width, rows=rows)
-    recalled = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
-    if told := [turn.text for turn in recalled if turn.text]:
-        lines += _listed("recalled for the last reply alone", told, theme, width, rows=rows)
+    if told := _told(snapshot):
+        name = "recalled for the last reply alone"
+        lines += _listed(name, told, theme, width, quote="", rows=rows)
     if words := snapshot.leaving_words:
         lines += _listed("evicted next", words, theme, width, quote="")
     return Group(*lines)
@@ -267,13 +267,10 @@ def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A line with the words that are evicted next; if there are none, how many tokens have room."""
     parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
     if snapshot.threshold is not None and snapshot.unit:
-        least = f"{snapshot.threshold:.2f}"
         if not count:
-            parts.append(f"scores below {least} are evicted first")
+            parts.append("what surprised the model least is evicted first")
         elif width >= _WIDE:
-            leave = f"evicted next, as their score is below {least}"
-        else:
-            leave = f"evicted next (score below {least})"
+            leave = "evicted next, as they surprised the model least"
     elif snapshot.threshold is not None:
         leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
     elif not snapshot.evicted:
@@ -387,25 +384,32 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
     yield from _gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
 
 
+def _told(snapshot: Snapshot) -> list[str]:
+    """The sentences that were recalled, that of most tokens first, and who said each."""
+    turns = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
+    names = {share.index: f"{ROLE_NAMES.get(share.role, share.role)}: " for share in snapshot.turns}
+    return [f'{names.get(turn.turn, "")}"{turn.text}"' for turn in turns if turn.text]
+
+
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     """A line with the sentences that were recalled, or else the words that found them."""
-    turns = snapshot.recalled_turns
-    if texts := [turn.text for turn in turns if turn.text]:
-        return _listed("recalled for this round", texts, theme, width)
-    words = list(dict.fromkeys(word for turn in turns for word in turn.words))
+    if told := _told(snapshot):
+        return _listed("recalled for this round", told, theme, width, quote="")
+    words = list(dict.fromkeys(word for turn in snapshot.recalled_turns for word in turn.words))
     return _listed("recalled by the words", words, theme, width, quote="") if words else []
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """Lines that explain the panel's colours and marks."""
     space = StyledRun("  ", theme.quiet)
-    runs = [StyledRun("surprise in nats: ", theme.quiet)]
+    runs = [StyledRun("how much a token surprised the model, in nats: ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
         runs += [StyledRun(bin_name(low, high), shades[0], whole=True), space]
     runs.append(StyledRun("left after decay: ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style, whole=True), space]
-    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]
+    runs += [StyledRun("⋯7", theme.gap, whole=True)]
+    runs.append(StyledRun(": 7 tokens were evicted here  ", theme.quiet))
     marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
         runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]

@@ -22,7 +22,7 @@ from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
 from sirchat.text.times import ago
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable_line, said_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 NOTHING_HELD: Final = "·"  # the sign of a turn of which no word is held
@@ -40,6 +40,7 @@ _TEXTS: Final[dict[str, dict[str, Any]]] = {
     "you said": {"ratio": 1},
 }
 _SHARES: Final = "▁▂▃▄▅▆▇"
+_NEWER = 40  # most characters of a newer statement
 _RANKING_WIDTH = 60  # most columns of a ranking, so that a token is near its numbers
 
 
@@ -92,13 +93,13 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
     """Draw a table of the facts that the user stated: when, whether they are held, the text."""
+    newer = [shorten(displayable_line(fact.newer_text), _NEWER) for fact in facts]
     columns: Columns = {
-        "turn": [str(fact.turn) for fact in facts],
         "when": [ago(fact.time, now) for fact in facts],
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
-            + ("" if fact.newer is None else f"; newer: turn {fact.newer}")
-            for fact in facts
+            + f'; newer: "{text}"' * bool(text)
+            for fact, text in zip(facts, newer, strict=True)
         ],
         "you said": [displayable_line(fact.text) for fact in facts],
     }
@@ -111,19 +112,25 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
     `scores` says how well they fit, by stream position.
     """
     rows = sorted(rows, key=lambda row: -scores[row.position])
-    columns = _columns(rows, theme, "position", "turn", "token", "surprisal")
+    columns = _columns(rows, theme, "position", "token", "surprisal")
     return _table(theme, columns | {"fits": [f"{scores[row.position]:.3g}" for row in rows]})
 
 
 def draw_recalled_turns(
-    rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
+    rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], roles: Sequence[str], theme: Theme
 ) -> Table:
-    """Draw a table of the turns with recalled tokens, the words that found them, and the text."""
+    """Draw a table of the turns with recalled tokens, the words that found them, and the text.
+
+    `roles` are those of all turns of the chat.
+    """
     texts = [
         turn.text or "".join(row.text for row in rows if row.turn == turn.turn) for turn in turns
     ]
     columns: Columns = {
-        "turn": [str(turn.turn) for turn in turns],
+        "said": [
+            f"{ROLE_NAMES.get(roles[turn.turn], roles[turn.turn])}, {said_ago(turn.turn, roles)}"
+            for turn in turns
+        ],
         "tokens": [f"{turn.tokens:,}" for turn in turns],
         "by the words": [displayable_line(", ".join(turn.words)) for turn in turns],
         "recalled text": list(map(displayable_line, texts)),
@@ -186,7 +193,7 @@ def draw_histogram(
     """
     lines = [line_of([StyledRun(_bin("", "held", "evicted"), theme.quiet)])]
     marks = [
-        f" ◂ held from {threshold:.2f} on"
+        f" ◂ held from {threshold:.2f} nats on"
         if threshold is not None and low <= threshold < high
         else ""
         for low, high in pairwise(EDGES)
@@ -251,7 +258,7 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
         longest = max(cell_len(str(cell)) for cell in [name, *cells])
         if name in _TEXTS:
             table.add_column(name, no_wrap=True, **_TEXTS[name])
-        elif name in ("is", "when"):
+        elif name in ("is", "when", "said"):
             table.add_column(name, no_wrap=True, min_width=longest)
         else:
             table.add_column(name, justify="right", no_wrap=True, min_width=longest)

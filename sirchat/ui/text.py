@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from sirchat.errors import SirchatError
@@ -90,6 +90,11 @@ def displayable_line(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 token" or "1,040 tokens"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def said_ago(turn: int, turns: Sequence[object]) -> str:
+    """How many messages ago that with index `turn` of all `turns` was, such as "3 messages ago"."""
+    return f"{counted(len(turns) - turn, 'message')} ago"
 
 
 def shorten(text: str, length: int) -> str:

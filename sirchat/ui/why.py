@@ -23,7 +23,7 @@ from sirchat.recall.word_index import STOP_WORDS
 from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.text import displayable_line, said_ago, shorten
 
 _ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
 _MOST_ATTENDED = 5  # words that are named
@@ -171,7 +171,9 @@ def _about_related(
         return "No earlier message shares a telling word with your last message."
     turn, words = related
     text = shorten(displayable_line(session.turns[turn].text), _LENGTH)
-    what = f"Turn {turn} (“{text}”), which shares {_listed(words[:2])} with your message,"
+    whose = "Your" if session.turns[turn].role == "user" else "The model's"
+    ago = said_ago(turn, session.turns)
+    what = f"{whose} “{text}”, {ago}, which shares {_listed(words[:2])} with your message,"
     return describe_use(ranks, what, paid, can_retry=_can_retry_full(session))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,15 @@ def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
     assert not any("Rome" in fact.text for fact in chat.facts())
 
 
+def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
+    chat = chat_of(FACTS[0])
+    at = [row.position for row in chat.tokens(range(chat.seen)) if row.text.strip() == "called"]
+    chat._engine.residency.exclude(np.asarray(at))
+    (fact,) = chat.facts()
+    assert 0 < fact.held < fact.tokens
+    assert fact.left == "My cat is … Tom."
+
+
 def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:
     chat = chat_of(*FACTS)
     assert set(chat._vectors) == set(FACTS)
@@ -67,8 +77,8 @@ def test_the_command_shows_them_in_a_table() -> None:
     commands = Commands(chat, screen, InMemory(), SavedChat(chat, screen))
     commands.run("/facts")
     title, line = (text.split() for text in out.getvalue().splitlines())
-    assert title == ["turn", "when", "is", "you", "said"]
-    assert line == ["0", "just", "now", "held", *FACTS[0].split()]
+    assert title == ["when", "is", "you", "said"]
+    assert line == ["just", "now", "held", *FACTS[0].split()]
     commands.run("/facts Rome")
     assert "you stated no facts with these words" in notes.getvalue()
 

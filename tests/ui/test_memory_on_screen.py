@@ -97,7 +97,7 @@ def test_the_panel_after_a_reply_reads_at_a_glance(
     assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
     assert re.search(r"^evicted: \w+", text, re.M)
     if policy == "entropy":
-        assert re.search(r"evicted next( \(|, as their )score (is )?below [\d.]+\)?: \w+", text)
+        assert re.search(r"evicted next(, as they surprised the model least)?: \w+", text)
     else:
         assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
         assert re.search(r"wholly evicted", text)
@@ -190,8 +190,9 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
     panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
     assert f'"{ZEBRA}"' in panel
     rows = asked.tokens(list(asked.recall.scores))
-    table = lines(draw_recalled_turns(rows, asked.recall.turns, NONE), 120)
-    (line,) = [row for row in table if row.split()[:1] == [str(told.turn)]]
+    table = lines(draw_recalled_turns(rows, asked.recall.turns, asked.state.roles, NONE), 120)
+    ago = len(asked.turns) - told.turn
+    (line,) = [row for row in table if row.startswith(f"you, {ago} messages ago ")]
     assert "Quixbert" in line
     assert ZEBRA in line
 

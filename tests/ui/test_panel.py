@@ -35,11 +35,11 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
 from sirchat.ui.cells import BASE, StyledRun, grid_safe, known_width_line, lay_out
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.tables import draw_histogram, draw_tokens, significant
-from sirchat.ui.theme import Theme, bucket, intensity, theme_named
+from sirchat.ui.theme import LIMITS, Theme, bucket, intensity, theme_named
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GONE = ("Tuesday", "Ingrid", "fish\x1b[31m")
@@ -218,20 +218,24 @@ def test_the_gaps_are_all_that_was_evicted(snapshot: Snapshot) -> None:
     assert text.count("x") == len(rows)
 
 
+def test_the_histogram_counts_what_has_a_colour() -> None:
+    assert EDGES[1:] == LIMITS
+
+
 def test_histogram_counts_and_marks_the_threshold() -> None:
-    held, evicted = (5, 0, 1, 0, 0, 0, 0, 200), (900, 1, 0, 0, 0, 0, 0, 0)
-    drawn = draw_histogram(Histogram(held, evicted), 1.25, DARK, 60)
+    held, evicted = (5, 0, 1, 0, 200), (900, 1, 0, 0, 0)
+    drawn = draw_histogram(Histogram(held, evicted), 2.25, DARK, 60)
     bars = [line.plain for line in drawn[1:]]
-    assert [line.split()[:3] for line in bars][::7] == [["0–0.5", "5", "900"], ["8+", "200", "0"]]
+    assert [line.split()[:3] for line in bars][::4] == [["0–0.5", "5", "900"], ["7+", "200", "0"]]
     assert [("━" in line, "─" in line) for line in bars[:4]] == [
         (True, True),
         (False, True),
         (True, False),
         (False, False),
     ]
-    assert [line for line in bars if "◂ held from 1.25 on" in line] == [bars[2]]
+    assert [line for line in bars if "◂ held from 2.25 nats on" in line] == [bars[2]]
     assert max(cell_len(line) for line in bars) <= 60
-    assert bars[0].count("─") > 3 * bars[7].count("━")
+    assert bars[0].count("─") > 3 * bars[4].count("━")
 
 
 def strip(turns: list[HeldShare], width: int) -> str:
@@ -325,7 +329,7 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"threshold": 0.114}, "evicted next, as their score is below 0.11: Rex, green"),
+        ({"threshold": 0.114}, "evicted next, as they surprised the model least: Rex, green"),
         ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
         ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
         ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),

@@ -10,6 +10,7 @@ import pytest
 
 from chatting import session
 from drawing import lines
+from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.statements import StatedFact
 from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_memory
@@ -21,7 +22,7 @@ CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya.
 
 
 def fact(text: str, held: int, newer: int | None = None) -> StatedFact:
-    return StatedFact(0, text, None, 8, held, newer)
+    return StatedFact(0, text, None, 8, held, newer, left="It … gate 12." * (text == GATE))
 
 
 def test_segments_add_up_to_the_budget() -> None:
@@ -42,15 +43,16 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
     now = replace(
         session().snapshot(strongest=0),
         leaving_words=("fox", "hill"),
+        turns=(HeldShare(0, "user", 6, 0, None, 0),),
         recalled_turns=(RecalledTurn(0, 6, (), CAT),),
     )
     facts = [fact(CAT, 0), fact(GATE, 3), fact(NAME, 8), fact("I am Anna.", 8, newer=4)]
     _, *rows = lines(draw_memory(now, facts, NONE, 80), 80)
     assert [row.rstrip() for row in rows] == [
         f'held, of what you told: "{NAME}"',
-        f'held in part: "{GATE}"',
+        'held in part: "It … gate 12."',
         f'evicted, of what you told: "{CAT}"',
-        f'recalled for the last reply alone: "{CAT}"',
+        f'recalled for the last reply alone: you: "{CAT}"',
         "evicted next: fox, hill",
     ]
 
@@ -58,7 +60,7 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
 def test_it_says_that_nothing_you_told_is_whole() -> None:
     _, *rows = lines(draw_memory(session().snapshot(strongest=0), [fact(GATE, 3)], NONE, 80), 80)
     said = [row.rstrip() for row in rows]
-    assert said == ["held, of what you told: none whole", f'held in part: "{GATE}"']
+    assert said == ["held, of what you told: none whole", 'held in part: "It … gate 12."']
 
 
 def test_of_much_that_you_told_the_newest_is_shown() -> None:

@@ -120,7 +120,7 @@ def test_the_threshold_is_true(seed: int) -> None:
     free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
     block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
     weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
-    said = re.search(r"score (?:is )?below ([\d.]+)", "\n".join(_compact_panel(chat)))
+    said = re.search(r"held from ([\d.]+) nats on", "\n".join(_panel(chat)))
     if count.gone and len(count.held) + 2 * block > profile.budget:
         assert said
         assert said.group(1) == f"{weakest[-1].score:.2f}"

@@ -165,7 +165,7 @@ def test_why_alone_tells_of_the_earlier_turn_that_fits_and_of_what_got_attention
     for text in ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke.", "A dog is what?"):
         list(chat.ask(text))
     turn, used, attended = _shown(chat)
-    assert turn.startswith("Turn 0 (“My dog is called Rex.”), which shares “dog” with your message")
+    assert turn.startswith("Your “My dog is called Rex.”, 8 messages ago, which shares “dog” with")
     assert "/retry full" in turn
     assert attended.startswith("The reply paid most attention to: ")
     paid, column = chat.attention_paid(7).shares or {}, chat.ledger.column
