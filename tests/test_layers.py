@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "recall": {"text", "engine", "models", "memory"},
     "chat": CHAT,
     "saved": {"chat", *CHAT},
-    "ui": SAVED,
+    "tools": {"chat", *CHAT},
+    "ui": {"tools", *SAVED},
     "server": SAVED,
-    "cli": {"server", "ui", *SAVED},
-    "lab": {"cli", "ui", *SAVED},
+    "cli": {"server", "ui", "tools", *SAVED},
+    "lab": {"cli", "ui", "tools", *SAVED},
 }
 
 

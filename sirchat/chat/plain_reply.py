@@ -5,6 +5,7 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.shape import free_memory
+from sirchat.text.tool_calls import OPEN as CALL
 from sirchat.text.transcript import CLOSE, OPEN
 
 
@@ -42,7 +43,7 @@ class PlainReply:
                 self._has_thought = True
             case Delta():
                 text = self._text.push(event)
-            case TurnDone(role="user"):
+            case TurnDone(role="user" | "tool"):
                 notes = [describe_excess(event, self._session, "--budget")]
             case TurnDone(role="assistant"):
                 text = self._text.end()
@@ -59,13 +60,18 @@ class PlainReply:
         return text, [note for note in notes if note]
 
 
+def calls_tools(turn: TurnDone, session: Session) -> bool:
+    """Whether a reply has calls of tools, so that another reply follows it."""
+    return bool(session.toolbox.tools) and CALL in turn.text
+
+
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
-    """A line that says how many tokens of a user turn are held, and which budget would hold all.
+    """A line that says how many tokens of a message are held, and which budget would hold all.
 
     `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
     """
     division = session.divide_budget()
-    if turn.role != "user" or turn.tokens_in <= division.evictable:
+    if turn.role not in ("user", "tool") or turn.tokens_in <= division.evictable:
         return ""
     held = session.ledger.held_of_turn(turn.index)
     if held == turn.tokens_in:

@@ -111,11 +111,10 @@ class Session:
         self.ledger = self._engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
-        self.undo_points: list[UndoPoint] = []
+        self.undo_points, self.heads = list[UndoPoint](), list[int]()
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
-        self.heads = list[int]()
         self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
         self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
 
@@ -187,8 +186,7 @@ class Session:
         Raises ContextFullError, before reading, if they can't fit.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        if box.told != self.state.tools:
-            yield from self._tell_tools(box.told)
+        yield from self._tell_tools(box.told)
         yield from self.read_user(text, interrupted)
         encoder, policy = self.model.encoder, self._engine.settings.policy
         if len(encoder.kinds):
@@ -201,8 +199,10 @@ class Session:
 
     def _tell_tools(self, told: str) -> list[Event]:
         """Let the model read of the tools `told`, in place of those that it was told before."""
-        template = template_for(self.model, told or None, self.template.ends)
-        events = self.switch("tools", bool, template) if self.seen else []
+        template, is_told = self.template, told == self.state.tools
+        if not is_told or (told and getattr(template, "tools", "") != told):
+            template = template_for(self.model, told or None, template.ends)
+        events = self.switch("tools", bool, template) if self.seen and not is_told else []
         self.state.tools, self.template = told, template
         return events
 

@@ -22,10 +22,10 @@ from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import Recall
-from sirchat.text.other_templates import ToolTemplate, calls_as_text
+from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_as_text, calls_from_key, calls_key
 
 MOST_CALLS = 64  # for one message
 _HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
@@ -211,7 +211,8 @@ def _reply(
             yield replace(event, text=text)
         elif isinstance(event, TurnDone):
             is_whole = event.finish != "interrupt"
-            rest, _ = parser.rest(chat.template.marks.call_lead, is_short=not is_whole)
+            is_short = event.finish not in ("stop", "control")
+            rest, _ = parser.rest(chat.template.marks.call_lead, is_short=is_short)
             yield Delta(rest, end=len(said + rest))
             if parser.calls:
                 functions = [

@@ -26,6 +26,8 @@ from sirchat.cli.chat import (
     Json,
     JsonTokens,
     Quiet,
+    ToolsAllow,
+    ToolsFile,
     ask,
     open_chat,
     replay,
@@ -208,6 +210,8 @@ def start(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="With --resume: let the model read the chat again.")
     ] = False,
+    tools: ToolsFile = None,
+    tools_allow: ToolsAllow = None,
     server: Annotated[str, typer.Option(hidden=True)] = "off",
     debug: Debug = False,
     version: Annotated[
@@ -241,9 +245,11 @@ def start(
     if command == "ask" and branch is None and not (set(about_transcripts) - {"json"}):
         # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
         context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust}
+        context.obj |= {"tools": tools, "tools_allow": tools_allow}
         return
     if command is not None:
         more = {"trust_remote_code": trust, "resume": resume is not None}
+        more |= {"tools": tools is not None, "tools_allow": bool(tools_allow)}
         more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
         misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
         if misplaced:
@@ -255,12 +261,14 @@ def start(
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
+        transcript |= {"tools": tools, "tools_allow": tools_allow}
         replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript)
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    saved: dict[str, Any] = {"resume": resume, "branch": branch, "rebuild": rebuild}
+    saved: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
+    saved |= {"resume": resume, "branch": branch, "rebuild": rebuild}
     open_chat(flags, trust=trust, debug=debug, quiet=quiet, **saved)
 
 

@@ -64,6 +64,22 @@ Continue = Annotated[
     bool,
     typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last."),
 ]
+ToolsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--tools",
+        help="Tools for the model: a JSON file of MCP servers, as other programs have.",
+        metavar="FILE",
+    ),
+]
+ToolsAllow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tools-allow",
+        help="Turn on these tools, and call them without asking, such as time__*; can be repeated.",
+        metavar="PATTERN",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
@@ -76,12 +92,17 @@ def open_chat(
     trust: bool,
     debug: bool,
     quiet: bool,
+    tools: str | None = None,
+    tools_allow: list[str] | None = None,
 ) -> None:
     """Open a chat; returns when the user leaves it.
 
     `resume` is a saved chat to continue, by id or name; `branch` names a copy of it to continue
     instead; with `rebuild`, the model reads it again, under the settings in `flags`.
     """
+    from sirchat.tools.config import ToolFlags
+
+    servers = ToolFlags.of(tools, tools_allow)
     later: dict[str, Any] = {}
     if resume is None:
         profile, store = profile_from_flags(flags), None
@@ -108,7 +129,7 @@ def open_chat(
             return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        chat(opened, profile, screen, store=store, debug=debug, trusted=trusted)
+        chat(opened, profile, screen, store=store, debug=debug, trusted=trusted, tools=servers)
 
 
 @with_settings
@@ -142,6 +163,8 @@ def ask(
             metavar="auto|off|URL",
         ),
     ] = "auto",
+    tools: ToolsFile = None,
+    tools_allow: ToolsAllow = None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -151,11 +174,16 @@ def ask(
     line on standard error says how much was read, and how much is held.
     """
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
+    before = {"tools": None, "tools_allow": None, **before}
     flags, resume = before["flags"] | flags, resume or ("last" if is_last else before["resume"])
     json, trust = json or before["json"], trust_remote_code or before["trust"]
     words, has_input = " ".join(question or []), not no_input
     text, has_files = read_question(words, file or (), has_input=has_input, note=_note)
+    from sirchat.tools.config import ToolFlags
+
+    servers = ToolFlags.of(tools or before["tools"], tools_allow or before["tools_allow"])
     needs_own = {"--resume": resume is not None, "--trust-remote-code": trust, "--json": json}
+    needs_own["--tools"] = bool(servers.servers)
     for flag in (flag for flag, is_given in needs_own.items() if is_given):
         if server not in ("auto", "off"):
             raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
@@ -186,20 +214,22 @@ def ask(
         from sirchat.chat.retry import temporarily
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
+        from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
         session = _open_saved(profile, trust, report, store, {})
-    if store is None:
-        print_reply(session, text, screen, as_json=json, holds_all=holds_all)
-        return
-    from sirchat.ui.saved_chat import SavedChat
+    with tools_of(servers, session, screen):
+        if store is None:
+            print_reply(session, text, screen, as_json=json, holds_all=holds_all)
+            return
+        from sirchat.ui.saved_chat import SavedChat
 
-    saved_chat = SavedChat(session, screen, store)
-    try:
-        with temporarily(session, "ask", later):  # they are for this question, not for the chat
-            print_reply(session, text, screen, as_json=json)
-    finally:
-        saved_chat.close()
+        saved_chat = SavedChat(session, screen, store)
+        try:
+            with temporarily(session, "ask", later):  # they are for this question, not for the chat
+                print_reply(session, text, screen, as_json=json)
+        finally:
+            saved_chat.close()
 
 
 def replay(
@@ -210,12 +240,16 @@ def replay(
     json: Json = False,
     json_tokens: JsonTokens = False,
     quiet: Quiet = False,
+    tools: ToolsFile = None,
+    tools_allow: ToolsAllow = None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
     from sirchat.text.transcript import iter_turns, one_conversation
+    from sirchat.tools.config import ToolFlags
 
+    servers = ToolFlags.of(tools, tools_allow)
     profile = profile_from_flags(flags)
     is_input = str(file) == "-"
     name = "standard input" if is_input else str(file)
@@ -228,12 +262,14 @@ def replay(
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
+        from sirchat.ui.tool_use import tools_of
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        replay.replay(session, turns, screen, options)
+        with tools_of(servers, session, screen):
+            replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
             screen.note(
                 "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "

@@ -21,11 +21,12 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.text.other_templates import NoToolsError, PlainText, ToolTemplate, calls_as_text
+from sirchat.text.other_templates import NoToolsError, PlainText, ToolTemplate
 from sirchat.text.reply_marks import shared
 from sirchat.text.tool_calls import (
     CallParser,
     ToolCall,
+    calls_as_text,
     calls_from_key,
     calls_key,
     results_from_json,

@@ -24,6 +24,7 @@ from sirchat.text.template import (
     Template,
     TurnIds,
 )
+from sirchat.text.tool_calls import calls_as_text
 
 _STUB: Message = {
     "type": "function",
@@ -222,15 +223,6 @@ def _call(ident: str, name: str) -> Message:
 def _result(call: Message) -> Message:
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION}
-
-
-def calls_as_text(content: str, functions: Sequence[Message]) -> str:
-    """The text `content`, then the calls of `functions` in the format of Hermes and Qwen."""
-    written = [
-        f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
-        for function in functions
-    ]
-    return "\n".join([content, *written] if content else written)
 
 
 class PlainText(Template):

@@ -201,6 +201,27 @@ def calls_from_key(key: str) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
+def calls_as_text(content: str, functions: Iterable[dict[str, Any]]) -> str:
+    """The text `content`, then the calls of `functions` in the format of Hermes and Qwen."""
+    written = [
+        f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+        for function in functions
+    ]
+    return "\n".join([content, *written] if content else written)
+
+
+def with_calls(content: str, calls: object) -> str:
+    """A reply's text with the `tool_calls` of a message in the shape of OpenAI's API."""
+    functions = list[dict[str, Any]]()
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            given = function.get("arguments", {})
+            given = _parse_arguments(given) if isinstance(given, str) else given
+            functions.append({"name": function["name"], "arguments": given})
+    return calls_as_text(content, functions)
+
+
 def results_from_json(text: str) -> list[dict[str, str]]:
     """Results of tools in the form for chat templates; `text` is JSON: ids, names, texts."""
     return [

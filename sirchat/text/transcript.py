@@ -12,16 +12,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from sirchat.errors import TranscriptError, UsageError, nearest
 from sirchat.text.located_json import LocatedJson
+from sirchat.text.tool_calls import with_calls
 
-RoleName = Literal["system", "user", "assistant"]
+RoleName = Literal["system", "user", "assistant", "tool"]
 Line = tuple[int, str]  # number (from 1), text without the newline
 
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
-_ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": "assistant"}
+_ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
@@ -289,7 +290,11 @@ def _turn(message: object, name: str, line: int) -> TranscriptTurn:
         *others, last = roles
         allowed = f"{', '.join(others)} or {last}"
         raise _error(name, line, f'"{role_key}" can\'t be {given}; it must be {allowed}')
-    content = _content(message[content_key], content_key, name, line)
+    calls = message.get("tool_calls") if role == "assistant" else None
+    said = message[content_key]
+    content = _content("" if said is None and calls else said, content_key, name, line)
+    if calls:
+        content = with_calls(content, calls)
     return TranscriptTurn(roles[role], content, line)
 
 

@@ -46,6 +46,7 @@ from sirchat.ui.tables import (
     draw_tokens,
 )
 from sirchat.ui.text import class_help, counted, displayable, displayable_line, shorten
+from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
 from sirchat.ui.why import show_why
@@ -69,6 +70,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/retry": "replace the last reply",
         "/continue": "go on with a reply that was cut",
         "/undo": "remove last message and reply",
+        "/tools": "let the model call tools",
         "/read FILE": "send a file's text, like @FILE",
         "/copy, /export": "copy a reply; write the chat",
         "/thinking": "show a reply's reasoning",
@@ -394,6 +396,11 @@ class Commands:
             * bool(at_control)
         )
         self._screen.note(memory_in_words(session.memory))
+
+    def do_tools(self, rest: str) -> None:
+        """[NAME|on NAME|off NAME]: list the servers of --tools FILE, or the tools of one; let the
+        model call these, or one of them, or no longer. Each call is shown, and asked about."""
+        run_tools_command(self._session, rest)
 
     def do_pin(self, rest: str) -> None:
         """TEXT|last|turn N: never evict these words, your last message, or message number N."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
+from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, Returned, TurnDone
 from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
-from sirchat.chat.plain_reply import TaggedText, describe_excess
+from sirchat.chat.plain_reply import TaggedText, calls_tools, describe_excess
 from sirchat.chat.session import Session
 from sirchat.ui.cells import take_rows
 from sirchat.ui.interrupt import whole_output
@@ -24,6 +24,7 @@ from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_round, draw_bar, how_to_go_on
 from sirchat.ui.text import DisplayFilter
+from sirchat.ui.tool_use import describe_result
 
 if TYPE_CHECKING:
     from sirchat.ui.markdown_reply import MarkdownReply
@@ -94,6 +95,8 @@ class LiveView:
                     self._draw_when_due()
             case Notice(text):
                 self._note(text)
+            case Returned():
+                self._note(describe_result(event))
             case TurnDone():
                 self._done(event)
 
@@ -143,7 +146,7 @@ class LiveView:
 
     def _done(self, turn: TurnDone) -> None:
         self._reading = None
-        if turn.role == "user":
+        if turn.role in ("user", "tool"):
             self._user = turn
             if excess := describe_excess(turn, self._session, "/budget"):
                 self._region.remove()  # the note stands before the reply
@@ -152,6 +155,9 @@ class LiveView:
             return
         self._end_reply()
         gone, self._gone = sorted(self._gone), set()
+        self._has_begun, self._text = False, TaggedText()
+        if calls_tools(turn, self._session):
+            return  # another reply follows
         if not self._screen.is_quiet:
             words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
             recalled = describe_recalled(self._session.recall, turn.seen)

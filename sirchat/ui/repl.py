@@ -16,6 +16,7 @@ from sirchat.models.devices import threads_in_words
 from sirchat.models.measuring import check_in_background
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
+from sirchat.tools.config import ToolFlags
 from sirchat.ui.attaching import attach_files, describe_size
 from sirchat.ui.commands import (
     Action,
@@ -37,6 +38,7 @@ from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar
 from sirchat.ui.switching import ModelSwitching
+from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
 
@@ -63,6 +65,7 @@ class Chat:
         store: the file from which the chat was resumed, or None.
         debug: whether unexpected errors are raised; if not, they are printed, and the chat goes on.
         trusted: the `module:Class` policies that profiles and saved chats may name.
+        tools: the servers of tools.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Chat:
         store: SessionStore | None,
         debug: bool,
         trusted: Collection[str],
+        tools: ToolFlags | None = None,
     ) -> None:
         self._trusted = trusted
         self._screen = screen
@@ -84,6 +88,9 @@ class Chat:
         self._debug = debug
         self._has_asked_to_leave = False
         self._is_checked = screen.terminal is None  # whether choices by speed need no check
+        self.tools = ToolUse(
+            tools or ToolFlags(), screen, self._prompt.ask_for_key, self._prompt.edit
+        )
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._compiling: Thread | None = None
         self._switch_to(session)
@@ -147,7 +154,7 @@ class Chat:
         return self._prompt.pick(count, draw, more)
 
     def _switch_to(self, session: Session) -> None:
-        self._session = session
+        self._session, session.toolbox = session, self.tools
         self._commands = Commands(
             session, self._screen, self._history, self.saved_chat, self._trusted, self._models
         )
@@ -280,11 +287,12 @@ class Chat:
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
         self._models.drop_former()
+        self.tools.is_stopped = False
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
                 stops = make_stop_check(interrupt, self._keyboard, is_stopped)
-                for event in events(stops):
+                for event in events(lambda: stops() or self.tools.is_stopped):
                     view.show(event)
         finally:
             self._keyboard.mark_pastes(False)

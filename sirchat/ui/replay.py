@@ -7,15 +7,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone
-from sirchat.chat.plain_reply import PlainReply, TaggedText, describe_excess, raise_budget_for
+from sirchat.chat.events import Delta, Event, Notice, Reading, Returned, TurnDone
+from sirchat.chat.plain_reply import (
+    PlainReply,
+    TaggedText,
+    calls_tools,
+    describe_excess,
+    raise_budget_for,
+)
 from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import expect_calls, read_result
 from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
+from sirchat.text.tool_calls import ToolCall, call_id
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_turn, loading_bar
+from sirchat.ui.tool_use import describe_result
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,10 @@ def print_reply(
         raise_budget_for(session, text)
     reply, bar = PlainReply(session), ExitStack()
     report: Progress | None = None
+    has_said = False
 
     def show(event: Event) -> None:
-        nonlocal report
+        nonlocal report, has_said
         if isinstance(event, Reading):
             if report is None and event.done < event.total:
                 report = bar.enter_context(loading_bar(screen, "text"))
@@ -71,8 +81,13 @@ def print_reply(
             return
         said, notes = reply.push(event)
         screen.stream(said)
+        has_said = has_said or bool(said)
         if isinstance(event, TurnDone) and event.role == "assistant":
-            screen.line()
+            if has_said or not calls_tools(event, session):
+                screen.line()
+            has_said = False
+        if isinstance(event, Returned):
+            screen.note(describe_result(event))
         for note in notes:
             screen.note(note)
 
@@ -90,7 +105,7 @@ def print_reply(
 def _events(
     session: Session, turns: Iterable[TranscriptTurn], options: ReplayOptions
 ) -> Iterator[Event]:
-    previous = ""
+    previous, calls = "", list[ToolCall]()
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
     for turn, following in pairs:
@@ -105,11 +120,20 @@ def _events(
                 else:
                     yield from session.ask(turn.content, interrupted)
             _stop_if(interrupted)
+        elif turn.role == "tool" and options.feed:
+            call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
+            before, question = following.role if following is not None else None, session.last_said
+            with Interrupt() as interrupted:
+                yield from read_result(
+                    session, call, turn.content, question, interrupted, before=before
+                )
+            _stop_if(interrupted)
         elif options.feed:
-            if previous != "user":
+            if previous not in ("user", "tool"):
                 raise TranscriptError(
                     f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
                 )
+            calls = expect_calls(session, turn.content)
             with Interrupt() as interrupted:
                 yield from session.read_reply(turn.content, interrupted)
             _stop_if(interrupted)
@@ -150,6 +174,8 @@ class _Dialogue:
             self._turn(event)
         elif isinstance(event, Notice):
             self._screen.note(event.text)
+        elif isinstance(event, Returned):
+            self._screen.note(describe_result(event))
 
     def _turn(self, turn: TurnDone) -> None:
         if turn.role == "assistant" and self._is_replying:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.session import Session
     from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
+    from sirchat.tools.config import ToolFlags
     from sirchat.ui.repl import Chat
 
     # Loads the model and opens a session; calls its argument, if not None, to report progress.
@@ -63,11 +64,12 @@ def chat(
     store: SessionStore | None = None,
     debug: bool = False,
     trusted: Collection[str] = (),
+    tools: ToolFlags | None = None,
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
     A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
-    loading are raised. `store`, `debug` and `trusted` are as for `Chat`.
+    loading are raised. `store`, `debug`, `trusted` and `tools` are as for `Chat`.
     """
     with line_input(screen, is_kept=profile.save) as entry:
         prompt = entry.prompt
@@ -77,8 +79,9 @@ def chat(
         def begin(session: Session, events: Iterable[Event]) -> None:
             from sirchat.ui.repl import Chat
 
-            chat = Chat(session, screen, entry, store, debug, trusted)
+            chat = Chat(session, screen, entry, store, debug, trusted, tools)
             chat.greet(events)
+            chat.tools.begin()
             begun.set_result(chat)
 
         async def begin_above_the_prompt() -> None:
@@ -119,6 +122,7 @@ def chat(
                 begun.result().run(line)
         finally:
             if begun.done():
+                begun.result().tools.close()
                 begun.result().saved_chat.close()
         if begun.done():
             begun.result().saved_chat.say_where()

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,7 +23,15 @@ from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
+from sirchat.paths import sessions_dir
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
+from sirchat.saved.session_list import open_saved_file
+from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.tool_calls import ToolCall
+from sirchat.text.transcript import parse_transcript
+from sirchat.ui.replay import ReplayOptions, replay
+from sirchat.ui.screen import Screen
 from template_shapes import script, tool_tiny
 
 CALLS = int(os.environ.get("SIRCHAT_ATTACK", "6"))
@@ -264,3 +274,53 @@ def test_results_of_fifty_budgets_never_overflow_and_come_back_when_asked(
             assert isinstance(event, TurnDone)
     assert chat.seen > CALLS * budget * share // 2
     assert not chat.heads
+
+
+def test_a_transcript_feeds_calls_and_results() -> None:
+    """As sirchat exports them, and as programs for OpenAI's API write them."""
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    turns = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": function}]},
+        {"role": "tool", "content": "Snow.", "tool_call_id": "a"},
+        {"role": "assistant", "content": "Cold."},
+    ]
+    other = [turns[0], {"role": "assistant", "content": call(city="Oslo")}, *turns[2:]]
+    fed = list[Session]()
+    for each in (turns, other):
+        data = "\n".join(map(json.dumps, each)).encode()
+        chat, out = calling(), io.StringIO()
+        options = ReplayOptions(feed=True, json=True)
+        replay(chat, parse_transcript(data, "talk"), Screen(out, out), options)
+        assert [turn.role for turn in chat.turns][-4:] == ["user", "assistant", "tool", "assistant"]
+        fed.append(chat)
+    assert ids_of(fed[0]) == ids_of(fed[1])
+    assert returned(fed[0]) == "Snow."
+    assert call(city="Oslo") in "".join(row.text for row in fed[0].tokens(range(fed[0].seen)))
+
+
+def test_a_saved_chat_goes_on_after_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A chat that is saved, undone, and continued while the last turn is a result."""
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    script(monkeypatch, [call(city="Oslo"), "Cold."])
+    chat = calling()
+    saving = Autosave(chat)
+    events = chat.ask(ASKED, tools=[weather])
+    for event in events:
+        if isinstance(event, TurnDone) and event.role == "tool":
+            break
+    saving.update()
+    saving.close()
+    again = calling()
+    store, _ = open_saved_file(sessions_dir(), "last")
+    resume_session(again, store)
+    store.close()
+    assert [turn.role for turn in again.turns] == ["system", "user", "assistant", "tool"]
+    assert again.state.tools == chat.state.tools
+    script(monkeypatch, ["So it is cold."])
+    assert ask(again, "Go on.")[-1].text == "So it is cold."  # type: ignore[attr-defined]
+    assert [turn.role for turn in again.turns].count("system") == 1
+    assert again.template.marks.call == chat.template.marks.call
+    assert isinstance(again.template, ToolTemplate)

@@ -1,0 +1,1 @@
+"""Tools by MCP: their servers, and what these return."""

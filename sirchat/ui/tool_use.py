@@ -1,0 +1,198 @@
+"""The tools of a chat at the prompt or in a script: which are on, and whether a call is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import Toolbox
+from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.text.tool_calls import ToolCall
+from sirchat.tools.config import ToolFlags
+from sirchat.tools.servers import ToolServers
+from sirchat.ui.screen import Screen
+from sirchat.ui.text import counted, displayable_line, shorten
+
+if TYPE_CHECKING:
+    from sirchat.chat.events import Returned
+
+_KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
+_REFUSED = "the user refuses this call"
+_SHOWN = 1000  # characters of a call; of a result, a tenth
+_NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
+
+Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
+
+
+class ToolUse(Toolbox):
+    """The tools that are on, of the servers that a file names; none at first.
+
+    Tools that match the patterns in `flags` are on, and are called without asking. Of others each
+    call is shown; `ask` gets the user's key, and `edit` the changed arguments. Without them nobody
+    can be asked, and such calls are refused.
+    """
+
+    def __init__(
+        self,
+        flags: ToolFlags,
+        screen: Screen,
+        ask: Ask | None = None,
+        edit: Callable[[str], str] = lambda text: text,
+    ) -> None:
+        super().__init__(decide=self._decide)
+        self._servers, self._screen = ToolServers(flags.servers, screen.note), screen
+        self._ask, self._edit = ask, edit
+        self._allowed = list(flags.allow)
+        self.is_stopped = False  # by Esc at a question
+        self._names = list(flags.servers)
+
+    def begin(self) -> None:
+        """Turn on what the flags allow; a server that can't be started is a line."""
+        for pattern in self._allowed:
+            servers = [name for name in self._names if _may_match(pattern, name)]
+            if not servers:
+                self._screen.note(f"--tools-allow {pattern} matches no server")
+            for name in servers:
+                try:
+                    self._turn_on(name, pattern)
+                except SirchatError as error:
+                    self._screen.note(str(error))
+
+    def close(self) -> None:
+        """End all servers."""
+        self._servers.close()
+
+    def command(self, session: Session, rest: str) -> None:
+        """Run `/tools [on|off|NAME]`; raises UsageError for a wrong name."""
+        if not self._names:
+            raise UsageError(_NO_SERVERS)
+        verb, _, name = rest.strip().partition(" ")
+        if not verb:
+            for one in self._names:
+                on = sum(tool.startswith(f"{one}__") for tool in self.tools)
+                state = "started" if self._servers.is_running(one) else "not started"
+                self._screen.note(f"{displayable_line(one)}: {counted(on, 'tool')} on, {state}")
+            self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
+        elif verb in ("on", "off") and name.strip():
+            self._turn(session, verb == "on", name.strip())
+        else:
+            self._list(self._server_of(rest.strip()))
+
+    def _turn(self, session: Session, on: bool, name: str) -> None:
+        if on:
+            server = self._server_of(name)
+            count = self._turn_on(server, name if "__" in name else f"{server}__*")
+            tokens = len(session.template.as_text(self.told))
+            size = f"the model reads about {tokens:,} tokens of them with your next message"
+            self._screen.note(f"{counted(count, 'tool')} turned on; {size}")
+            if tokens > session.budget // 2:
+                self._screen.note(f"that is more than half of the budget of {session.budget:,}")
+        else:
+            gone = [tool for tool in self.tools if fnmatchcase(tool, name) or _is_of(tool, name)]
+            if not gone:
+                raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
+            for tool in gone:
+                del self.tools[tool]
+            self._screen.note(f"{counted(len(gone), 'tool')} turned off")
+
+    def _turn_on(self, server: str, pattern: str) -> int:
+        tools = [tool for tool in self._servers.tools(server) if _matches(pattern, tool.name)]
+        if not tools:
+            raise UsageError(f"server {server} has no tool {format_value(pattern)}")
+        self.tools |= {tool.name: tool for tool in tools}
+        return len(tools)
+
+    def _list(self, server: str) -> None:
+        for tool in self._servers.tools(server):
+            sign = "on " if tool.name in self.tools else "off"
+            about = shorten(displayable_line(" ".join(tool.description.split())), 100)
+            self._screen.note(f"{sign} {tool.name}: {about}")
+
+    def _server_of(self, name: str) -> str:
+        server = name if name in self._names else name.partition("__")[0]
+        if server not in self._names:
+            raise UsageError(
+                f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
+                hint=nearest(server, self._names),
+            )
+        return server
+
+    def _decide(self, call: ToolCall) -> ToolCall | str:
+        """The call as it is to be done, or why it is refused."""
+        self.is_stopped = False
+        while True:
+            written = shorten(displayable_line(call.arguments), _SHOWN)
+            is_allowed = any(_matches(pattern, call.name) for pattern in self._allowed)
+            self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
+            if is_allowed:
+                return call
+            if self._ask is None:
+                self._screen.note("refused: nobody can be asked; --tools-allow PATTERN allows it")
+                return _REFUSED
+            try:
+                key = self._ask(_KEYS, "ynae\x1b")
+            except KeyboardInterrupt:
+                key = "\x1b"
+            if key == "e":
+                call = replace(call, arguments=self._edited(call.arguments))
+                continue
+            if key == "a":
+                self._allowed.append(call.name)
+            self.is_stopped = key == "\x1b"
+            return call if key in "ya" else _REFUSED
+
+    def _edited(self, arguments: str) -> str:
+        changed = self._edit(arguments).strip() or arguments
+        try:
+            if not isinstance(json.loads(changed), dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            self._screen.note(f"arguments must be a JSON object: {error}")
+            return arguments
+        return changed
+
+
+def run_tools_command(session: Session, rest: str) -> None:
+    """Run the command `/tools` in a chat; raises UsageError if it has no servers of tools."""
+    if not isinstance(session.toolbox, ToolUse):
+        raise UsageError(_NO_SERVERS)
+    session.toolbox.command(session, rest)
+
+
+@contextmanager
+def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
+    """Context manager: in it, a session has the tools that flags allow, and nobody is asked."""
+    box = ToolUse(flags, screen)
+    try:
+        box.begin()
+        session.toolbox = box
+        yield
+    finally:
+        box.close()
+
+
+def describe_result(result: Returned) -> str:
+    """A line about what a tool returned."""
+    text = shorten(displayable_line(" ".join(result.text.split())), _SHOWN // 10)
+    if result.is_error:
+        return f"{result.name} failed: {text.removeprefix('error: ')}"
+    return f"{result.name} returned {counted(len(result.text), 'character')}: {text}"
+
+
+def _matches(pattern: str, tool: str) -> bool:
+    return fnmatchcase(tool, pattern) or _is_of(tool, pattern)
+
+
+def _is_of(tool: str, server: str) -> bool:
+    return tool.startswith(f"{server}__")
+
+
+def _may_match(pattern: str, server: str) -> bool:
+    """Whether a tool of the server may match."""
+    begun = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
+    return _is_of(begun, server) or f"{server}__".startswith(begun)

@@ -1,0 +1,122 @@
+"""Servers of tools: the file that names them, their calls, and that none outlives its chat.
+
+`SIRCHAT_ATTACK=300` kills so many chats.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sirchat.chat.tool_loop import ChatTool
+from sirchat.errors import SirchatError, UsageError
+from sirchat.tools.config import ToolFlags, read_servers
+from sirchat.tools.servers import ToolServers
+from tool_server import servers_file
+
+KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServers]:
+    notes.clear()
+    one = ToolServers(read_servers(str(servers_file(tmp_path_factory.mktemp("s")))), notes.append)
+    yield one
+    one.close()
+
+
+notes: list[str] = []
+
+
+def named(servers: ToolServers, name: str) -> ChatTool:
+    return next(tool for tool in servers.tools("snow") if tool.name == f"snow__{name}")
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("", "no list of servers"),
+        ('{"servers": {}}', "no list of servers"),
+        ('{"mcpServers": {"a": {}}}', 'server "a" needs a command or a url'),
+        ('{"mcpServers": {"a": {"command": "b", "url": "http://c"}}}', "a command or a url"),
+        ('{"mcpServers": {"a": {"url": "c"}}}', "url: String should match"),
+        ('{"mcpServers": {"a": {"command": ["b"]}}}', "command: Input should be a valid string"),
+    ],
+)
+def test_a_file_that_names_no_servers_is_an_error(
+    tmp_path: Path, written: str, problem: str
+) -> None:
+    (tmp_path / "a.json").write_text(written)
+    with pytest.raises(UsageError, match=problem):
+        read_servers(str(tmp_path / "a.json"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_servers(str(tmp_path / "b.json"))
+    with pytest.raises(UsageError, match="no effect without --tools"):
+        ToolFlags.of(None, ["a"])
+
+
+def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
+    assert not servers.is_running("snow")
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    assert named(servers, "structured").run({}, bool) == '{"snow": 3}'
+    parts = "[image, not shown: image/png, 3 bytes]\n[link, not fetched: file:///a a]\nthe text"
+    assert named(servers, "parts").run({}, bool) == parts
+    assert len(named(servers, "many").run({"size": 400_000}, bool)) == 2_000_000
+    with pytest.raises(SirchatError, match="it can't"):
+        named(servers, "fail").run({}, bool)
+
+
+def test_a_server_that_cannot_start_says_why(servers: ToolServers) -> None:
+    with pytest.raises(SirchatError, match="the server broken can't be started: no key"):
+        servers.tools("broken")
+
+
+def test_a_dead_server_is_a_line_and_starts_again(servers: ToolServers) -> None:
+    before = named(servers, "pid").run({}, bool)
+    with pytest.raises(SirchatError, match="the server snow has ended"):
+        named(servers, "die").run({}, bool)
+    assert notes == ["the server snow has ended; the next call starts it again"]
+    assert named(servers, "pid").run({}, bool) != before
+
+
+def test_a_stopped_call_ends_at_once(servers: ToolServers) -> None:
+    start, wait = time.monotonic(), named(servers, "wait")
+    with pytest.raises(SirchatError, match="the user stopped this call"):
+        wait.run({}, lambda: time.monotonic() > start + 0.3)
+    assert time.monotonic() < start + 20
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, the SDK ends what it has started")
+def test_no_server_outlives_a_chat_that_is_killed(tmp_path: Path) -> None:
+    found = read_servers(str(servers_file(tmp_path)))
+    for _ in range(KILLS):
+        reading, writing = os.pipe()
+        if not (chat := os.fork()):
+            pid = named(ToolServers(found, print), "pid").run({}, bool)
+            os.write(writing, f"{pid}\n".encode())
+            time.sleep(60)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            server = int(told.readline())
+        assert _lives(server)
+        os.kill(chat, signal.SIGKILL)
+        os.waitpid(chat, 0)
+        deadline = time.monotonic() + 20
+        while _lives(server):
+            assert time.monotonic() < deadline, "the server lives on"
+            time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""Tools at the prompt and in scripts: off at first, and no call that was not allowed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chatting import session
+from sirchat.chat.session import Session
+from sirchat.errors import UsageError
+from sirchat.text.tool_calls import ToolCall
+from sirchat.tools.config import ToolFlags
+from sirchat.ui.replay import print_reply
+from sirchat.ui.screen import Screen
+from sirchat.ui.tool_use import ToolUse, run_tools_command, tools_of
+from template_shapes import script, tool_tiny
+from tool_server import HOSTILE, servers_file
+
+CALL = ToolCall("call00000", "snow__weather", '{"city": "Oslo"}')
+SNOWS = "It snows in Oslo."
+
+
+class Asked:
+    """Keys that the user presses, one at each question, and the screen."""
+
+    def __init__(self, keys: str, edited: str = "", *allow: str) -> None:
+        self.out, self.keys, self.edited, self.questions = io.StringIO(), [*keys], edited, 0
+        self.screen = Screen(self.out, self.out)
+        self.use = ToolUse(ToolFlags({}, allow), self.screen, self._ask, lambda _: self.edited)
+
+    def _ask(self, question: str, keys: object) -> str:
+        self.questions += 1
+        return str(self.keys.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "edited", "decided"),
+    [
+        ("y", "", CALL),
+        ("n", "", "the user refuses this call"),
+        ("\x1b", "", "the user refuses this call"),
+        ("ey", '{"city": "Rome"}', ToolCall("call00000", "snow__weather", '{"city": "Rome"}')),
+        ("ey", "[1]", CALL),
+    ],
+)
+def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCall | str) -> None:
+    asked = Asked(keys, edited)
+    assert asked.use.decide(CALL) == decided
+    assert 'wants to call snow__weather {"city": "Oslo"}' in asked.out.getvalue()
+    assert asked.use.is_stopped is (keys == "\x1b")
+
+
+def test_always_is_for_this_tool_alone() -> None:
+    asked = Asked("ay")
+    for _ in range(3):
+        assert asked.use.decide(CALL) == CALL
+    other = ToolCall("call00001", "snow__fail", "{}")
+    assert asked.use.decide(other) == other
+    assert asked.questions == 2
+
+
+def test_what_a_pattern_allows_is_not_asked() -> None:
+    asked = Asked("n", "", "snow__w*")
+    assert asked.use.decide(CALL) == CALL
+    assert asked.use.decide(ToolCall("call00001", "snow__fail", "{}")) != CALL
+    assert asked.questions == 1
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[tuple[Session, io.StringIO]]:
+    chat, out = session(tool_tiny(), policy="full", max_new_tokens=90), io.StringIO()
+    screen = Screen(out, out)
+    use = ToolUse(ToolFlags.of(str(servers_file(tmp_path)), None), screen)
+    chat.toolbox = use
+    yield chat, out
+    use.close()
+
+
+def test_tools_are_off_until_they_are_turned_on(box: tuple[Session, io.StringIO]) -> None:
+    chat, out = box
+    run_tools_command(chat, "")
+    assert "snow: 0 tools on, not started" in out.getvalue()
+    run_tools_command(chat, "snow")
+    assert "off snow__weather: It can weather." in out.getvalue()
+    run_tools_command(chat, "on snow__weather")
+    assert [*chat.toolbox.tools] == ["snow__weather"]
+    run_tools_command(chat, "on snow")
+    assert len(chat.toolbox.tools) == 9
+    run_tools_command(chat, "off snow")
+    assert not chat.toolbox.tools
+    for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
+        with pytest.raises(UsageError):
+            run_tools_command(chat, wrong)
+    with pytest.raises(UsageError, match="no tools: sirchat --tools FILE"):
+        run_tools_command(session(), "")
+
+
+@pytest.mark.parametrize("allow", [[], ["snow__*"]])
+def test_a_script_calls_only_what_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allow: list[str]
+) -> None:
+    called = {"name": "snow__hostile", "arguments": {}}
+    script(monkeypatch, [f"<tool_call>\n{json.dumps(called)}\n</tool_call>", "So."])
+    out, err = io.StringIO(), io.StringIO()
+    screen, chat = Screen(out, err), session(tool_tiny(), policy="full", max_new_tokens=90)
+    with tools_of(ToolFlags.of(str(servers_file(tmp_path)), allow), chat, screen):
+        print_reply(chat, "How is it?", screen, as_json=False)
+    if allow:
+        assert out.getvalue() == "So.\n"
+        assert "calls snow__hostile {}" in err.getvalue()
+        assert "\x1b" not in err.getvalue()
+        assert chat.turns[-2].text == HOSTILE
+    else:  # it was not told of any
+        assert "snow__hostile" in out.getvalue()
+        assert chat.turns[-1].role == "assistant"
