@@ -22,7 +22,7 @@ from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import Recall
-from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_as_text, calls_from_key, calls_key
@@ -78,6 +78,7 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
+        self.is_explained = False  # whether a line said that the model is told by a text
 
     @property
     def told(self) -> str:
@@ -104,11 +105,14 @@ class Conversation(Protocol):
 def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> Template:
     """The template of a chat with these tools, as JSON or ""; of one without calls if None.
 
-    Raises ModelError if the model's chat template takes no tools.
+    Raises ModelError if the model's chat template can't have them.
     """
     if tools is None:
         return Template(model.tokenizer, model.anchors, ends)
-    return ToolTemplate(model.tokenizer, model.anchors, tools, ends)
+    try:
+        return ToolTemplate(model.tokenizer, model.anchors, tools, ends)
+    except NoToolsError:
+        return PromptedTools(model.tokenizer, model.anchors, tools, ends)
 
 
 def answer_with_tools(
@@ -127,6 +131,9 @@ def answer_with_tools(
     if not box.tools:
         yield from reply
         return
+    if isinstance(chat.template, PromptedTools) and not box.is_explained:
+        box.is_explained = True
+        yield Notice("the model's chat template takes no tools; a text tells of them instead")
     while True:
         try:
             calls = yield from _reply(chat, box, reply)

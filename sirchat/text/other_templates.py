@@ -35,6 +35,16 @@ _STUB: Message = {
     },
 }
 _NEUTRAL = "a"
+_OF_RESULT = {Role.USER: Role.TOOL}
+# As models that know tools are told of them: Hermes and Qwen.
+_PROMPT = """You may call functions to answer the user. These are the functions:
+<tools>
+{}
+</tools>
+To call a function, write its name and arguments as JSON within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 class NoToolsError(ModelError):
@@ -213,6 +223,54 @@ class ToolTemplate(Template):
 
     def _has_control(self, text: str) -> bool:
         return any(token in text for token in self._control_tokens.texts)
+
+
+class PromptedTools(ToolTemplate):
+    """The same where the chat template takes no tools: a text in the system prompt tells of them.
+
+    Calls are as in `calls_as_text`, and results are read as messages of the user's role.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        anchors: Anchors | None,
+        tools: str = "",
+        ends: Iterable[int] = (),
+    ) -> None:
+        Template.__init__(self, tokenizer, anchors, ends)
+        self.tools, self.following = tools, None
+
+    def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
+        """The ids of the system prompt with the tools, or None, and of the first user turn."""
+        return Template.opening(self, content, self._with_tools(system or "") or None)
+
+    def system(self, content: str) -> TurnIds:
+        """The ids of a system prompt, or "", with the tools."""
+        return Template.system(self, self._with_tools(content))
+
+    def results(self, messages: Sequence[Message]) -> TurnIds:
+        """The ids of one turn with all `messages`: results of tools."""
+        each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
+        turn = Template.user(self, "\n".join(each))
+        return replace(turn, roles=[_OF_RESULT.get(role, role) for role in turn.roles])
+
+    def calls(
+        self, content: str, calls: Sequence[Message], header: list[int] | None = None
+    ) -> TurnIds:
+        """The ids of a given reply, which has the text `content` and then calls tools."""
+        text = calls_as_text(content, [call["function"] for call in calls])
+        return Template.assistant(self, text, header)
+
+    def call_form(self) -> tuple[str, str, str]:
+        """How a call is written: see `ToolTemplate.call_form`."""
+        return "<tool_call>\n", "arguments", "\n</tool_call>"
+
+    def _with_tools(self, system: str) -> str:
+        if not self.tools:
+            return system
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in json.loads(self.tools))
+        return "\n\n".join(filter(None, [system, _PROMPT.format(lines)]))
 
 
 def _call(ident: str, name: str) -> Message:
