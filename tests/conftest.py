@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from fake_terminal import FakeTerminal
     from terminal import Shared, Terminal
 
-settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
+settings.register_profile(
+    "sirchat",
+    deadline=None,
+    database=None,
+    derandomize=True,
+    max_examples=int(os.environ.get("SIRCHAT_ATTACK", "50")),
+)
 settings.load_profile("sirchat")
 
 

@@ -315,7 +315,7 @@ def replace_budget(setting: Profile, budget: int) -> Profile:
 @pytest.mark.slow
 def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
-    file.write_text("USER: hello\nASSISTANT: hello\n" * 3_000, "utf-8")
+    file.write_text(f"USER: {'hello ' * 30}\nASSISTANT: hello\n" * 3_000, "utf-8")
     words = ("compare", str(file), "--policies", "sink", "--budget", "32", "--html", str(page))
     command = (WARM, "-m", "sirchat", *words)
     with Terminal(*command, home=tmp_path, columns=200) as terminal:

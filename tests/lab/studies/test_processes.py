@@ -99,16 +99,28 @@ def family(pid: int) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
-def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sirchat", "eval", "facts", "--workers", "2"]
-    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path)}
+def test_processes_run_what_was_typed_listen_to_nobody_and_end_with_the_command(
+    tmp_path: Path,
+) -> None:
+    hostile_modules(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom sirchat.memory.policies.sink import Sink\n\n\n"
+        "class Mine(Sink):\n    open(f'mine-{os.getpid()}', 'w').close()\n"
+    )
+    command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
+    study = ["eval", "dailydialog", "--ray", "local", "--workers", "2", "--limit", "50"]
+    study += ["--policies", "mine:Mine,sink"]
+    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
     with subprocess.Popen(
-        [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [*command, *study],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     ) as process:
-        end, most, all_there = time.monotonic() + 60, set[int](), 0.0
-        while len(most) < 5 or time.monotonic() < all_there + 1:  # two of them help others start
-            if len(family(process.pid)) > len(most):
-                most, all_there = family(process.pid), time.monotonic()
+        end, most = time.monotonic() + 60, set[int]()
+        while len(most) < 5 or len(list(tmp_path.glob("mine-*"))) < 3:  # two help others start
+            most |= family(process.pid)
             assert listening(family(process.pid)) == set()
             assert time.monotonic() < end
             time.sleep(0.1)
@@ -117,20 +129,5 @@ def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_pat
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in most):
         assert time.monotonic() < until
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_path: Path) -> None:
-    hostile_modules(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
-    )
-    command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
-    study = ["eval", "dailydialog", "--ray", "local", "--workers", "1", "--limit", "2"]
-    study += ["--policies", "mine:Mine,sink"]
-    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
-    done = subprocess.run(
-        [*command, *study], cwd=tmp_path, env=environ, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert {int(path.name[5:]) for path in tmp_path.glob("mine-*")} <= most
     assert not (tmp_path / "ran").exists()

@@ -70,4 +70,4 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(address: str) -> None:
 def test_a_worker_that_can_not_load_its_model_says_so_in_one_line(two: Cluster) -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
-        list(run_on_ray(study, ["0"], load, two))
+        list(run_on_ray(study, ["0"], load, replace(two, workers=1)))
