@@ -1,7 +1,8 @@
 """Renders a model's chat template with limits on time, memory and the length of the result.
 
 A template is a program that comes with a model. Jinja's sandbox keeps it from files and Python's
-objects; what may grow (an operator, filter, method or macro) is measured here before it is made.
+objects. Here, text that an operator, filter, method or macro makes is measured before, and each
+value after it is made, so that nothing compiled (a comparison, `in`, a sum) takes long.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, wraps
@@ -28,14 +30,15 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 _SECONDS = 0.5  # of processor time; templates of real models take some milliseconds
-_MOST_SOURCE = 2**20  # characters of a template
+_MOST_SOURCE = 2**17  # characters of a template; compiling them takes 2 seconds at most
 _MOST_ADDED = 200_000  # characters that a template may add to the texts
 _MOST_COPIES = 8  # copies of the texts that one rendering may contain
 _MOST_MADE = 2**26  # characters and list items that are made in one rendering, in total
 _MOST_ITEMS = 2**19  # of a list, including those of its inner lists
+_MOST_BITS = 2**10  # of a whole number
 # Compiled code, in which no time is measured, whose time can grow with the square of the text.
 _COSTLY_FILTERS = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
-_PADDING = {"batch", "center", "indent", "ljust", "rjust", "slice", "tojson", "zfill"}
+_PADDING = {"batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"}
 _TIMED = ("<template>", os.path.dirname(jinja2.__file__))
 # A format whose result may be very long: its width has five digits, or is itself a value.
 _WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
@@ -128,7 +131,8 @@ def _compiled(source: str) -> tuple[_LimitedEnvironment, jinja2.Template]:
     if len(source) > _MOST_SOURCE:
         raise TemplateError(f"the template has more than {_MOST_SOURCE:,} characters")
     environment = _LimitedEnvironment()
-    return environment, environment.from_string(source)
+    with warnings.catch_warnings(action="ignore"):  # Python's, of the template's code
+        return environment, environment.from_string(source)
 
 
 class _Rendering(local):
@@ -142,7 +146,7 @@ class _Rendering(local):
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as transformers sets it up for chat templates, with the limits of this module."""
 
-    intercepted_binops = frozenset({"+", "*", "%", "**"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
         self._rendering = _Rendering()
@@ -182,19 +186,27 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**":
             raise TemplateError("the template computes a power, which may take for ever")
         self._count(_most_made(operator, left, [right]))
-        return super().call_binop(context, operator, left, right)
+        return self.measured(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method; the size of what a text's method returns is counted first."""
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             self._count(_most_made(obj.__name__, owner, [*args, *kwargs.values()]))
-        return super().call(context, obj, *args, **kwargs)
+        return self.measured(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's safe version of a text's method `format`; None for any other value."""
         wrapped = super().wrap_str_format(value)
         return wrapped and self._limited("format", wrapped, str(value.__self__))
+
+    def measured(self, value: Any) -> Any:
+        """A value that was just made; raises TemplateError if it is too large to compare."""
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise TemplateError(f"the template computes a number of more than {_MOST_BITS} bits")
+        if isinstance(value, list | tuple | set | frozenset | Mapping):
+            _length(value)
+        return value
 
     def concatenated(self, *parts: Any) -> str:
         """The operator `~`."""
@@ -208,7 +220,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
+        parsed: nodes.Template = _Measured().visit(super()._parse(source, name, filename))
         return parsed
 
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
@@ -234,7 +246,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             # The added "" keeps a value that is given by its name from being the first argument.
             given = [*owner, *args[passed:], "", *named.values()]
             self._count(_most_made(name, given[0], given[1:]))
-            return function(*args, **named)
+            return self.measured(function(*args, **named))
 
         return limited
 
@@ -245,13 +257,30 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
 
-class _Concatenations(NodeTransformer):
-    """Makes each `a ~ b` of a template, which jinja's sandbox does not intercept, a call."""
+class _Measured(NodeTransformer):
+    """Makes calls of what jinja's sandbox does not intercept: `a ~ b`, lists, tuples, dicts."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        counted = nodes.EnvironmentAttribute("concatenated")
-        return nodes.Call(counted, node.nodes, [], None, None, lineno=node.lineno)
+        return _call("concatenated", node.nodes, node.lineno)
+
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+        is_constant = all(isinstance(item, nodes.Const) for item in node.items)
+        return node if is_target or is_constant else _call("measured", [node], node.lineno)
+
+    visit_Tuple = visit_Dict = visit_List
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if isinstance(node.value, int) and node.value.bit_length() > _MOST_BITS:
+            raise TemplateError(f"the template has a number of more than {_MOST_BITS} bits")
+        return node
+
+
+def _call(method: str, arguments: list[Any], line: int) -> nodes.Call:
+    """A call of the environment's `method` in a template."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None, lineno=line)
 
 
 def _most_made(name: str, value: Any, others: Sequence[Any]) -> int:
@@ -278,7 +307,7 @@ def _most_made(name: str, value: Any, others: Sequence[Any]) -> int:
             return size + (size + 1) * max(lengths[1:], default=0)
         case "translate" | "expandtabs", _:
             return size * max([8, width, *lengths])
-    lines = 1 + (value.count("\n") if isinstance(value, str) else size)
+    lines = 1 + (len(value.splitlines()) if isinstance(value, str) else size)
     widest = max([width, *lengths]) if name in {*_PADDING, "join"} else 0
     return size + sum(lengths) + lines * widest
 
