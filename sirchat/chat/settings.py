@@ -114,7 +114,7 @@ def build_sampler(
     if reply is None:
         return Sampler(sampling, attempt, allowed), most
     if reply.finish is None:
-        return Continued(reply.ids, sampling, attempt), len(reply.ids) + most
+        return Continued(reply.ids, sampling, attempt, allowed), len(reply.ids) + most
     return FixedIds(reply.ids), most
 
 

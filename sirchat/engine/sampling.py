@@ -124,14 +124,20 @@ class FixedIds(Sampler):
 
 
 class Continued(Sampler):
-    """A sampler that picks given ids first, and samples those after them."""
+    """A sampler that picks given ids first, and samples those after them, which are `allowed`."""
 
-    def __init__(self, ids: Sequence[int], sampling: Sampling, attempt: int = 0) -> None:
-        super().__init__(sampling, attempt)
+    def __init__(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        attempt: int = 0,
+        allowed: Allowed | None = None,
+    ) -> None:
+        super().__init__(sampling, attempt, allowed)
         self._left = list(reversed(ids))
 
-    def _choose(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        return self._left.pop() if self._left else super()._choose(logits, said_ids, position)
+    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+        return self._left.pop() if self._left else super().pick(logits, said_ids, position)
 
 
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:

@@ -46,8 +46,25 @@ class Formats:
         """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
         What of a schema is not kept is added to `notes`. RequestError if the model or a schema
-        can't be used, or if the chat template does not write calls as JSON.
+        can't be used, if the chat template does not write calls as JSON, or if the reply has begun
+        in another way.
         """
+        made = self._made(asked, notes, session)
+        begun = session.template.as_text((asked.prefill or "").rstrip())
+        if made is None or not begun:
+            return made
+        problem = "end with the beginning of a reply that its format can't go on with"
+        try:
+            made(begun)
+        except RequestError:
+            raise _refusal("messages", problem) from None
+        if isinstance(made, StrictCalls) and made.is_in_call:
+            raise _refusal("messages", "can't end within a call of a tool")
+        return lambda ids: made([*begun, *ids])
+
+    def _made(
+        self, asked: ChatRequest, notes: list[str], session: Session
+    ) -> ReplyFormat | StrictCalls | None:
         schema, called = asked.response_format.schema_of_reply, asked.called_tools
         is_open = asked.tool_choice == "auto" and isinstance(session.template, ToolTemplate)
         tools = called or [each.function for each in asked.tools if is_open]
@@ -76,7 +93,8 @@ class Formats:
         form = template.call_form() if isinstance(template, ToolTemplate) else None
         if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
             problem = "the model's chat template does not write calls as JSON"
-            raise _refusal(param, f"can't be had with a tool: {problem}")
+            what = "can't be strict" if param == "tools" else "can't be had with a tool"
+            raise _refusal(param, f"{what}: {problem}")
         return _CallForm(*form, {text: i for i, text in template.controls.items()})
 
     def _format(
@@ -206,31 +224,31 @@ class StrictCalls:
     """As `ReplyFormat`, for a reply in which all ids may follow, but for those within calls.
 
     A call begins with OPEN, or, if the template has no such tags, with a `{` at the reply's start;
-    `call` is the format of what follows then.
+    `call` is the format of what follows then; `is_in_call` is whether a call has begun.
     """
 
     def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, tagged: bool) -> None:
         self._call, self._tagged = call, tagged
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._free = torch.ones(call.size, dtype=torch.bool)
-        self._in_call = self._is_text = False
+        self.is_in_call = self._is_text = False
         self._read = 0
         self._newest: list[int] = []  # outside calls
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         matcher = self._call.matcher
         for token in ids[self._read :]:
-            if self._in_call:
+            if self.is_in_call:
                 matcher.consume_token(token)
-                self._in_call = not (self._tagged and matcher.is_accepting())
+                self.is_in_call = not (self._tagged and matcher.is_accepting())
                 continue
             self._newest = [*self._newest[-len(OPEN) :], token]
             if (begun := self._begun()) is not None:
                 matcher.reset()
                 matcher.consume_tokens(self._vocabulary.tokenize_str(begun))
-                self._in_call, self._newest = True, []
+                self.is_in_call, self._newest = True, []
         self._read = len(ids)
-        return self._call.mask() if self._in_call else self._free
+        return self._call.mask() if self.is_in_call else self._free
 
     def _begun(self) -> str | None:
         """What the newest ids have of a call; None if none has begun."""

@@ -384,10 +384,8 @@ class ChatRequest(ReplyRequest):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
-        is_strict = self.called_tools or any(tool.function.strict for tool in self.tools)
-        has_form = is_strict or self.logprobs or self.response_format.type != "text"
-        if self.prefill is not None and has_form:
-            problem = "a reply that goes on with the last message can't have a format, strict tools"
+        if self.prefill is not None and (self.called_tools or self.logprobs):
+            problem = "a reply that goes on with the last message can't have a required call"
             raise RequestError(f"{problem} or logprobs", param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatting import hub_tokenizer
-from serving import Served, assistant, cached, said, served, system, user
+from serving import Served, assistant, cached, refusal, said, served, system, user
+from sirchat.engine.sampling import Continued
 from sirchat.server.requests import ChatMessage, ChatRequest, make_request
 from sirchat.text.tool_calls import CallParser
 from template_shapes import WEATHER, script, tool_tiny
 
 ASKED = [user("How is the weather in Oslo?")]
+FUNCTION: Any = WEATHER["function"]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -107,9 +109,38 @@ def test_a_text_of_the_assistant_at_the_end_is_gone_on_with(server: Served) -> N
     other = server.ask([*ASKED, assistant("Snow and ")], max_tokens=3)
     longer = [*ASKED, assistant("Snow and " + said(other)), user("Thanks.")]
     assert cached(server.ask(longer, max_tokens=3)) > 0
-    form = {"type": "json_object"}
-    response = server.post([*ASKED, assistant("{")], response_format=form)
-    assert "goes on with the last message" in response.json()["error"]["message"]
+
+
+def test_a_reply_goes_on_in_its_format_or_with_strict_tools(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema: Any = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
+    }
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    named = {"name": "n", "schema": schema}
+    form = {"type": "json_schema", "json_schema": named}
+    for begun in ("{", '{"a": ', '{"a": "y", "b": ', '{"a": "y", "b": true}'):
+        whole = json.loads(begun + server.reply([*ASKED, assistant(begun)], response_format=form))
+        assert set(whole) == {"a", "b"}
+        assert isinstance(whole["b"], bool)
+    for begun in ("Snow", '{"c"'):
+        problem = refusal(server.post([*ASKED, assistant(begun)], response_format=form))
+        assert (problem["param"], "go on with" in problem["message"]) == ("messages", True)
+    strict = {"type": "function", "function": {**FUNCTION, "strict": True}}
+    ids = tool_tiny().tokenizer
+    rest = [*ids.encode(f" me look.\n{CALL}", add_special_tokens=False), ids.eos_token_id]
+    monkeypatch.setattr(
+        "sirchat.chat.settings.Continued",
+        lambda begun, sampling, *others: Continued([*begun, *rest], sampling, *others),
+    )
+    (choice,) = server.ask([*ASKED, assistant("Let")], tools=[strict])["choices"]
+    assert choice["message"]["content"].strip() == "me look."
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    for begun, fields in (("Let", {"tool_choice": "required"}), ("<tool_call>", {})):
+        response = server.post([*ASKED, assistant(begun)], tools=[strict], **fields)
+        assert refusal(response)["param"] == "messages"
 
 
 def test_items_of_earlier_responses_are_found_by_their_ids(
