@@ -105,7 +105,9 @@ class OpenTurn:
         That is no call of a tool; nor the message, if this turn is what a tool returned for it.
         """
         turns, before = self._now.turns, self.stats.index
-        generated = {at for at, turn in enumerate(turns) if turn.is_generated}
+        # Of a million tokens, this is a part of the search that counts.
+        own = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
+        generated = [at for at in own if turns[at].finish != "read"]
         out = [at - 1 for at, turn in enumerate(turns) if turn.role == "tool"]
         out = [at for at in out if turns[at].role == "assistant"]
         if is_result := turns[before].role == "tool":

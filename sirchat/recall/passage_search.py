@@ -8,7 +8,7 @@ where nothing fits, nothing seems to.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ _BLOCK = 2048  # passages that are compared at once: what fits into a core's cac
 _SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
+Numbers = Sequence[int] | NDArray[np.int64]  # of turns
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class PassageSearch:
         return np.where(scores > best / 2, FLOOR + scores, 0.0)
 
     def scores(
-        self, message: Sought, generated: Collection[int] = (), by_words: Scores | None = None
+        self, message: Sought, generated: Numbers = (), by_words: Scores | None = None
     ) -> Scores:
         """How well each passage [n] fits the message; `generated` are turns the model wrote.
 
@@ -140,7 +141,7 @@ class PassageSearch:
         return self._discounted(scores, generated, message.but)
 
     def scores_of_second_round(
-        self, ledger: Ledger, first: int, message: Sought, generated: Collection[int] = ()
+        self, ledger: Ledger, first: int, message: Sought, generated: Numbers = ()
     ) -> Scores:
         """How well each passage [n] fits the words of passage number `first`, less the message's.
 
@@ -160,17 +161,15 @@ class PassageSearch:
         """The words of a text that tell something by themselves."""
         return self._index.telling_words(text)
 
-    def _discounted(
-        self, scores: Scores, generated: Collection[int], but: Collection[int]
-    ) -> Scores:
+    def _discounted(self, scores: Scores, generated: Numbers, but: Sequence[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
         The message that it answered does not count as told elsewhere. The turns `but` count not.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         if but:
-            scores = np.where(np.isin(turns, list(but)), -np.inf, scores)
-        is_own = np.isin(turns, list(generated)) & (roles == Role.ASSISTANT)
+            scores = np.where(np.isin(turns, but), -np.inf, scores)
+        is_own = np.isin(turns, generated) & (roles == Role.ASSISTANT)
         if not is_own.any():
             return scores
         told = np.where(is_own, -np.inf, scores)

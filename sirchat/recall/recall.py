@@ -203,12 +203,14 @@ class Recall:
         number in the setting `recall_n`, the best come back however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
+        generated = np.fromiter(generated, np.int64)  # once, as there may be very many
         message = replace(self.message(ids, roles), but=tuple(but))
         is_auto = recall is None or recall.n is None
         by_words = search.by_words(message.sentences)
         scores = search.scores(message, generated, by_words)
         of_result = search.passages.rows["turn"] == returned
-        scores[of_result] += search.fits_of_result(message.sentences, of_result)
+        if of_result.any():
+            scores[of_result] += search.fits_of_result(message.sentences, of_result)
         asks, focus = self._asks_back(message), self._focus()
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message that ends with no question mark does not ask.

@@ -28,6 +28,7 @@ from sirchat.saved.store import SavedTurn, SessionStore
 MOST = 3  # passages that are quoted
 
 _CHATS = 24  # the best by SQLite's bm25, then the newest; only these are read
+_WORDS = 2  # least words of a longer message that a passage has, unless it fits by meaning
 _LONGEST = 300  # characters of a passage that are quoted
 _HEAD = "From my other chats:"
 _NO_VECTOR = np.zeros(0, np.float16)
@@ -99,14 +100,15 @@ def find_passages(
             rows.append((0, 1, numbers.setdefault((ident, turn), len(numbers)), role))
             vectors.append(vector)
     search.take(np.array(rows, PASSAGE), vectors, [passage.text for passage in found])
-    generated = {turn for *_, turn, role in rows if role == Role.ASSISTANT}
-    scores = search.scores(message, generated)
+    generated = [turn for *_, turn, role in rows if role == Role.ASSISTANT]
+    scores, alone = search.scores(message, generated), np.zeros(len(rows))
+    by_meaning, needed = search.scores(message, generated, alone), min(_WORDS, len(set(wanted)))
     best = [
         at
         for at in best_first(scores, FLOOR).tolist()
-        # What only stands beside a hit tells little where its chat is not read.
-        if (message.vector is not None and len(vectors[at]))
-        or search.shared_words(found[at].text, message)
+        # What only stands beside a hit, or has one rare word, tells little in another chat.
+        if by_meaning[at] >= FLOOR / 2
+        or len(search.shared_words(found[at].text, message)) >= needed
     ]
     unique = {found[at].text.casefold(): found[at] for at in reversed(best)}
     return list(unique.values())[::-1][:MOST]

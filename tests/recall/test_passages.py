@@ -103,6 +103,16 @@ def test_taken_in_piece_by_piece_they_are_as_at_once(said: list[str], cuts: set[
     assert same(made, search(whole))
 
 
+def test_an_update_copies_earlier_passages_only_when_their_memory_is_full() -> None:
+    ledger, made, buffers = Ledger(), PassageSearch(texts(), babbler().tokenizer), set[int]()
+    for number in range(100):
+        read(ledger, TEXTS[:1], number)
+        made.update(ledger, vector_of)
+        buffers.add(id(made.passages.rows.base))
+    assert len(buffers) <= 10
+    assert same(made, search(ledger))
+
+
 @settings(max_examples=20, deadline=None)
 @given(said=turns, gone=turns)
 def test_an_undone_turn_leaves_nothing(said: list[str], gone: list[str]) -> None:
@@ -315,7 +325,7 @@ def test_what_the_model_wrote_itself_comes_after_what_was_told() -> None:
     message = Sought(("Who is Priya Quixbert?",))
     wrote = np.flatnonzero(made.passages.rows["turn"] == 5)
     told = np.flatnonzero(made.passages.rows["turn"] == 0)
-    given, own = made.scores(message), made.scores(message, {1, 3, 5})
+    given, own = made.scores(message), made.scores(message, [1, 3, 5])
     assert np.isfinite(given).all()
     assert own[told].max() > own[wrote].max()
     assert best_first(np.array([1.0, 3.0, 1.0, 0.0]), 0.5).tolist() == [1, 2, 0]

@@ -54,6 +54,13 @@ def test_nothing_comes_where_nothing_fits(tmp_path: Path) -> None:
         assert not texts(tmp_path, words)
 
 
+def test_one_rare_word_of_several_is_not_enough(tmp_path: Path) -> None:
+    new(tmp_path, "The zebra of the circus is called Quixbert.", "A zebra!")
+    assert texts(tmp_path, "zebra")
+    assert texts(tmp_path, "What is the zebra of the circus called?")
+    assert not texts(tmp_path, "Who repaired the engine of the zebra carousel?")
+
+
 def test_a_title_ends_no_sentence(tmp_path: Path) -> None:
     new(
         tmp_path,
