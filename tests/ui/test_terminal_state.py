@@ -9,7 +9,7 @@ import select
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -143,16 +143,20 @@ def test_ctrl_backslash_ends_a_reply_and_shows_the_cursor(warm_shell: _Shell) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_shell")
-@pytest.mark.parametrize("key", ["\x1a", "\x1c"], ids=["Ctrl-Z", "Ctrl-Backslash"])
+@pytest.mark.parametrize(
+    ("key", "python"),
+    [(CTRL_Z, lambda: ()), (CTRL_BACKSLASH, warm_python)],
+    ids=["Ctrl-Z", "Ctrl-Backslash"],
+)
 def test_a_progress_bar_that_is_left_shows_the_cursor(
-    tmp_path: Path, endless: str, key: str
+    tmp_path: Path, endless: str, key: str, python: Callable[[], Sequence[str]]
 ) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import time\nimport sirchat.__main__ as program\nimport sirchat.models.load as load\n"
         "load.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
     )
-    with _Shell(tmp_path, endless, program=f"{slow} ask hi") as shell:
+    with _Shell(tmp_path, endless, *python(), program=f"{slow} ask hi") as shell:
         shell.until(lambda: shell.screen.cursor.hidden)
         shell.send(key)
         shell.wait_screen(r"READY#$")

@@ -9,6 +9,7 @@ import re
 import pytest
 from rich.console import Console, RenderableType
 
+from attacking import MANY
 from chatting import session
 from held_rows import Count
 from sirchat.chat.events import Evicted
@@ -90,7 +91,7 @@ def _body(lines: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "reservoir", "anchor"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(MANY or 1))
 def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
     chat, count = _talk(policy, seed)
     held, seen = len(count.held), count.ends[-1]
@@ -111,7 +112,7 @@ def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(MANY or 2))
 def test_the_threshold_is_true(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     profile, seen = chat.profile, count.ends[-1]
@@ -129,7 +130,7 @@ def test_the_threshold_is_true(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(MANY or 1))
 def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     strip = next(line for line in _compact_panel(chat) if line.startswith("turns")).split()[1]
