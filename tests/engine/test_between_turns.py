@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from attacking import MANY
 from chatting import babbler, session
 from engine_steps import CONTEXT, check_whole, evicted, generate, prefill, some_ids, state_of
 from families import BigramModel
@@ -55,7 +56,7 @@ class Algorithm1:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(MANY or 3))
 def test_what_is_held_is_what_algorithm_1_holds_after_every_turn(seed: int) -> None:
     draw = random.Random(seed)
     model = BigramModel(context_length=2_000)

@@ -76,7 +76,7 @@ def test_help_names_the_keys_and_describes_one_command(chat: Terminal) -> None:
     assert chat.ask("/help bye").startswith("/exit (also /quit, /bye)\n")
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(60, 48), (100, 30), (160, 24)])
+@pytest.mark.parametrize(("columns", "rows"), [(60, 49), (100, 31), (160, 24)])
 def test_help_is_a_screen_of_groups(chat: Terminal, columns: int, rows: int) -> None:
     chat.resize(rows, columns)
     lines = chat.ask("/help").splitlines()
