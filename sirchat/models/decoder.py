@@ -18,6 +18,8 @@ from sirchat.memory.rope import Rotation
 from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report_attention
 from sirchat.models.model_config import ConfigValues, DecoderConfig
 
+_ROWS = 256  # that a feed-forward network reads at a time, where that takes no longer
+
 
 class Logits(NamedTuple):
     """The result of a model's forward pass over m ids."""
@@ -271,6 +273,12 @@ class _Network(nn.Module):
         self.down_proj = _empty_linear(inner, size, False, dtype)
 
     def forward(self, h: Tensor) -> Tensor:
+        if not _ROWS < h.shape[1] <= getattr(self.gate_proj, "own_rows", 0):
+            return self._added(h)
+        # Of many rows the inner ones take much memory; each has the same bits alone.
+        return torch.cat([self._added(rows) for rows in torch.split(h, _ROWS, 1)], 1)
+
+    def _added(self, h: Tensor) -> Tensor:
         gate, up = _products((self.gate_proj, self.up_proj), h)
         added: Tensor = self.down_proj(gated(gate, up, has_gelu=self.has_gelu))
         return added
@@ -293,7 +301,7 @@ class _Norm(nn.Module):
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
         if self.added:  # as in transformers, rounded only afterwards
             return normed.mul_(self.weight.float() + self.added).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        return normed.to(x.dtype).mul_(self.weight)
 
 
 class _Rotary(nn.Module):
@@ -336,7 +344,7 @@ def _frequencies(config: DecoderConfig, kind: str) -> Tensor:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE, cos and sin [m, 1, D], to [1, m, H, D]; returns [1, H, m, D]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).transpose(1, 2)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin).transpose(1, 2)
 
 
 def _is_gemma(config: DecoderConfig) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
@@ -206,7 +207,10 @@ def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from sirchat.models.gguf import prepared, vocabulary
 
     found = prepared.map_prepared(place, dtype)
-    return found.module, vocabulary.load_tokenizer(found.tokenizer)
+    tokenizer = vocabulary.load_tokenizer(found.tokenizer)
+    found.tokenizer.clear()  # of a large vocabulary, 60 MB
+    trim_memory()
+    return found.module, tokenizer
 
 
 def load_folder_parts(
