@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 _STORIES = [f"Tell me a long story about {what}." for what in ("Rome", "bees", "a boat", "snow")]
 _EARLY, _NEAR = 5, 4  # turns: the one to compare with, and how many around it
 _PAUSE = 0.03  # seconds between two turns
+_PARTS = 8  # of the time: after each, the memory is measured
 
 
 def chunks(address: str, messages: list[dict[str, str]], **fields: Any) -> Generator[Any]:
@@ -133,15 +134,16 @@ def _soak(address: str, process: int, options: argparse.Namespace) -> str:
     alone, together = Clients(address, options.tokens), Clients(address, options.tokens)
     for question in _STORIES:
         alone.ask(0, question)
-    early = [0.0]
-    timer = threading.Timer(10, lambda: early.insert(0, resident()))
-    timer.start()
-    together.run(options.clients, options.leaving, 60 * options.minutes)
+    memory: list[float] = []
+    seconds = 60 * options.minutes
+    for part in range(1, _PARTS):
+        threading.Timer(seconds * part / _PARTS, lambda: memory.append(resident())).start()
+    together.run(options.clients, options.leaving, seconds)
     wrong = [text for text, replies in together.replies.items() if replies != alone.replies[text]]
     return (
         f"{together.complete} replies, {len(wrong)} questions with another reply than alone; "
-        f"{together.left} left by their client, {together.refused} refused with 429; memory "
-        f"{early[0]:.0f} MiB after 10 s, {resident():.0f} MiB at the end"
+        f"{together.left} left by their client, {together.refused} refused with 429; MiB each "
+        f"{_PARTS}th of the time: {', '.join(f'{size:.0f}' for size in (*memory, resident()))}"
     )
 
 
