@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 os.environ.setdefault("SIRCHAT_STOP_LOOPS", "off")  # models without sense repeat themselves
@@ -140,7 +141,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
     from forked_workers import fork_workers
 
-    fork_workers(config, len(specs))
+    # A GPU can't be used in a process that is forked from one that has looked for it.
+    if sys.platform == "linux" and config.getoption("markexpr") != "gpu":
+        fork_workers(config, len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
