@@ -39,7 +39,7 @@ from sirchat.models.probe import (
 )
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.stored_weights import weights_in_folder
+from sirchat.models.stored_weights import refuse_larger_config, weights_in_folder
 from sirchat.models.whole_files import StoredPlace
 from sirchat.paths import abbreviated, changeable_by_others
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -127,6 +127,7 @@ def load_model(
             raise ModelError(why, hint="--quantize int8 works with any model")
         elif Path(source).is_dir():
             weights = weights_in_folder(Path(source))
+            refuse_larger_config(Path(source), weights)
             # transformers leaves out a generation_config.json that it can't read.
             for file in Path(source).glob("generation_config.json"):
                 load_config(file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -24,6 +26,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, tor
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
 _DISTANCES = (1, 17, 301)
 _FIRST_TOKEN, _MOST_TOKENS = 5, 32  # the ids that are tried until two have keys that are not zero
+_MOST_GROWTH = 64  # of a text, by a tokenizer's replacements
 _SHOWN = 3  # most weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
 _DIFFERENCES = {
@@ -47,13 +50,30 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted."""
+    """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
+
+    So, too, if it makes texts many times as long before it reads them.
+    """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
             f"the tokenizer of {name!r} has {tokens:,} tokens; the model has {known:,}",
             hint="use the tokenizer files that came with this model",
         )
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > _MOST_GROWTH:
+        raise ModelError(
+            f"the tokenizer of {name!r} makes texts more than {_MOST_GROWTH}-fold long"
+        )
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """How many times as long the replacements of a normalizer may make a text, at most."""
+    grown = float(math.prod(_growth(one) for one in normalizer.get("normalizers", ())))
+    if normalizer.get("type") == "Replace":
+        replaced = normalizer["pattern"].get("String", ".")
+        grown *= max(1, len(normalizer["content"]) / max(1, len(replaced)))
+    return grown
 
 
 def refuse_broken_template(tokenizer: Any, name: str) -> None:

@@ -5,6 +5,7 @@ Files are not trusted; a file that can't be read raises ModelError.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +18,12 @@ from sirchat.models.whole_files import StoredPlace, safetensors_in
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+# What a config.json says of sizes that building the model would take memory for.
+_LAYERS = "num_hidden_layers"
+_SIZES = [
+    *(_LAYERS, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("head_dim", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+]
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,22 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
             hint="the download is incomplete",
         )
     return {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
+
+
+def refuse_larger_config(folder: Path, weights: Mapping[str, tuple[Path, StoredPlace]]) -> None:
+    """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
+    try:
+        config = load_config(folder / "config.json")
+    except ModelError:
+        return  # what loads it says what is wrong
+    largest = max((size for _, place in weights.values() for size in place.shape), default=0)
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for name in _SIZES:
+            size, most = part.get(name), len(weights) if name == _LAYERS else max(largest, 1024)
+            if weights and isinstance(size, int) and size > most:
+                what = "weights" if name == _LAYERS else "rows in the largest weight"
+                said = f"{folder / 'config.json'} says {name}: {size:,}"
+                raise ModelError(f"{said}; the files have {most:,} {what}")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from sirchat.models.gguf.header import GgufFile, parse_gguf
 from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
 from sirchat.paths import tiny_dir
+from sirchat.text.control_tokens import ControlTokens
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PAGE = b"<!DOCTYPE html><html><body>Not found</body></html>"
@@ -164,6 +165,31 @@ def test_a_setting_that_transformers_refuses_is_named_with_the_reason(
 ) -> None:
     change_json(folder / "config.json", **{key: value})
     refused(folder, why)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "head_dim"])
+def test_sizes_that_the_weights_cannot_have_are_refused_before_memory_is_taken(
+    folder: Path, key: str
+) -> None:
+    change_json(folder / "config.json", **{key: 10**9})
+    refused(folder, rf"config\.json says {key}: 1,000,000,000; the files have")
+
+
+def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path) -> None:
+    double = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
+    change_json(
+        folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [double] * 12}
+    )
+    refused(folder, "makes texts more than 64-fold long")
+
+
+def test_a_tokenizer_that_never_ends_is_an_error_of_this_text(folder: Path) -> None:
+    endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    change_json(folder / "tokenizer.json", pre_tokenizer=endless | {"invert": False})
+    control = ControlTokens(load_model(str(folder), device="cpu").tokenizer)
+    assert control.text_ids("hello")
+    with pytest.raises(ModelError, match="can't read this text: Onig"):
+        control.text_ids("a" * 40 + "b")
 
 
 @pytest.mark.parametrize(("kept", "why"), [(-1000, "bytes, by its header"), (60, "incomplete")])
