@@ -128,7 +128,7 @@ def test_a_template_that_breaks_the_protection_of_text_is_refused() -> None:
 
 def test_what_a_tool_returned_is_text_that_the_model_reads() -> None:
     turn = template("qwen").results([result("It is cold.")])
-    said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.USER]
+    said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.TOOL]
     assert tool_tokenizer("qwen").decode(said).strip() == "It is cold."
 
 
