@@ -90,6 +90,7 @@ EXAMPLES: dict[str, str] = {
     "sessions search": "sirchat sessions search green door",
     "sessions show": "sirchat sessions show last",
     "sessions rm": 'sirchat sessions rm "my trip"',
+    "sessions trim": "sirchat sessions trim 512MiB",
     "sessions export": "sirchat sessions export last talk.jsonl",
     "policies": "sirchat policies",
     "policies check": "sirchat policies check mine:Loud",

@@ -1,5 +1,6 @@
 """The commands `sirchat sessions ...`, which list, search, print, delete and export saved chats."""
 
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ def sessions_list(
     every: Annotated[bool, typer.Option("--all", help="List more than the newest 1,000.")] = False,
 ) -> None:
     """List the saved chats, newest first."""
+    from sirchat.config.profile_files import resolve
     from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
     from sirchat.ui.lists import SessionLines, in_bytes, print_sessions
     from sirchat.ui.screen import make_console
@@ -53,8 +55,12 @@ def sessions_list(
     if listing.unread:
         typer.echo(f"and {listing.unread:,} older ones: sirchat sessions list --all", err=True)
     if size := key_value_bytes(sessions_dir()):
-        limit = "each chat's at most 512 MiB, more or none with --save-kv on or off"
-        typer.echo(f"keys and values take {in_bytes(size)}: {limit}", err=True)
+        limit = resolve(None, {}, os.environ).save_kv_limit
+        typer.echo(
+            f"keys and values take {in_bytes(size)} of at most {limit} (--save-kv-limit); "
+            "sirchat sessions trim SIZE makes room",
+            err=True,
+        )
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 
@@ -129,6 +135,26 @@ def sessions_rm(
         lines = 0
     for line in chat.what_stays(lines):
         typer.echo(displayable_line(line), err=True)
+
+
+@sessions_app.command("trim")
+def sessions_trim(
+    size: Annotated[str, typer.Argument(help="What may stay, such as 512MiB, or 0 for nothing.")],
+    debug: Debug = False,
+) -> None:
+    """Delete the oldest saved keys and values above a size, of all chats; every text stays."""
+    from sirchat.config.profile import parse_size
+    from sirchat.saved.session_list import key_value_bytes, make_room
+    from sirchat.ui.lists import in_bytes
+
+    limit = 0 if size == "0" else parse_size(size)
+    if limit is None:
+        raise UsageError(f"{format_value(size)} is no size", hint="such as 512MiB, or 0")
+    freed = make_room(sessions_dir(), limit)
+    left = in_bytes(key_value_bytes(sessions_dir()))
+    typer.echo(
+        f"deleted {in_bytes(freed)} of keys and values, {left} stay; every text stays", err=True
+    )
 
 
 @sessions_app.command("export")

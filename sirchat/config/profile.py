@@ -187,6 +187,9 @@ class Profile(BaseModel):
     """Save the chat to disk after every reply."""
     save_kv: Literal["auto", "on", "off"] = "auto"
     """Save keys and values, those of evicted tokens as they gather; auto up to 256 MiB of each."""
+    save_kv_limit: str = "4GiB"
+    """Maximum disk space for the saved keys and values of all chats, such as 512MiB; when a chat
+    ends, the oldest ones above it are deleted, never a chat's text."""
     panel: Literal["auto", "off", "turn", "live", "prompt"] = "auto"
     """Show the tokens in the cache live, while the model writes, or after each reply, or above the
     prompt, with what is held of what you told; auto: live, and in windows of 24 lines, prompt."""
@@ -238,7 +241,7 @@ class Profile(BaseModel):
             raise PydanticCustomError("temperature", "nearly zero")
         return value
 
-    @field_validator("archive_limit")
+    @field_validator("archive_limit", "save_kv_limit")
     @classmethod
     def _size(cls, text: str) -> str:
         if parse_size(text) is None:

@@ -204,7 +204,7 @@ def allowed_in_words(key: str) -> str:
         return f"one of {', '.join(allowed_values(key))}"
     if key == "temperature":
         return f"0, or a number, at least {LEAST_TEMPERATURE} and at most 10"
-    if key == "archive_limit":
+    if key in ("archive_limit", "save_kv_limit"):
         return "a size such as 512MiB or 2GiB"
     kind, *others = setting_types(key)
     if get_origin(kind) is Literal:

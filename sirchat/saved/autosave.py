@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from sirchat import paths
 from sirchat.chat.session import Session
+from sirchat.config.profile import parse_size
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
 from sirchat.saved.saved_state import make_head, passages_of, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
 from sirchat.saved.segments import FEWEST
-from sirchat.saved.session_list import remove_session, reveals_text
+from sirchat.saved.session_list import make_room, remove_session, reveals_text
 from sirchat.saved.store import ALL, Head, SavedPassages, SavedTurn, SessionStore
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
@@ -141,6 +142,7 @@ class Autosave:
         head = self._head(saved, stamp)
         self._store.save_state(head)
         self._file = replace(self._file, head=head)
+        make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
 
     def close(self) -> None:

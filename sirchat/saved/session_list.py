@@ -86,12 +86,33 @@ def list_sessions(folder: Path, most: int | None = None) -> Listing:
 
 def key_value_bytes(folder: Path) -> int:
     """The size of the files of keys and values beside the sessions in a folder, in bytes."""
-    files = *folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER}/*")
-    size = 0
-    for file in files:
+    return sum(size for _, size, _ in _key_value_files(folder))
+
+
+def make_room(folder: Path, limit: int) -> int:
+    """Delete the oldest files of keys and values above `limit` bytes; returns how many bytes.
+
+    No chat needs them: what is missing is read again from the text when it is needed.
+    """
+    files, freed = _key_value_files(folder), 0
+    over = sum(size for _, size, _ in files) - limit
+    for _, size, file in files:
+        if freed >= over:
+            break
+        with suppress(OSError):  # it was just removed, or its folder is read-only
+            file.unlink()
+            freed += size
+    return freed
+
+
+def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
+    """The files of keys and values: time of change, size, and path, the oldest first."""
+    found = list[tuple[float, int, Path]]()
+    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER}/*.safetensors")):
         with suppress(OSError):  # it was just removed
-            size += file.stat().st_size
-    return size
+            state = file.stat()
+            found.append((state.st_mtime, state.st_size, file))
+    return sorted(found)
 
 
 def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,11 +14,12 @@ from safetensors.torch import load_file
 
 from held_rows import contents, same
 from saved_chats import Chat, resumed
-from sirchat.cli.sessions import sessions_list
+from sirchat.cli.sessions import sessions_list, sessions_trim
+from sirchat.errors import UsageError
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import State
 from sirchat.saved import autosave
-from sirchat.saved.session_list import copy_session, list_sessions, remove_session
+from sirchat.saved.session_list import copy_session, list_sessions, make_room, remove_session
 from sirchat.ui.lists import in_bytes
 
 LONG = "some words and more of them, " * 24  # fills a file
@@ -91,9 +93,34 @@ def test_the_list_of_chats_says_how_large_they_are_and_may_be(
 ) -> None:
     size = sum(file.stat().st_size for file in files(folder))
     sessions_list()
-    assert (
-        f"keys and values take {in_bytes(size)}: each chat's at most 512" in capsys.readouterr().err
-    )
+    assert f"keys and values take {in_bytes(size)} of at most 4GiB" in capsys.readouterr().err
+
+
+def test_past_the_limit_of_all_chats_the_oldest_keys_and_values_go_and_no_text(
+    chat: Chat, folder: Path
+) -> None:
+    every, said = files(folder), [turn.text for turn in chat.session.turns]
+    for number, part in enumerate(every):
+        os.utime(part, (number + 1, number + 1))
+    sizes = [part.stat().st_size for part in every]
+    assert make_room(folder, sum(sizes)) == 0
+    assert make_room(folder, sum(sizes) - 1) == sizes[0]
+    assert files(folder) == every[1:]
+    chat.do("/set save_kv_limit 1kB")
+    chat.saved_chat.close()
+    assert not files(folder)
+    assert not list(folder.glob("*.safetensors"))
+    again, _ = resumed(folder, only(folder))
+    assert [turn.text for turn in again.turns] == said
+
+
+def test_trim_makes_room(chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = in_bytes(sum(file.stat().st_size for file in files(folder)))
+    sessions_trim("0")
+    assert f"deleted {size} of keys and values, 0 B stay" in capsys.readouterr().err
+    assert not files(folder)
+    with pytest.raises(UsageError, match="is no size"):
+        sessions_trim("much")
 
 
 @pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}, {"save": False}])

@@ -35,7 +35,7 @@ RunUnit = Callable[[str], Record]  # takes the key of a unit, returns its record
 # Settings for what a chat shows and saves; no study depends on them.
 ON_SCREEN = (
     *("panel", "theme", "markdown", "thinking", "attention"),
-    *("save", "save_kv", "recall_from"),
+    *("save", "save_kv", "save_kv_limit", "recall_from"),
 )
 # Settings that change nothing where replies always take the likeliest token.
 GREEDY = ("temperature", "top_k", "top_p", "min_p")
