@@ -65,13 +65,15 @@ def ask_server(
 
 def _connection(server: str) -> HTTPConnection:
     """A connection to the server at a URL, not yet open."""
-    parts = urlsplit(server)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            f"--server can't be {format_value(server)}; allowed: auto, off, or a URL",
-            hint="such as http://127.0.0.1:8080",
-        )
-    return (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc)
+    kinds: dict[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
+    with suppress(ValueError, HTTPException):  # brackets that do not close, a port that is none
+        parts = urlsplit(server)
+        if parts.hostname and parts.scheme in kinds:
+            return kinds[parts.scheme](parts.netloc)
+    raise UsageError(
+        f"--server can't be {format_value(server)}; allowed: auto, off, or a URL",
+        hint="such as http://127.0.0.1:8080",
+    )
 
 
 def _why_refused(response: HTTPResponse) -> str:

@@ -236,9 +236,8 @@ def models_prepared(
     Deleting it costs nothing but time: the next start makes it again. The longest unused is deleted
     by itself, when 20 GB or a quarter of the free disk are in use.
     """
-    from datetime import datetime
-
     from sirchat.models.prepared import prepared_files
+    from sirchat.text.times import local_time
     from sirchat.ui.lists import in_bytes
 
     found = [file for file in prepared_files() if name is None or name in file.model]
@@ -248,7 +247,7 @@ def models_prepared(
         if remove:
             file.path.unlink(missing_ok=True)
         if not json:
-            day = datetime.fromtimestamp(file.used).strftime("%Y-%m-%d")
+            day = local_time(file.used).strftime("%Y-%m-%d")
             model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
             typer.echo(displayable_line(f"{in_bytes(file.size):>7}  {day}  {model}"))
     total = in_bytes(sum(file.size for file in found))

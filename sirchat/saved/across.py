@@ -11,7 +11,6 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from sirchat.recall.passages import PASSAGE, divided
 from sirchat.saved.database import SUFFIX, UNDECODABLE, check_format, connect
 from sirchat.saved.index import find_matches
 from sirchat.saved.store import SavedTurn, SessionStore
+from sirchat.text.times import local_time
 
 MOST = 3  # passages that are quoted
 
@@ -47,7 +47,7 @@ class Passage:
     time: float
 
     def __str__(self) -> str:
-        date = datetime.fromtimestamp(self.time)
+        date = local_time(self.time)
         chat = f", {json.dumps(self.chat, ensure_ascii=False)}" if self.chat else ""
         said = "" if self.role == "user" else "you said "
         text = self.text if len(self.text) <= _LONGEST else f"{self.text[:_LONGEST]}…"

@@ -36,6 +36,7 @@ from sirchat.saved.database import (
 from sirchat.saved.index import Indexed, chats_in, remove_from_index
 from sirchat.saved.segments import FOLDER, remove_segments
 from sirchat.saved.store import SessionStore
+from sirchat.text.times import local_time
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 LENGTH = 40  # characters of a session's name
@@ -366,8 +367,8 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         id=path.stem,
         name=str(about.get("name", "")),
         path=path,
-        created=_local_time(about["created"]),
-        updated=_local_time(path.stat().st_mtime),
+        created=local_time(about["created"]),
+        updated=local_time(path.stat().st_mtime),
         model=str(meta.get("model", "")),
         turns=turns,
         first=_first_line(first[0]) if first else "",
@@ -378,16 +379,12 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
 
 
 def _unread_summary(path: Path, in_use: bool) -> SavedSession:
-    updated = _local_time(path.stat().st_mtime)
+    updated = local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
     except ValueError:
         created = updated
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", "", in_use, path.stem)
-
-
-def _local_time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds).astimezone()
 
 
 def _first_line(text: str) -> str:

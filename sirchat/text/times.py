@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from math import inf
 
 import numpy as np
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 _SHARE = 10  # the beginning of a chat is a tenth of its turns, and so is its end
 _DAY = timedelta(days=1)
 _NUMBERS = ("a", "one", "two", "three", "four", "five", "six", "seven")  # "a" is 1, too
+
+_LAST = 253_402_300_799  # the last second of the year 9999
 
 _Span = tuple[datetime, datetime]
 
@@ -52,11 +54,19 @@ def time_range(text: str, now: float) -> TimeRange | None:
     return None
 
 
+def local_time(seconds: float) -> datetime:
+    """A UNIX time by this machine's clock; in UTC if its zone is invalid, 9999 at the latest."""
+    try:
+        return datetime.fromtimestamp(seconds).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(max(0, min(seconds, _LAST)), UTC)
+
+
 def ago(time: float | None, now: float) -> str:
     """How long before `now` a `time` was, such as `2 days ago`; empty if it is not known."""
     if time is None:
         return ""
-    days = (datetime.fromtimestamp(now).date() - datetime.fromtimestamp(time).date()).days
+    days = (local_time(now).date() - local_time(time).date()).days
     seconds = max(0, int(now - time))
     if days > 0 and seconds >= 6 * 3600:
         return "yesterday" if days == 1 else f"{days:,} days ago"

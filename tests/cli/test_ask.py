@@ -429,6 +429,8 @@ def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[st
             2,
             '--server can\'t be "nonsense"; allowed: auto, off, or a URL',
         ),
+        (["ask", "--server", "http://[::1x", JOKE], 2, '--server can\'t be "http://[::1x"; '),
+        (["ask", "--server", "http://h:x", JOKE], 2, '--server can\'t be "http://h:x"; allowed'),
         (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
         (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
         (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),

@@ -1,10 +1,11 @@
 """Words of time in a message, and the turns that they mean."""
 
+import time
 from datetime import datetime
 
 import pytest
 
-from sirchat.text.times import ago, time_range
+from sirchat.text.times import ago, local_time, time_range
 
 NOW = datetime(2026, 11, 26, 15, 30).timestamp()  # a Thursday
 
@@ -67,6 +68,20 @@ def test_turns_of_a_time_are_those_that_began_then() -> None:
     assert last is not None
     assert first.turns([None] * 20).nonzero()[0].tolist() == [0, 1]
     assert last.turns([None] * 3).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "XYZ-99", "nowhere"])
+def test_a_time_is_known_in_any_zone_and_at_any_clock(
+    zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert abs(local_time(NOW).timestamp() - NOW) < 1
+        assert [local_time(at).year for at in (1e12, -1e12)] == [9999, 1970]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_how_long_ago() -> None:
