@@ -21,7 +21,7 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
-from sirchat.text.other_templates import NoToolsError, PlainText, ToolTemplate
+from sirchat.text.other_templates import NoToolsError, PlainText, PromptedTools, ToolTemplate
 from sirchat.text.reply_marks import shared
 from sirchat.text.tool_calls import (
     CallParser,
@@ -32,6 +32,8 @@ from sirchat.text.tool_calls import (
     results_from_json,
 )
 
+# Of the budget: what the tools may take where a text tells of them, unless they are needed.
+_MOST_TOLD = 0.5
 _SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
@@ -159,15 +161,18 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
     if not history.tools and not has_calls:
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
+        asked = model.tokenizer, model.anchors, history.tools, template.ends
         with _refuse_template_errors("tools"):
             try:
-                tools = ToolTemplate(model.tokenizer, model.anchors, history.tools, template.ends)
+                tools = ToolTemplate(*asked)
             except NoToolsError as error:
-                if has_calls or options.must_call:
-                    raise
-                options.notes.append(f"tools are left out: {error}")
-            else:
-                session.template = tools
+                prompted = PromptedTools(*asked)
+                size = sum(len(part.ids) for part in prompted.opening("") if part is not None)
+                if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
+                    options.notes.append(f"tools are left out: {error}, and a text is too long")
+                    return
+                tools = prompted
+            session.template = tools
 
 
 def _prepare_text(session: Session, role: str, text: str) -> str:

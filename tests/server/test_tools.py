@@ -174,18 +174,25 @@ def test_without_a_choice_of_tools_the_reply_is_text(
     assert cached(server.ask(longer, tools=[WEATHER], tool_choice="none")) > 0
 
 
-def test_a_model_whose_template_takes_no_tools_goes_without_or_refuses_calls() -> None:
+def test_a_model_whose_template_takes_no_tools_is_told_of_them_by_a_text_if_it_is_short() -> None:
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    with served(policy="full") as plain:
-        usual = plain.reply(ASKED)
+    with served(policy="full", max_new_tokens=60) as plain:
+        read = plain.ask(ASKED)["usage"]["prompt_tokens"]
         for tool in (WEATHER, strict):
-            response = plain.post(ASKED, tools=[tool])
-            assert said(response.json()) == usual
-            assert "takes no tools" in response.headers["x-sirchat-note"]
+            told = plain.ask(ASKED, tools=[tool])
+            assert told["usage"]["prompt_tokens"] > read + 50
+        city = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+        chosen = {"type": "function", "function": {"name": "weather", "parameters": city}}
+        (choice,) = plain.ask(ASKED, tools=[chosen], tool_choice=named("weather"))["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
         called = [*ASKED, calling(CALLED), returned("x")]
-        for messages, fields in ((ASKED, {"tool_choice": "required"}), (called, {})):
-            problem = refusal(plain.post(messages, tools=[WEATHER], **fields))["message"]
-            assert "takes no tools" in problem
+        assert plain.ask(called, tools=[WEATHER])["usage"]["prompt_tokens"] > read + 50
+    with served(policy="sink", budget=256) as small:
+        usual = small.ask(ASKED)
+        response = small.post(ASKED, tools=[WEATHER] * 9)
+        assert response.json()["usage"]["prompt_tokens"] == usual["usage"]["prompt_tokens"]
+        assert said(response.json()) == said(usual)
+        assert "tools are left out" in response.headers["x-sirchat-note"]
 
 
 ARGUMENTS = {"city": "Oslo"}
