@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.attention_hook import (
     OBSERVERS,
     AttentionObserver,
@@ -50,6 +51,8 @@ from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
 _USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
+# So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
+_MANY = 256
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class LoadedModel:
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
+            if len(ids) >= _MANY and hidden.is_cpu:
+                trim_memory()
             surprisals = surprisal_at(head, hidden[:-1], following)
             return PassResult(surprisals, head(hidden[-1:]).float()[0])
 

@@ -15,7 +15,7 @@ from sirchat.models.packed import Int8Linear, has_fast_bfloat16
 # Types of models whose logits are the product of the last hidden states and the output head.
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
-_ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
+_ROWS, _COLUMNS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
 
 _STEPS = 254  # steps of a digit that make one step of the digit before it
 

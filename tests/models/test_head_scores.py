@@ -46,7 +46,7 @@ def test_blocks_of_rows_and_tokens_add_up(
     kind: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    rows, width, vocabulary = 300, 64, 5_000  # two blocks of rows, three of tokens
+    rows, width, vocabulary = 300, 64, 5_000  # two blocks of rows, five of tokens
     hidden, ids = 3 * torch.randn(rows, width), torch.randint(0, vocabulary, (rows,))
     layer = torch.nn.Linear(width, vocabulary, bias=bias).requires_grad_(False)
     exact = layer.weight.double()
