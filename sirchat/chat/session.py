@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -194,7 +193,7 @@ class Session:
             engine, texts = self._engine, self._texts
             yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
         self.state.attempt = attempt
-        first, again = self._answer(interrupted, reply, allowed), partial(self._answer, interrupted)
+        first, again = self._answer(interrupted, reply, allowed), self._answer
         yield from answer_with_tools(self, box, text, first, again, interrupted)
 
     def _tell_tools(self, told: str) -> list[Event]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
-from sirchat.chat.state import ConversationState
+from sirchat.chat.state import ConversationState, Reply
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.engine.engine import Engine
+from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import Recall
 from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
@@ -28,6 +29,7 @@ from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_as_text, calls_from_key, calls_key
 
 MOST_CALLS = 64  # for one message
+_ARGUMENTS = '"arguments"'
 _HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
 
 
@@ -99,6 +101,7 @@ class Conversation(Protocol):
     heads: list[int]  # positions of beginnings of results that are pinned until the next reply
     _engine: Engine
 
+    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]: ...
     def begin_message(self, role: str, ids: TurnIds) -> Generator[Event, None, OpenTurn]: ...
 
 
@@ -120,7 +123,7 @@ def answer_with_tools(
     box: Toolbox,
     question: str,
     reply: Iterator[Event],
-    again: Callable[[], Iterator[Event]],
+    again: Callable[..., Iterator[Event]],
     interrupted: Interrupted,
 ) -> Iterator[Event]:
     """Yield the events of `reply`, do its calls, read their results, reply `again`, and so on.
@@ -134,9 +137,12 @@ def answer_with_tools(
     if isinstance(chat.template, PromptedTools) and not box.is_explained:
         box.is_explained = True
         yield Notice("the model's chat template takes no tools; a text tells of them instead")
+    parser = _parser(chat, box)
+    if begun := _begun_call(chat):
+        reply = again(lambda: interrupted() or parser.has_ended, Reply(begun, None))
     while True:
         try:
-            calls = yield from _reply(chat, box, reply)
+            calls = yield from _reply(chat, parser, reply)
         finally:
             chat._engine.ledger.pin(np.asarray(chat.heads, np.int64), False)
             chat.heads = []
@@ -149,7 +155,7 @@ def answer_with_tools(
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, before=following)
-        reply = again()
+        reply, parser = again(interrupted), _parser(chat, box)
 
 
 def read_result(
@@ -197,6 +203,22 @@ def expect_calls(chat: Conversation, text: str) -> list[ToolCall]:
     return parser.calls
 
 
+def _begun_call(chat: Conversation) -> tuple[int, ...]:
+    """The ids with which a reply begins that calls a tool, if the chat template takes none.
+
+    A small model hardly ever begins a call itself. So the likeliest beginning is taken; () if that
+    is of none.
+    """
+    template = chat.template
+    if not isinstance(template, PromptedTools):
+        return ()
+    texts = template.beginnings()
+    names = [text[: text.index(_ARGUMENTS) + len(_ARGUMENTS)] for text in texts]
+    scores = [sum(one.log_probabilities) for one in chat.score_continuations(names)]
+    best = scores.index(max(scores))
+    return tuple(template.as_text(texts[best])) if best else ()
+
+
 def _tool_template(chat: Conversation) -> ToolTemplate:
     if not isinstance(chat.template, ToolTemplate):
         chat.template = template_for(chat.model, "", chat.template.ends)
@@ -204,12 +226,21 @@ def _tool_template(chat: Conversation) -> ToolTemplate:
     return chat.template
 
 
+def _parser(chat: Conversation, box: Toolbox) -> CallParser:
+    """What finds the calls in the next reply; with a begun call, the first one alone."""
+    number = sum(turn.role == "tool" for turn in chat.state.turns)
+    if not isinstance(chat.template, PromptedTools):
+        return CallParser(box.tools, number)
+    # Such models invent more and more arguments.
+    known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
+    return CallParser(box.tools, number, only_one=True, known=known)
+
+
 def _reply(
-    chat: Conversation, box: Toolbox, events: Iterator[Event]
+    chat: Conversation, parser: CallParser, events: Iterator[Event]
 ) -> Generator[Event, None, list[ToolCall]]:
     """Yield the events of a reply, with the calls taken out of its text; returns these."""
     turns, said, is_whole = chat.state.turns, "", False
-    parser = CallParser(box.tools, sum(turn.role == "tool" for turn in turns))
     for event in events:
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.holds(event.text)
@@ -217,7 +248,7 @@ def _reply(
             said += text
             yield replace(event, text=text)
         elif isinstance(event, TurnDone):
-            is_whole = event.finish != "interrupt"
+            is_whole = event.finish != "interrupt" or parser.has_ended
             is_short = event.finish not in ("stop", "control")
             rest, _ = parser.rest(chat.template.marks.call_lead, is_short=is_short)
             yield Delta(rest, end=len(said + rest))

@@ -34,7 +34,17 @@ _STUB: Message = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+# What a model that can't tell when to call may choose instead.
+_NO_CALL: Message = {
+    "type": "function",
+    "function": {
+        "name": "none",
+        "description": "Use this if no other function is needed, to just talk.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 _NEUTRAL = "a"
+_QUOTE = ' "'
 _OF_RESULT = {Role.USER: Role.TOOL}
 # As models that know tools are told of them: Hermes and Qwen.
 _PROMPT = """You may call functions to answer the user. These are the functions:
@@ -266,10 +276,27 @@ class PromptedTools(ToolTemplate):
         """How a call is written: see `ToolTemplate.call_form`."""
         return "<tool_call>\n", "arguments", "\n</tool_call>"
 
+    def beginnings(self) -> list[str]:
+        """How a call of each tool begins; first of `none`, which is not called."""
+        found = list[str]()
+        for tool in self._all_tools():
+            function = tool["function"]
+            schema = function["parameters"]
+            given = "{"
+            for name in schema.get("required", ())[:1]:  # the rest is easier then
+                is_text = schema.get("properties", {}).get(name, {}).get("type") == "string"
+                given += f"{json.dumps(name)}:{_QUOTE * is_text}"
+            called = f'{{"name": {json.dumps(function["name"])}, "arguments": {given}'
+            found.append(f"<tool_call>\n{called}")
+        return found
+
+    def _all_tools(self) -> list[Message]:
+        return [_NO_CALL, *json.loads(self.tools)] if self.tools else []
+
     def _with_tools(self, system: str) -> str:
         if not self.tools:
             return system
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in json.loads(self.tools))
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._all_tools())
         return "\n\n".join(filter(None, [system, _PROMPT.format(lines)]))
 
 

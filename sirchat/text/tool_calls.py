@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,21 @@ class CallParser:
     calls, as with Llama.
 
     A call without tags must be of a tool in `names`. `number` is that of the next call, from which
-    its id is made. With `only_one`, the reply ends after its first call; `is_cut` is whether this
+    its id is made. A call of a tool in `known` ends before an argument that is not known.
+    With `only_one`, the reply ends after its first call; `is_cut` is whether this
     left out text or calls.
     """
 
-    def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        number: int,
+        *,
+        only_one: bool = False,
+        known: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self._names = names
+        self._known = known or {}
         self._number = number
         self._only_one = only_one
         self.is_cut = False
@@ -137,6 +146,9 @@ class CallParser:
             shown, self._waiting = self._waiting[:at], self._waiting[at:]
             return shown.rstrip()
         if at == 0:
+            if self._ends_before_unknown():
+                self._waiting = ""
+                return ""
             inside = _INSIDE.match(self._waiting, len(OPEN)) if CLOSE in self._waiting else None
             if inside is None or not self._waiting.startswith(CLOSE, inside.end()):
                 return None
@@ -149,6 +161,17 @@ class CallParser:
         shown = self._waiting[: len(self._waiting) - size]
         self._waiting = self._waiting[len(shown) :]
         return shown or None
+
+    def _ends_before_unknown(self) -> bool:
+        """Whether what waits is a call with an unknown argument; its known ones are then added."""
+        written = self._waiting.removeprefix(OPEN)
+        named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known else None
+        if named is None or named[1] not in self._known:
+            return False
+        keys = re.finditer(r',\s*"([^"\\]*)"\s*:', written[named.end() + 1 :])
+        unknown = (key.start() for key in keys if key[1] not in self._known[named[1]])
+        ends = [named.end() + 1 + start for start in unknown]
+        return any(self._add(written[:end] + "}}") for end in ends[:1])
 
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
         """Add the calls that `written` consists of; False, adding nothing, if it has other text."""

@@ -21,6 +21,7 @@ from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
+from sirchat.engine.types import ContinuationScore
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
@@ -236,6 +237,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     def weather(city: str) -> str:
         return hostile
 
+    likeliest(monkeypatch, 0)
     script(monkeypatch, [call(city="Oslo"), "Cold.", "Bye."])
     chat = session(tiny(), policy="full", max_new_tokens=90, system="Be kind.")
     events = ask(chat, tool=weather)
@@ -250,6 +252,30 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     assert set(chat.template.controls).isdisjoint(chat.ledger.column("token_id")[at].tolist())
     list(chat.ask("And you?"))
     assert said.partition("Be kind.")[2].startswith("\n\nYou may call functions")
+
+
+def likeliest(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+    """Let this beginning of a reply be the likeliest one."""
+
+    def scores(reader: object, replies: Sequence[list[int]]) -> list[ContinuationScore]:
+        return [ContinuationScore((), (-float(n != best),), False) for n in range(len(replies))]
+
+    monkeypatch.setattr("sirchat.chat.session.score_continuations", scores)
+
+
+def test_a_reply_of_such_a_model_begins_with_the_likeliest_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    likeliest(monkeypatch, 2)
+    chat = session(tiny(), policy="full", max_new_tokens=1)
+
+    def time(zone: str, hours: int) -> str:
+        return "noon"
+
+    list(chat.ask(ASKED, tools=[weather, time]))
+    said = "".join(row.text for row in chat.tokens(range(chat.seen)))
+    assert '<|assistant|><tool_call>\n{"name": "time", "arguments": {"zone": "' in said
+    assert '{"name": "none", "description": "Use this if no' in said
 
 
 def test_results_of_fifty_budgets_never_overflow_and_come_back_when_asked(
