@@ -14,6 +14,7 @@ import pytest
 
 from chatting import babbler
 from serving import listening, serve_program, served, told, user
+from statement_telling import FACTS, OTHERS, telling
 
 _NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -35,8 +36,10 @@ def page(**settings: Any) -> Iterator[Any]:
                 return json.loads(node.stdout.readline())
 
             do.ask = server.ask  # type: ignore[attr-defined]
-            yield do
-            node.kill()
+            try:
+                yield do
+            finally:
+                node.kill()
 
 
 def test_messages_are_sent_and_replies_and_memory_shown() -> None:
@@ -82,6 +85,21 @@ def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
         assert "tokens held" in shown["counts"]
     with page(key="secret", compile="off") as do:
         assert do(type="Hello.")["said"] == "this server needs its API key"
+
+
+def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:
+    with page(model=telling(), budget=96, policy="sink", max_new_tokens=8, compile="off") as do:
+        shown = do(type=FACTS[0])
+        assert shown["told"] == [f'held, of what you told: "{FACTS[0]}"']
+        segments = dict(shown["full"])
+        assert sum(segments.values()) == 96
+        assert f"{segments['user']} yours, {segments['assistant']} the model's" in shown["counts"]
+        for text in OTHERS:
+            shown = do(type=text)
+        for _ in range(20):  # the page looks every two seconds
+            if shown["told"][0].startswith("held"):
+                shown = do(press="stop")
+        assert shown["told"] == ['held in part: "My cat …"']  # the first tokens always stay
 
 
 def test_serve_names_its_page(tmp_path: Path) -> None:

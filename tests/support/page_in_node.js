@@ -5,7 +5,7 @@ const url = process.argv[2], vm = require("vm");
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
 class Element extends EventTarget {
-  constructor(tag) { super(); Object.assign(this, {tag, children: [], text: "", value: "", dataset: {}, options: [], className: "", attributes: {}}); }
+  constructor(tag) { super(); Object.assign(this, {tag, children: [], text: "", value: "", dataset: {}, options: [], style: {}, className: "", attributes: {}}); }
   set textContent(text) { this.children = []; this.text = String(text); }
   get textContent() { return this.text + this.children.map((one) => one.textContent).join(""); }
   append(...some) { this.children.push(...some); }
@@ -54,6 +54,7 @@ class Element extends EventTarget {
     console.log(JSON.stringify({
       talk: found.talk.children.map((one) => [one.className, one.textContent]), html: found.talk.html,
       said: found.said.textContent, counts: found.counts.textContent, hash,
+      told: found.told.children.map((one) => one.textContent), full: found.full.children.map((one) => [one.className, one.style.flexGrow]),
       list: found.list.children.map((one) => one.textContent), disabled: !!found.text.disabled,
     }));
   }
