@@ -41,7 +41,7 @@ class _Presses:
         self.rounds = self._left = 0
         self.has_ended = False  # the last round had fewer lines
 
-    as_typed = str
+    as_typed = ask_for_key = edit = str
 
     def redraw(self) -> None: ...
 
