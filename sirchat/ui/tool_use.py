@@ -127,6 +127,8 @@ class ToolUse(Toolbox):
         self.is_stopped = False
         while True:
             written = shorten(displayable_line(call.arguments), _SHOWN)
+            if written.endswith("…"):  # nobody says yes to what is not seen
+                written += f" (of {len(call.arguments):,} characters; e shows all)"
             is_allowed = any(_matches(pattern, call.name) for pattern in self._allowed)
             self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
             if is_allowed:

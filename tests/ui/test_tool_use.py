@@ -54,6 +54,14 @@ def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCa
     assert asked.use.is_stopped is (keys == "\x1b")
 
 
+def test_a_call_too_long_for_the_screen_says_how_to_see_all_of_it() -> None:
+    asked = Asked("n")
+    long = ToolCall("call00000", "snow__weather", json.dumps({"city": "Oslo " * 1000}))
+    asked.use.decide(long)
+    said = " ".join(asked.out.getvalue().split())
+    assert f"… (of {len(long.arguments):,} characters; e shows all)" in said
+
+
 def test_always_is_for_this_tool_alone() -> None:
     asked = Asked("ay")
     for _ in range(3):
