@@ -61,4 +61,8 @@ def build_small(family: str, **own: Any) -> Any:
     if count > _MOST_WEIGHTS:
         raise ValueError("too many weights even with small sizes")
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    module = AutoModelForCausalLM.from_config(config).eval()
+    for name, weights in module.named_parameters():
+        if name.endswith(".temp"):  # a factor of ZAYA's keys, which begins as zero
+            torch.nn.init.ones_(weights)
+    return module
