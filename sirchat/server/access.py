@@ -47,7 +47,8 @@ async def read_body(request: Request) -> bytes:
 
 async def show_error(request: Request, error: RequestError) -> Response:
     """The HTTP response that reports an error to the client."""
-    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
+    client = request.headers.get("user-agent", "")
+    return JSONResponse(error.body_at(request.url.path, client), error.status, error.headers)
 
 
 @dataclass(frozen=True)

@@ -400,11 +400,11 @@ async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any,
 
 
 async def _show_http_error(request: Request, error: HTTPException) -> Response:
-    path = request.url.path
-    shown = RequestError(f"{request.method} {path}: {error.detail}")
-    return JSONResponse(shown.body_at(path), error.status_code, error.headers)
+    words = f"{request.method} {request.url.path}: {error.detail}"
+    headers = dict(error.headers or {})
+    return await show_error(request, RequestError(words, status=error.status_code, headers=headers))
 
 
 async def _show_failure(request: Request, error: Exception) -> Response:
-    shown = RequestError(f"the request failed: {type(error).__name__}", status=500)
-    return JSONResponse(shown.body_at(request.url.path), shown.status)
+    words = f"the request failed: {type(error).__name__}"
+    return await show_error(request, RequestError(words, status=500))

@@ -54,9 +54,11 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers or {}
 
-    def body_at(self, path: str) -> dict[str, Any]:
-        """The JSON of the response to a request with this path: Ollama's errors are texts."""
-        return {"error": str(self)} if path.startswith("/api/") else self.body
+    def body_at(self, path: str, client: str = "") -> dict[str, Any]:
+        """The JSON of the response to a `client` (its `User-Agent`): Ollama's errors are texts."""
+        # Providers of the AI SDK read an object at Ollama's paths, too, and show no text.
+        is_text = path.startswith("/api/") and "ai-sdk/" not in client
+        return {"error": str(self)} if is_text else self.body
 
 
 def refuse_deep_nesting(value: Any) -> Any:

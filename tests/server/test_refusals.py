@@ -125,6 +125,16 @@ def test_another_model_is_refused(server: Served) -> None:
     assert 'there is no model "gpt-4o"' in refused(server, CHAT, {"model": "gpt-4o"}, 404)
 
 
+def test_providers_of_the_ai_sdk_get_the_object_that_they_read(server: Served) -> None:
+    """Whose `User-Agent` names it: real Ollama's errors, which are texts, they don't show."""
+    for path, status in (("/api/nosuch", 404), (OLLAMA, 400)):
+        response = server.client.post(
+            path, json={}, headers={"User-Agent": "ai/6.0.326 ai-sdk/provider-utils/4.0.66"}
+        )
+        assert refusal(response, status)["message"]
+        assert isinstance(server.client.post(path, json={}).json()["error"], str)
+
+
 def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:
     deep = '{"a":' * 500 + "1" + "}" * 500
     function = json.dumps(WEATHER).replace('{"type": "string"}', deep)
