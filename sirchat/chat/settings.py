@@ -257,8 +257,6 @@ def _recall(profile: Profile) -> RecallSettings | None:
         retriever=profile.recall,
         weight=profile.recall_weight if chosen.takes_weight else "none",
         n=None if profile.recall_n == "auto" else profile.recall_n,
-        soft=profile.recall_soft and chosen.takes_soft,
-        span=profile.recall_span,
         scope=profile.recall_scope,
         query=profile.recall_query,
         focus=profile.focus if isinstance(profile.focus, int) else _FOCUS[profile.focus],

@@ -29,7 +29,8 @@ FIXED = (
 )
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
-_RETIRED = {"recall_index"}  # settings that are gone; in a saved chat or profile they do nothing
+# Settings that are gone; in a saved chat or profile they do nothing.
+_RETIRED = {"recall_index", "recall_soft", "recall_span"}
 _FORMER_RETRIEVERS = {"bm25": "words", "hybrid": "words"}
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
@@ -155,18 +156,13 @@ class Profile(BaseModel):
     prompt."""
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
     """How many tokens are restored for a message at most; auto chooses by the budget,
-    and words and bm25 then leave out turns that fit much less well than the best one."""
+    and of passages it leaves out those that do not fit."""
     focus: Annotated[int, Field(ge=16, le=_MANY)] | Literal["auto", "off"] = "auto"
     """Answer a question about what was told before from at most so many tokens that recall finds;
-    all else steps aside for this reply. auto does so, with 64 tokens, if the model's encoder file
+    all else steps aside for this reply. auto does so, with 96 tokens, if the model's encoder file
     says that it then answers better."""
     recall_weight: Literal["none", "surprisal"] = "surprisal"
     """surprisal multiplies a token's retrieval score by its surprisal, none leaves it unchanged."""
-    recall_soft: bool = True
-    """With recall attention: take the square root of each score, and mix it with those of the
-    neighbouring tokens."""
-    recall_span: Annotated[int, Field(ge=0, le=1000)] = 0
-    """How many neighbours on each side are restored with a token."""
     recall_scope: Literal["token", "layer"] = "token"
     """Choose tokens once for all layers, or for each layer by itself."""
     recall_query: Literal["turn", "recent"] = "turn"

@@ -29,8 +29,6 @@ class RecallSettings:
     # `surprisal` multiplies a score, less the lowest, by the token's surprisal in nats.
     weight: Literal["none", "surprisal"] = "none"
     n: int | None = None  # most tokens to restore for a turn; None: it depends on the budget
-    soft: bool = False  # whether scores are evened out (see `recall.recall.softened`)
-    span: int = 0  # neighbours, on each side, that are restored with a token
     # `token` restores the same tokens in all layers, `layer` each layer's own.
     scope: Literal["token", "layer"] = "token"
     # Whether tokens are compared with the new turn or with the newest tokens before it.

@@ -28,7 +28,6 @@ FLOOR = 2.0  # least score of a passage that comes back; half of it for a messag
 CHANCE = FLOOR / 2  # what z(words) reaches by chance
 NATS, COSINES_DIFFER = 0.9, 0.1  # least standard deviations of scores by words, and of cosines
 
-_BLOCK = 2048  # passages that are compared at once: what fits into a core's cache
 _SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
@@ -130,10 +129,8 @@ class PassageSearch:
         scores = self.by_words(message.sentences) if by_words is None else by_words
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
             # Undefined cosines count as usual ones: these passages can be found by words.
-            wanted = torch.from_numpy(message.vector)
-            blocks = torch.split(torch.from_numpy(self.passages.vectors), _BLOCK)
-            products = torch.cat([block.float() @ wanted for block in blocks])
-            cosines = products.double().numpy()
+            wanted = torch.from_numpy(message.vector).half()
+            cosines = torch.mv(torch.from_numpy(self.passages.vectors), wanted).double().numpy()
             usual = float(np.nansum(cosines) / max(1, np.isfinite(cosines).sum()))
             cosines = np.nan_to_num(cosines, nan=usual)
             fits = np.maximum(_standard(cosines, usual, COSINES_DIFFER), 0)
@@ -167,13 +164,15 @@ class PassageSearch:
         The message that it answered does not count as told elsewhere. The turns `but` count not.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
+        count = int(turns.max(initial=0)) + 1
         if but:
             scores = np.where(np.isin(turns, but), -np.inf, scores)
-        is_own = np.isin(turns, generated) & (roles == Role.ASSISTANT)
+        written = np.bincount(np.asarray(generated, np.int64), minlength=count) > 0
+        is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
             return scores
         told = np.where(is_own, -np.inf, scores)
-        best_by_turn = np.full(int(turns.max()) + 2, -np.inf)  # place 0: no turn
+        best_by_turn = np.full(count + 1, -np.inf)  # place 0: no turn
         np.maximum.at(best_by_turn, turns + 1, told)
         order = np.argsort(-best_by_turn)[:2]
         best, second = best_by_turn[order[0]], best_by_turn[order[-1]]

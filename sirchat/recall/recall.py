@@ -365,20 +365,6 @@ def search(
     return _still_archived(engine, result) if recall.scope == "layer" else result
 
 
-def softened(scores: Tensor, positions: Positions) -> Tensor:
-    """Even out the scores [layers, n] of tokens at ascending stream `positions` [n].
-
-    Takes the root of each score, less the layer's lowest, so that a few very high ones don't decide
-    alone, and adds to half of it a quarter of the roots of the tokens right before and after.
-    """
-    roots = (scores - scores.min(dim=1, keepdim=True).values).sqrt()
-    adjacent = torch.from_numpy(np.diff(positions) == 1).to(roots)  # [n - 1]
-    smoothed = roots / 2  # the answer often stands beside the token that the queries match
-    smoothed[:, 1:] += roots[:, :-1] * adjacent / 4
-    smoothed[:, :-1] += roots[:, 1:] * adjacent / 4
-    return smoothed
-
-
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
     """The scores [layers, n], less each layer's lowest, times the `surprisal` [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
@@ -400,9 +386,8 @@ class SearchResult:
 
 def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
     """Restore the best of these tokens for a turn of `incoming` ids."""
-    recall, residency = engine.settings.recall, engine.residency
-    room, span = residency.recall_room(incoming), recall.span if recall else 0
-    pick = partial(choose, positions=result.positions, n=room, span=span)
+    residency = engine.residency
+    pick = partial(choose, positions=result.positions, n=residency.recall_room(incoming))
     if result.layers is None:
         chosen = pick(result.scores)
         at = torch.from_numpy(np.searchsorted(result.positions, chosen))
@@ -412,24 +397,13 @@ def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
         residency.begin_recall(np.zeros(0, np.int64), layers, incoming=incoming)
 
 
-def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """The stream positions, ascending, of at most n tokens: the best, each with its neighbours.
+def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
+    """The stream positions, ascending, of at most n tokens: those with the highest scores.
 
-    `scores` [k] belong to `positions` [k]; of equal scores the newer token wins. Neighbours are at
-    most `span` positions away, the nearest first.
+    `scores` [k] belong to `positions` [k]; of equal scores the newer token wins.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
-    order = positions[len(positions) - 1 - newest_first.numpy()]
-    if not span:
-        return np.sort(order[:n])
-    candidates, chosen = set(positions.tolist()), dict[int, None]()
-    for hit in order.tolist():
-        for near in sorted(range(hit - span, hit + span + 1), key=lambda at: abs(at - hit)):
-            if near in candidates and len(chosen) < n:
-                chosen[near] = None
-        if len(chosen) >= n:
-            break
-    return np.sort(np.fromiter(chosen, np.int64, len(chosen)))
+    return np.sort(positions[len(positions) - 1 - newest_first[:n].numpy()])
 
 
 def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float, ...]:
@@ -460,8 +434,6 @@ def _score_archived(
     query = Query(of_query, layer_queries, of_template, start)
     candidates = Candidates(archive, archived, query, model.rotations, ledger)
     scores = retriever(recall.retriever).score(candidates)
-    if recall.soft:
-        scores = softened(scores, archived)
     if recall.weight == "surprisal":
         scores = weighted(scores, ledger.surprisal_of(archived))
     by_layer = scores.expand(len(model.rotations), -1) if recall.scope == "layer" else None

@@ -32,8 +32,10 @@ COMMON = 70
 USUAL = 100  # a chat of fewer blocks, or passages, is judged as if it had so many
 _BLOCK = 8  # most passages of a block: those of a turn, or of a part of a long turn
 _K1, _B = 0.9, 0.4  # of BM25, as usual in Anserini
+# What a block gets of the counts of the blocks up to two before and after it
+_SHARES = (LESS**2, LESS, 1, LESS, LESS**2)
 _FIRST = 1e-3  # puts the passages of a block that have the words before the others
-_TERMS = 64  # of a sentence that are looked for, the rarest
+_TERMS = 32  # of a sentence that are looked for, the rarest
 _LETTERS = 4
 _DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
 _NAMED = 3  # most words that `shared_words` returns
@@ -203,11 +205,8 @@ class _Documents:
     def counts(self, numbers: NDArray[np.integer], times: Floats) -> NDArray[np.float64]:
         """How often each block has a term that is `times` [k] in the passages `numbers` [k]."""
         blocks, asked = self.blocks[numbers], self._asks[numbers] * times
-        counted = np.bincount(blocks, times - (1 - LESS) * asked, self._count).astype(np.float64)
-        total: NDArray[np.float64] = counted.copy()
-        for step, share in ((1, LESS), (2, LESS**2)):
-            total[step:] += share * counted[:-step]
-            total[:-step] += share * counted[step:]
+        counted = np.bincount(blocks, times - (1 - LESS) * asked, self._count)
+        total: NDArray[np.float64] = np.convolve(counted, _SHARES)[2:-2]
         # What is asked counts wholly for the block after it, which answers.
         total[1:] += (1 - LESS**2) * np.bincount(blocks, asked, self._count)[:-1]
         return total

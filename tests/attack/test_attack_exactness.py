@@ -308,7 +308,7 @@ def change(random: Random, plain: bool) -> dict[str, Any]:
         {"recall": "off"},
         {"recall": "random", "recall_scope": "layer"},
         {"recall": "random", "recall_scope": "layer", "recall_query": "recent"},
-        {"recall_n": random.choice(("auto", 4, 40)), "recall_span": random.choice((0, 2))},
+        {"recall_n": random.choice(("auto", 4, 40))},
         {"sinks": random.choice((0, 1, 4))},
         {"recent": random.choice((0, 8, 24))},
         {"positions": random.choice(("cache", "stream"))},

@@ -26,6 +26,7 @@ from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import restore
+from sirchat.recall.retrievers.attention import softened
 
 Scope = Literal["token", "layer"]
 
@@ -165,7 +166,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
         for head in range(4):
             logits = queries[head] @ keys[head // 2].T / math.sqrt(queries.shape[-1])  # [m, n]
             heads.append(logits.softmax(-1).amax(0))
-        layers.append(torch.stack(heads).mean(0))
+        layers.append(softened(torch.stack(heads).mean(0), found.positions))
     torch.testing.assert_close(found.scores, torch.stack(layers).mean(0), rtol=1e-4, atol=1e-6)
 
 

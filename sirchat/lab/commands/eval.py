@@ -401,16 +401,10 @@ def retrieval(
     ] = "10,20,50,100,200",
     retrievers: Annotated[
         str, typer.Option(help="Retrievers to compare, separated by commas.", metavar="A,B,...")
-    ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
+    ] = "mips,cosine,cosine-pairwise,attention,words,random",
     weights: Annotated[
         str, typer.Option(help="Values of recall_weight to compare.", metavar="none,surprisal")
     ] = "none,surprisal",
-    spans: Annotated[
-        str, typer.Option(help="Numbers of neighbours restored with each token.", metavar="N,M,...")
-    ] = "0,2",
-    soft: Annotated[
-        str, typer.Option(help="Values of recall_soft to compare.", metavar="off,on")
-    ] = "off,on",
     data: Annotated[
         str | None,
         typer.Option(help="Use the conversations in this file instead of the task's own."),

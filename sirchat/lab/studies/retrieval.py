@@ -180,14 +180,11 @@ class Retrieval(NumberedStudy):
     limit: int = 200  # number of conversations; every cell gets the same ones
     bases: tuple[int, ...] = (72,)  # base budgets (without the recalled tokens), in tokens
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)  # numbers of recalled tokens
-    # values to combine of the settings `recall`, `recall_weight`, `recall_span` and `recall_soft`;
-    # combinations that a retriever can't use are left out
+    # values to combine of the settings `recall` and `recall_weight`, if the retriever takes it
     retrievers: tuple[str, ...] = (
         *("mips", "cosine", "cosine-pairwise", "attention", "words", "random"),
     )
     weights: tuple[str, ...] = ("none", "surprisal")
-    spans: tuple[int, ...] = (0, 2)
-    soft: tuple[bool, ...] = (False, True)
     data: str | None = None  # a file with conversations, used instead of those of `task`
 
     def __post_init__(self) -> None:
@@ -262,7 +259,6 @@ class Retrieval(NumberedStudy):
             "tokens restored",
             "exact answers",
             lines,
-            dashed=tuple(name for name in lines if "span" in name),
             log_x=True,
         )
         return Report(header, tables, (plot,), self.parameters())
@@ -306,16 +302,11 @@ def cells(study: Retrieval) -> list[RetrievalCell]:
 
 
 def _recalling(study: Retrieval) -> Iterator[tuple[str, dict[str, object]]]:
-    """A row for each retriever with each combination of settings that it can use."""
-    every = product(study.retrievers, study.weights, study.spans, study.soft)
-    for name, weight, span, soft in every:
-        takes = retriever(name)
-        if (weight == "none" or takes.takes_weight) and (not soft or takes.takes_soft):
-            row = name + " x surprisal" * (weight == "surprisal") + ", soft" * soft
-            yield (
-                row + (f", span {span}" if span else ""),
-                {"recall": name, "recall_weight": weight, "recall_span": span, "recall_soft": soft},
-            )
+    """A row for each retriever with each weight that it can use."""
+    for name, weight in product(study.retrievers, study.weights):
+        if weight == "none" or retriever(name).takes_weight:
+            row = name + " x surprisal" * (weight == "surprisal")
+            yield row, {"recall": name, "recall_weight": weight}
 
 
 def _run(
@@ -371,7 +362,7 @@ class Privacy(NumberedStudy):
     Raises SettingError for an unknown task, and for a profile without recall.
     """
 
-    profile: Profile  # its `recall`, `recall_weight` and `recall_span` say how tokens are recalled
+    profile: Profile  # its `recall` and `recall_weight` say how tokens are recalled
     task: str = "facts-12"  # the conversations, one of TASKS
     limit: int = 100  # number of conversations
     base: int = 72  # the base budget (without the recalled tokens), in tokens
@@ -414,7 +405,7 @@ class Privacy(NumberedStudy):
         header = (
             f"seed {self.profile.seed}",
             f"{self.limit} conversations of {self.task}",
-            f"base budget {self.base}, recall {method}, span {self.profile.recall_span}",
+            f"base budget {self.base}, recall {method}",
         )
         lines = {columns[2]: tuple(word_for_word), columns[3]: tuple(quiz)}
         plot = Plot("privacy against utility", "tokens restored", "share", lines)

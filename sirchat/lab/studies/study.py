@@ -46,7 +46,7 @@ WITHOUT_SESSION = (
     *ON_SCREEN,
     *SAMPLING,
     *("system", "pin_system", "pin_instructions", "evict_thinking", "archive", "archive_limit"),
-    *("recall", "recall_n", "focus", "recall_weight", "recall_soft", "recall_span"),
+    *("recall", "recall_n", "focus", "recall_weight"),
     *("recall_scope", "recall_query", "recall_encoder"),
 )
 # Settings that change no results, or only by rounding; `setting_key` leaves them out.

@@ -27,7 +27,6 @@ class Retriever(ABC):
     needs_queries: ClassVar[bool] = False  # also records the queries of that reading
     finds_passages: ClassVar[bool] = False  # scores passages, not tokens
     takes_weight: ClassVar[bool] = True  # whether the setting `recall_weight` applies
-    takes_soft: ClassVar[bool] = False  # whether the setting `recall_soft` applies
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:

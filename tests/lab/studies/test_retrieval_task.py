@@ -33,18 +33,14 @@ FEW = Retrieval(
     limit=2,
     counts=(50,),
     retrievers=("attention", "random"),
-    spans=(0,),
-    soft=(False,),
 )
 
 
 def test_every_variant_is_run_with_every_count() -> None:
     options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
-    assert {"mips", "cosine x surprisal", "attention x surprisal, span 2", "random"} <= rows
-    assert "attention x surprisal, soft, span 2" in rows
-    assert not any("soft" in row for row in rows if not row.startswith("attention"))
-    assert {row for row in rows if row.startswith("random")} == {"random", "random, span 2"}
+    assert {"mips", "cosine x surprisal", "attention x surprisal", "random"} <= rows
+    assert {row for row in rows if row.startswith("random")} == {"random"}
     by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
     assert by_row.pop(BASE) == [0]
     assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())
@@ -146,7 +142,7 @@ def test_the_study_distinguishes_evicting_from_recalling() -> None:
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     arguments = [
         *("eval", "retrieval", "--limit", "1", "--counts", "20", "--retrievers", "random"),
-        *("--weights", "none", "--spans", "0", "--out", str(tmp_path / "out"), "--json"),
+        *("--weights", "none", "--out", str(tmp_path / "out"), "--json"),
     ]
     first = run(*arguments)
     assert first.returncode == 0, first.stderr
