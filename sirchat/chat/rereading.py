@@ -193,6 +193,7 @@ def repinned_note(session: Session) -> str:
 def _own_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
     pinned, prompt = session.ledger.pinned_positions, session.state.system
+    pinned = np.setdiff1d(pinned, session.state.heads)
     if not session.profile.pin_system:
         return pinned
     return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]

@@ -110,7 +110,7 @@ class Session:
         self.ledger = self._engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
-        self.undo_points, self.heads = list[UndoPoint](), list[int]()
+        self.undo_points = list[UndoPoint]()
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said

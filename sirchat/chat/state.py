@@ -88,6 +88,8 @@ class ConversationState:
     system: range = range(0)  # stream positions of the current system prompt
     prompt: str | None = None  # text of the current system prompt
     tools: str = ""  # the tools that the model was told of, as JSON
+    # Positions of the beginnings of results that are pinned until the next reply is complete.
+    heads: list[int] = field(default_factory=list)
     reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
     pending_ids: list[int] = field(default_factory=list)

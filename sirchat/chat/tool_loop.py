@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
@@ -30,6 +29,7 @@ from sirchat.text.tool_calls import CallParser, ToolCall, calls_as_text, calls_f
 
 MOST_CALLS = 64  # for one message
 _ARGUMENTS = '"arguments"'
+_EMPTY = "(empty)"  # what is read of a result without text
 _HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
 
 
@@ -98,7 +98,6 @@ class Conversation(Protocol):
     template: Template
     state: ConversationState
     recall: Recall
-    heads: list[int]  # positions of beginnings of results that are pinned until the next reply
     _engine: Engine
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]: ...
@@ -141,11 +140,7 @@ def answer_with_tools(
     if begun := _begun_call(chat):
         reply = again(lambda: interrupted() or parser.has_ended, Reply(begun, None))
     while True:
-        try:
-            calls = yield from _reply(chat, parser, reply)
-        finally:
-            chat._engine.ledger.pin(np.asarray(chat.heads, np.int64), False)
-            chat.heads = []
+        calls = yield from _reply(chat, parser, reply)
         if left <= 0 and calls:
             yield Notice(f"the model goes on calling tools; {MOST_CALLS} calls for a message are")
         if not calls or left <= 0 or interrupted():
@@ -173,7 +168,7 @@ def read_result(
     the role of the next message, if that is given and not generated.
     """
     template, engine = _tool_template(chat), chat._engine
-    text = without_surrogates(text) or " "
+    text = without_surrogates(text) if text.strip() else _EMPTY
     sought = template.user(question)
     ids = template.before(template.results([call.result(text)]), before)
     turn = yield from chat.begin_message("tool", ids)
@@ -189,7 +184,8 @@ def read_result(
             )
             yield turn.finish(text)
     finally:
-        chat.heads += range(start, min(start + head, engine.ledger.seen))
+        read = range(start, min(start + head, engine.ledger.seen))
+        chat.state.heads = [*chat.state.heads, *read]
 
 
 def expect_calls(chat: Conversation, text: str) -> list[ToolCall]:

@@ -246,10 +246,13 @@ class OpenTurn:
     def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events.
 
+        Beginnings of results are then no longer pinned.
         `stream` has divided the reply, whose tokens have the positions `at`.
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens, dropped = np.asarray(at, np.int64), stream.dropped()
+        self._engine.ledger.pin(np.asarray(self._now.heads, np.int64), False)
+        self._now.heads = []
         self._engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it

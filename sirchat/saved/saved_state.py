@@ -75,6 +75,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "system": [conversation.system.start, conversation.system.stop],
             "prompt": conversation.prompt,
             "tools": conversation.tools,
+            "heads": conversation.heads,
             "reply": asdict(conversation.reply),
             "pending_ids": conversation.pending_ids,
             "totals": asdict(conversation.totals),
@@ -105,6 +106,7 @@ def decode_state(
         require(chat.system[0] <= chat.system[1] <= head.seen)
         require(head.logits is None or len(head.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
+        require(max(chat.heads, default=-1) < head.seen)
         require(chat.round == fields.round)
         rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.EXCLUDED)
         rows["flags"][pinned] |= np.uint8(Flag.PINNED)
@@ -124,6 +126,7 @@ def decode_state(
             system=range(*chat.system),
             prompt=chat.prompt,
             tools=chat.tools,
+            heads=chat.heads,
             reply=TurnStats(**chat.reply.model_dump()),
             pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
@@ -286,6 +289,7 @@ class _Conversation(BaseModel):
     system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
     prompt: str | None
     tools: str = ""  # not in old files
+    heads: list[_Count] = []  # not in old files
     reply: _TurnStats
     pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
     totals: _TurnStats

@@ -80,11 +80,15 @@ class ToolTemplate(Template):
             raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
         self.following: TurnIds | None = None
+        self._take_tools()
+
+    def _take_tools(self) -> None:
+        """Let the chat template have the tools, if it takes some, and these can be read."""
         without = self._render([STUB_QUESTION], prompt=True)
         self._tools = [_STUB]
         if self._render([STUB_QUESTION], prompt=True) == without:
             raise NoToolsError("the model's chat template takes no tools")
-        self._tools = json.loads(tools) if tools else None
+        self._tools = json.loads(self.tools) if self.tools else None
         neutral = self._without_controls(self._tools)
         if neutral != self._tools:
             controls = self._controls(self._render([STUB_QUESTION], prompt=True))
@@ -241,28 +245,21 @@ class PromptedTools(ToolTemplate):
     Calls are as in `calls_as_text`, and results are read as messages of the user's role.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        anchors: Anchors | None,
-        tools: str = "",
-        ends: Iterable[int] = (),
-    ) -> None:
-        Template.__init__(self, tokenizer, anchors, ends)
-        self.tools, self.following = tools, None
+    def _take_tools(self) -> None:
+        """The chat template has none."""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
-        return Template.opening(self, content, self._with_tools(system or "") or None)
+        return super().opening(content, self._with_tools(system or "") or None)
 
     def system(self, content: str) -> TurnIds:
         """The ids of a system prompt, or "", with the tools."""
-        return Template.system(self, self._with_tools(content))
+        return super().system(self._with_tools(content))
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools."""
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
-        turn = Template.user(self, "\n".join(each))
+        turn = super().user("\n".join(each))
         return replace(turn, roles=[_OF_RESULT.get(role, role) for role in turn.roles])
 
     def calls(
@@ -270,7 +267,7 @@ class PromptedTools(ToolTemplate):
     ) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools."""
         text = calls_as_text(content, [call["function"] for call in calls])
-        return Template.assistant(self, text, header)
+        return super().assistant(text, header)
 
     def call_form(self) -> tuple[str, str, str]:
         """How a call is written: see `ToolTemplate.call_form`."""
