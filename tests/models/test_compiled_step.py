@@ -362,7 +362,7 @@ def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session(
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("the system has no priorities of sessions")
     done = subprocess.run(
-        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True
+        [*warm_python(), "-c", code], start_new_session=True, capture_output=True, text=True
     )
     nice, *group = done.stdout.split()
     assert (nice, group[-2:]) == ("19", ["nice", "19"])

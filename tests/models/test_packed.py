@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from sirchat.models.packed import (
     set_matmul_method,
 )
 from sirchat.models.packing import WeightStore, pack_module
+from warm_python import warm_python
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 
@@ -339,7 +339,7 @@ for row in range(0, 192, 2):  # a byte for each pair of rows and each column
 def run_with(capability: str, code: str) -> None:
     """Run a program in a process that has no faster instructions than these."""
     env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    done = subprocess.run([*warm_python(), "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 

@@ -18,6 +18,7 @@ from sirchat.models.devices import (
     use_threads,
 )
 from sirchat.models.ending_thread import call_in_new_thread
+from warm_python import warm_python
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
         "print(during - before, in_main, count() - before)\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [*warm_python(), "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     workers, in_main, left = found.stdout.split()
     assert (int(workers) > 1, in_main, left) == (True, "False", "0")
