@@ -49,12 +49,6 @@ class Turn:
     finish: Finish = "read"
     is_summary: bool = False  # a user turn that `/summarize` added
     thinking: str = ""  # the reasoning of a reply
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether the model wrote it, and no one gave it."""
-        return self.role == "assistant" and self.finish != "read"
-
     time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
 
 
