@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Division
-from sirchat.engine.extra_passes import read_apart, record_repeat_attention
+from sirchat.engine.extra_passes import record_repeat_attention
 from sirchat.engine.reader import Reader
 from sirchat.engine.residency import CacheUpdate, Residency
 from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
@@ -74,10 +74,8 @@ class Engine:
         )
         self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
-        self.residency = Residency(
-            settings, model.context_length, self.ledger, self.cache, self.store, self.reread
-        )
         self.reader = Reader(model, self.cache, self.ledger)
+        self.residency = Residency(settings, self.reader, self.store)
 
     @property
     def settings(self) -> CacheSettings:
@@ -162,7 +160,7 @@ class Engine:
         step, choice = self._model.decode_step, None
         if may_look_ahead and isinstance(step, CapturedStep):
             choice = device_choice(sampler, step)
-        self.reader.begin_reply(choice, self._said_ids)
+        self.reader.begin_reply(choice)
         try:
             yield from self._generate(
                 sampler,
@@ -270,14 +268,6 @@ class Engine:
         """Delete the tokens at these stream positions from cache, archive, ledger and states."""
         self.residency.erase(positions)
         self.rebuild_state()
-
-    def reread(self, positions: Positions) -> None:
-        """Compute keys and values again of those of these tokens that are lost; archive them."""
-        lost = self.store.lost(positions)
-        if len(lost):
-            sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
-            for rows in read_apart(self.reader, lost, sinks):
-                self.store.add_reread(rows)
 
     def rebuild_state(self) -> None:
         """Compute the state of recurrent and convolution layers again, without erased tokens.
@@ -394,13 +384,6 @@ class Engine:
         guess = lookup.guess(ledger.column("token_id"), token_id, min(most, room - 1))
         if guess:
             self.reader.look_ahead([token_id, *guess])
-
-    def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids (0: all) that are not of the chat template."""
-        held = self.ledger.held_positions
-        said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
-        ids: list[int] = self.ledger.column("token_id")[said].tolist()
-        return ids
 
     def _flags(self, ids: Sequence[int], pinned: bool = False) -> list[int]:
         """The ledger's flags of `ids` [m], which are read next."""

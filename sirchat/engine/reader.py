@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,21 +17,20 @@ from sirchat.engine.sampling import Sampler, takes_likeliest
 from sirchat.engine.types import ChosenToken, PrefillChunk
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.ledger import Flag, Ledger
+from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.captured_step import CapturedStep, Chosen, Likeliest, TokenChoice, TokenRun
 from sirchat.models.model import LoadedModel
+from sirchat.models.packed import matmul_method_of
 from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
 PASS_BYTES = 256 * 2**20
 _MOST_ROWS = 2048  # ids in a pass that does not compute all their logits
+_MOST_OF_OWN = 384  # ids in a pass whose products take no longer than those of more
 
 _ANCHOR = int(Flag.ANCHOR)
-
-# Of a number, so many newest held ids, for the repetition penalty.
-SaidIds = Callable[[int], list[int]]
 
 
 @dataclass(eq=False)
@@ -68,7 +67,6 @@ class Reader:
         self._logits: Tensor | None = None
         self._ahead: _Ahead | None = None
         self._run: TokenRun | None = None  # of a reply that a GPU reads and chooses
-        self._said_ids: SaidIds = lambda count: []
         self._chosen: Chosen | None = None  # by the run, and to be read next
         self._likeliest: Likeliest | None = None  # the most likely next token, if it is known
 
@@ -84,13 +82,10 @@ class Reader:
         if self._run is not None:
             self._run.drop()
 
-    def begin_reply(self, choice: TokenChoice | None, said_ids: SaidIds) -> None:
-        """Let a GPU read and choose the tokens of a reply by itself, if it can, as `choice` says.
-
-        `said_ids`, of a number, returns so many newest held ids, for the repetition penalty.
-        """
+    def begin_reply(self, choice: TokenChoice | None) -> None:
+        """Let a GPU read and choose a reply's tokens by itself, if it can, as `choice` says."""
         self.drop_ahead()
-        step, self._said_ids = self.model.decode_step, said_ids
+        step = self.model.decode_step
         if choice is not None and isinstance(step, CapturedStep):
             self._run = TokenRun(step, self.cache, choice, self._note)
 
@@ -245,6 +240,10 @@ class Reader:
         `is_observed`: whether attention weights are recorded.
         """
         size = min(count, self.rows_per_pass)
+        if size > _MOST_OF_OWN and self.model.has_plain_head:
+            how = matmul_method_of(self.model.module)
+            if how is not None and how.own >= size:
+                size = _MOST_OF_OWN
         if not is_observed:
             return size
         id_bytes = 4 * self.model.heads * (self.cache.length + size)  # of its weights in a layer
@@ -282,6 +281,13 @@ class Reader:
             observer=observer,
             readings=readings,
         )
+
+    def _said_ids(self, count: int) -> list[int]:
+        """The newest `count` held ids (0: all) that are not of the chat template."""
+        held = self.ledger.held_positions
+        said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
+        ids: list[int] = self.ledger.column("token_id")[said].tolist()
+        return ids
 
     def _note(self, readings: Readings) -> None:
         """Record what is read from the newest token, which is known after the next was chosen."""

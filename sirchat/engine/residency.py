@@ -5,7 +5,7 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned, most_recalled
+from sirchat.engine.extra_passes import read_apart
+from sirchat.engine.reader import Reader
 from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
@@ -24,10 +26,9 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import SettingError
-from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, HeldRows, Ledger
+from sirchat.memory.ledger import Flag, HeldRows
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 
@@ -46,8 +47,7 @@ class _LastPass:
 class Residency:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
-    `round` is the number of the current round, whose newest tokens are protected from eviction;
-    `reread` computes keys and values of those of some tokens that are lost, and archives them.
+    `round` is the number of the current round, whose newest tokens are protected from eviction.
     From `begin_recall` to `end_recall`, tokens that recall wants are held, and for these some of
     the policy's tokens are aside, in the archive. `before_end` is what the cache held until the
     last `end_recall`; None if nothing has been recalled since the last user turn.
@@ -56,17 +56,14 @@ class Residency:
     def __init__(
         self,
         settings: CacheSettings,
-        context_length: int,
-        ledger: Ledger,
-        cache: BoundedCache,
+        reader: Reader,
         store: KeyValueStore,
-        reread: Callable[[Positions], None],
     ) -> None:
         self.settings = settings
-        self.context_length = context_length
+        self.context_length = reader.model.context_length
         self.round = 0
-        self._ledger, self._cache, self._store = ledger, cache, store
-        self._reread = reread
+        self._ledger, self._cache, self._store = reader.ledger, reader.cache, store
+        self._reader = reader
         self._layers: tuple[Positions, ...] = ()  # see `Selection`, as for the next two
         self._aside, self._wanted = _NONE, _NONE
         self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
@@ -217,7 +214,7 @@ class Residency:
         own = self._keep_most(near, np.isin(near, held[stays]), most - to_come)
         order = np.argsort(np.arange(len(chosen)) if scores is None else scores, kind="stable")
         aside = np.setdiff1d(held, own, assume_unique=True)
-        self._reread(restored)
+        self.reread(restored)
         self._last_pass, held = None, np.union1d(own, restored)
         selection = Selection(held, restored, layers, aside, chosen[order])
         return moves + self._apply_selection(selection)
@@ -310,6 +307,14 @@ class Residency:
             self._cache.shrink_to(settings.budget)
         return moves
 
+    def reread(self, positions: Positions) -> None:
+        """Compute keys and values again of those of these tokens that are lost; archive them."""
+        lost = self._store.lost(positions)
+        if len(lost):
+            sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
+            for rows in read_apart(self._reader, lost, sinks):
+                self._store.add_reread(rows)
+
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
         """Pin or unpin the tokens at these positions; then the policy chooses among all tokens.
 
@@ -319,7 +324,7 @@ class Residency:
         if pinned:
             new = ~np.isin(positions, before) & (positions >= self.divide_budget().sinks)
             self.check_pins(int(new.sum()))
-            self._reread(positions)
+            self.reread(positions)
         self._ledger.pin(positions, pinned)
         try:
             chosen = self._choose_selection()

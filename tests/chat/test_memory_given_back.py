@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 from chatting import babbler, session
 from sirchat.chat.session import Session
 from sirchat.ui.turn_commands import parse_retry, retry
@@ -21,3 +24,16 @@ def test_the_cache_shrinks_with_the_budget_and_after_a_reply_with_all_held() -> 
     assert cache_bytes(chat) == cache_bytes(small)
     list(retry(chat, parse_retry("full"), lambda: False))
     assert cache_bytes(chat) == cache_bytes(small)
+
+
+def test_a_chat_that_ends_frees_its_cache_at_once() -> None:
+    chat = session(babbler(), budget=64, policy="sink", max_new_tokens=4, recall="words")
+    gc.disable()  # a circle of references would wait for it, while the next chat takes memory, too
+    try:
+        for text in ("My name is Anna.", "blue " * 60, "What is my name?"):
+            list(chat.ask(text))
+        cache = ref(chat._engine.cache)
+        del chat
+        assert cache() is None
+    finally:
+        gc.enable()

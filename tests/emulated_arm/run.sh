@@ -16,7 +16,7 @@ fi
 if [ ! -e "$site/torch" ]; then
   # 2.10.0: later wheels for ARM are builds with CUDA. The rest as installed here; pure Python is used from here.
   wanted=$(python -c 'from importlib.metadata import version
-for name in "numpy tokenizers safetensors regex pyyaml pydantic-core markupsafe hypothesis".split():
+for name in "numpy tokenizers safetensors regex pyyaml pydantic-core markupsafe hypothesis psutil scipy".split():
     print(f"{name}=={version(name)}")')
   platforms=()
   for one in manylinux_2_28 manylinux_2_27 manylinux2014 manylinux_2_17; do platforms+=(--platform "${one}_aarch64"); done

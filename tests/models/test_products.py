@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sirchat.engine.reader import Reader
+from sirchat.memory.ledger import Ledger
 from sirchat.models import compiling, products
 from sirchat.models.compiling import products_in_words, use_compiled
 from sirchat.models.load import load_model
 from sirchat.models.measuring import own_rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
+    ANY_ROWS,
     GROUP,
     Int4Linear,
     Int8Linear,
@@ -193,6 +196,15 @@ def test_a_chat_has_it_made_in_the_background_and_multiplies_by_it(
     after = model.forward(ids, model.new_cache(60))
     assert not torch.equal(after, before)
     assert (after - before).norm() < 0.06 * before.norm()
+
+
+@pytest.mark.parametrize(("own", "size"), [(ANY_ROWS, 384), (64, 1000), (0, 1000)])
+def test_passes_are_small_where_they_take_no_longer(own: int, size: int) -> None:
+    model = packed()
+    set_matmul_method(model.module, MatmulMethod(own=own))
+    reader = Reader(model, model.new_cache(8), Ledger())
+    assert reader.pass_size(1000, is_observed=False) == size
+    assert reader.pass_size(7, is_observed=False) == 7
 
 
 def packed() -> LoadedModel:
