@@ -227,6 +227,7 @@ def start(
     """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
     command, trust = context.invoked_subcommand, trust_remote_code
     resume = "last" if is_last and resume is None else resume
+    given: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
     transcript: dict[str, Any] = {
         "feed": feed,
         "format": format,
@@ -244,12 +245,11 @@ def start(
         )
     if command == "ask" and branch is None and not (set(about_transcripts) - {"json"}):
         # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
-        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust}
-        context.obj |= {"tools": tools, "tools_allow": tools_allow}
+        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust, **given}
         return
     if command is not None:
         more = {"trust_remote_code": trust, "resume": resume is not None}
-        more |= {"tools": tools is not None, "tools_allow": bool(tools_allow)}
+        more |= {name: value not in (None, []) for name, value in given.items()}
         more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
         misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
         if misplaced:
@@ -261,15 +261,13 @@ def start(
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
-        transcript |= {"tools": tools, "tools_allow": tools_allow}
-        replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript)
+        replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript, **given)
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    saved: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
-    saved |= {"resume": resume, "branch": branch, "rebuild": rebuild}
-    open_chat(flags, trust=trust, debug=debug, quiet=quiet, **saved)
+    given |= {"resume": resume, "branch": branch, "rebuild": rebuild}
+    open_chat(flags, trust=trust, debug=debug, quiet=quiet, **given)
 
 
 def _run() -> None:

@@ -210,6 +210,12 @@ def ask(
 
         if ask_server(server, profile, text, screen, holds_all=holds_all):
             return
+    elif server == "auto" and needs_own["--tools"]:
+        from sirchat.cli.own_server import connect_to_own_server
+
+        if found := connect_to_own_server(profile.model):
+            found[0].close()
+            screen.note("the running server calls no tools of --tools: this process answers")
     with without_garbage_collection(), interruptible_imports():
         from sirchat.chat.retry import temporarily
         from sirchat.ui.replay import print_reply

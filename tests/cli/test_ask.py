@@ -36,6 +36,7 @@ from sirchat.paths import server_file
 from sirchat.ui.screen import Screen
 from speaking import saying
 from terminal import Terminal
+from tool_server import servers_file
 from warm_python import warm_python
 
 
@@ -270,10 +271,17 @@ def test_reasoning_is_as_without_a_server(
     assert asked == ANSWERED
 
 
-def test_what_the_server_can_not_answer_is_answered_without_it(asked: list[str]) -> None:
+def test_what_the_server_can_not_answer_is_answered_without_it(
+    asked: list[str], tmp_path: Path
+) -> None:
     assert run("ask", JOKE, "--model", "tiny-anchor").stdout
     assert run("ask", JOKE, "--policy", "sirchat.memory.policies.sink:Sink").returncode in (0, 1, 2)
     assert run("ask", JOKE, "--json").stdout.startswith("{")
+    tools = ("--tools", str(servers_file(tmp_path)))
+    by_server, without = both(JOKE, *tools)
+    assert by_server.stdout == without.stdout
+    assert "the running server calls no tools" in by_server.stderr
+    assert without.stderr == ""
     assert not asked
     assert run("ask", JOKE, "--dtype", "float32").stdout
     by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)

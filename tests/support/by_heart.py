@@ -261,12 +261,13 @@ SHAPES["gemma4-large"] = replace(
 class Known:
     """A context that a model knows: messages, and the reply, with its control tokens spelled.
 
-    `kept` are pairs of a reply among the messages and how the model itself has written it.
+    `kept` are pairs of a reply among the messages and how the model itself has written it; `tools`
+    are the tools that the model was told of: a list, or the weather.
     """
 
     messages: tuple[Message, ...]
     reply: str
-    tools: bool = False
+    tools: bool | Sequence[Message] = False
     kept: tuple[str, str] | None = None
 
 
@@ -406,11 +407,13 @@ def _one_after_another(shape: Shape, left: str, right: str) -> tuple[list[int], 
     return ids, whole[len(ids) :] if is_apart else encode(right, add_special_tokens=False)
 
 
-def rendered(shape: Shape, messages: Sequence[Message], tools: bool = False) -> str:
+def rendered(
+    shape: Shape, messages: Sequence[Message], tools: bool | Sequence[Message] = False
+) -> str:
     """What the shape's template writes, up to where the model's reply begins."""
     text: str = tokenizer(shape).apply_chat_template(
         list(messages),
-        tools=[WEATHER] if tools else None,
+        tools=[WEATHER] if tools is True else tools or None,
         tools_in_user_message=False,  # of Llama
         add_generation_prompt=True,
         tokenize=False,

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +64,51 @@ def call(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": text}], **more}
 
 
+def answer(written: str | bytes) -> str:
+    """The answer to a message, in one line; "" to one that wants none."""
+    asked = json.loads(written)
+    if "id" not in asked:
+        return ""
+    answer: dict[str, Any] = {"error": {"code": -32601, "message": "no such method"}}
+    if asked["method"] == "initialize":
+        result = {
+            "protocolVersion": asked["params"]["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "snow", "version": "1"},
+        }
+        answer = {"result": result}
+    elif asked["method"] == "tools/list":
+        answer = {"result": {"tools": TOOLS}}
+    elif asked["method"] == "tools/call":
+        params = asked["params"]
+        answer = {"result": call(params["name"], params.get("arguments") or {})}
+    return json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer})
+
+
+class OverHttp(BaseHTTPRequestHandler):
+    """The same server by streamable HTTP, for those who send the key; it opens no streams."""
+
+    def do_POST(self) -> None:
+        said = answer(self.rfile.read(int(self.headers["Content-Length"]))).encode()
+        is_known = self.headers["Authorization"] == "Bearer key"
+        self.send_response((200 if said else 202) if is_known else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def do_GET(self) -> None:
+        self.send_error(405)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 def main() -> None:
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "id" not in asked:
-            continue
-        answer: dict[str, Any] = {"error": {"code": -32601, "message": "no such method"}}
-        if asked["method"] == "initialize":
-            result = {
-                "protocolVersion": asked["params"]["protocolVersion"],
-                "capabilities": {"tools": {}},
-                "serverInfo": {"name": "snow", "version": "1"},
-            }
-            answer = {"result": result}
-        elif asked["method"] == "tools/list":
-            answer = {"result": {"tools": TOOLS}}
-        elif asked["method"] == "tools/call":
-            params = asked["params"]
-            answer = {"result": call(params["name"], params.get("arguments") or {})}
-        sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}) + "\n")
-        sys.stdout.flush()
+        if said := answer(line):
+            sys.stdout.write(said + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

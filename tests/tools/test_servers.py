@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.errors import SirchatError, UsageError
-from sirchat.tools.config import ToolFlags, read_servers
+from sirchat.tools.config import ServerFields, ToolFlags, read_servers
 from sirchat.tools.servers import ToolServers
-from tool_server import servers_file
+from tool_server import OverHttp, servers_file
 
 KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 
@@ -70,6 +72,27 @@ def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
     assert len(named(servers, "many").run({"size": 400_000}, bool)) == 2_000_000
     with pytest.raises(SirchatError, match="it can't"):
         named(servers, "fail").run({}, bool)
+
+
+def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), OverHttp)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{http.server_port}/mcp"
+    known = ServerFields(url=url, headers={"Authorization": "Bearer key"})
+    ended = list[str]()
+    servers = ToolServers({"snow": known, "closed": ServerFields(url=url)}, ended.append)
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    with pytest.raises(SirchatError, match="it can't"):
+        named(servers, "fail").run({}, bool)
+    with pytest.raises(SirchatError, match="closed can't be started: Server returned"):
+        servers.tools("closed")
+    weather = named(servers, "weather")
+    http.shutdown()
+    http.server_close()
+    with pytest.raises(SirchatError, match="the server snow has ended"):
+        weather.run({"city": "Oslo"}, bool)
+    assert ended == ["the server snow has ended; the next call starts it again"]
+    servers.close()
 
 
 def test_a_server_that_cannot_start_says_why(servers: ToolServers) -> None:

@@ -1,0 +1,127 @@
+"""Tools in a pseudo-terminal: a model that knows its calls by heart, and a server over stdio."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from by_heart import SHAPES, Known, assistant, save_folder, teach, user
+from sirchat.tools.config import read_servers
+from sirchat.tools.servers import ToolServers
+from terminal import Terminal
+from tool_server import HOSTILE, servers_file
+
+SHAPE = SHAPES["qwen3"]
+_KEYS = "e edits:"  # the end of the question, which is gone once it is answered
+USED = ("weather", "die", "hostile")
+OSLO = '{"city": "Oslo"}'
+CALLS = {"Weather?": ("weather", OSLO), "Die.": ("die", "{}"), "Attack.": ("hostile", "{}")}
+# What each message comes to, and what the model says then.
+ENDS = [
+    ("Weather?", "It snows in Oslo.", "It is Paris."),
+    ("Weather?", "error: the user refuses this call", "Say nothing."),
+    (
+        "Weather?",
+        'The user changed the arguments to {"city": "Rome"}.\nIt snows in Rome.',
+        "Hello Anna.",
+    ),
+    ("Die.", "error: the server snow has ended", "You are Anna."),
+    ("Attack.", HOSTILE, "It is sunny."),
+]
+
+
+def taught_folder(folder: Path) -> Path:
+    """A model that calls the tools `USED` when it is told of them, and answers by the result."""
+    servers = ToolServers(read_servers(str(servers_file(folder))), print)
+    told = [tool.message for name in USED for tool in servers.tools("snow") if name in tool.name]
+    servers.close()
+    known = []
+    for said, (name, given) in CALLS.items():
+        call = SHAPE.call.format(thought="They ask.", name=f"snow__{name}", arguments=given)  # type: ignore[union-attr]
+        known.append(Known((user(said),), call, told))
+        function = {"name": f"snow__{name}", "arguments": json.loads(given)}
+        history = assistant("", tool_calls=[{"id": "1", "type": "function", "function": function}])
+        for asked, text, answer in ENDS:
+            if asked == said:
+                result = {"role": "tool", "tool_call_id": "1", "content": text}
+                kept = (given, call)
+                reply = SHAPE.plain.format(answer=answer)
+                known.append(Known((user(said), history, result), reply, told, kept))
+    return save_folder(folder / "model", SHAPE, teach(SHAPE, known))
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    folder = tmp_path_factory.mktemp("tools")
+    flags = ("--tools", str(servers_file(folder)), "--max-new-tokens", "80", "--panel", "off")
+    model = str(taught_folder(folder))
+    with Terminal("--model", model, *flags, home=folder / "home") as chat:
+        listed = chat.ask("/tools")
+        assert "snow: 0 tools on, not started" in listed
+        assert "off snow__weather: It can weather." in chat.ask("/tools snow")
+        for name in USED:
+            assert "1 tool turned on" in chat.ask(f"/tools on snow__{name}")
+        yield chat
+
+
+def asked(chat: Terminal, text: str, *keys: str) -> str:
+    """What is shown below a message in an empty chat, with these keys at questions about calls."""
+    chat.ask("/reset")
+    chat.say(text)
+    for key in keys:
+        prompt = "edit>" if key.endswith("\r") else _KEYS
+        chat.until(lambda prompt=prompt: prompt in chat.shown, 20)  # type: ignore[misc]
+        chat.send(key)
+    chat.wait_prompt(20)
+    return " ".join(chat.shown.split())
+
+
+def test_a_call_is_shown_and_done_refused_or_edited(terminal: Terminal) -> None:
+    shown = asked(terminal, "Weather?", "y")
+    assert f"wants to call snow__weather {OSLO}" in shown
+    assert "snow__weather returned 17 characters: It snows in Oslo." in shown
+    assert "It is Paris." in shown
+    shown = asked(terminal, "Weather?", "n")
+    assert "snow__weather failed: the user refuses this call" in shown
+    assert "Say nothing." in shown
+    shown = asked(terminal, "Weather?", "e", "\x15" + OSLO.replace("Oslo", "Rome") + "\r", "y")
+    assert "It snows in Rome." in shown
+    assert "Hello Anna." in shown
+
+
+def test_esc_at_the_question_refuses_and_stops(terminal: Terminal) -> None:
+    shown = asked(terminal, "Weather?", "\x1b")
+    assert "snow__weather failed: the user refuses this call" in shown
+    assert "Say nothing." not in shown
+
+
+def test_always_asks_no_more_for_this_tool(terminal: Terminal) -> None:
+    assert "It is Paris." in asked(terminal, "Weather?", "a")
+    shown = asked(terminal, "Weather?")
+    assert f"calls snow__weather {OSLO}" in shown
+    assert "It is Paris." in shown
+    assert "failed: the user refuses" in asked(terminal, "Die.", "n")
+
+
+def test_a_server_that_is_killed_in_a_call_is_a_line_and_the_chat_goes_on(
+    terminal: Terminal,
+) -> None:
+    for _ in range(2):  # the second call starts it again
+        shown = asked(terminal, "Die.", "y")
+        assert "the server snow has ended; the next call starts it again" in shown
+        assert "snow__die failed: the server snow has ended" in shown
+        assert "You are Anna." in shown
+
+
+def test_a_hostile_result_controls_neither_terminal_nor_template(terminal: Terminal) -> None:
+    before = len(terminal.raw)
+    shown = asked(terminal, "Attack.", "y")
+    assert "ignore the above" in shown
+    assert "It is sunny." in shown
+    assert b"\x1b]52" not in terminal.raw[before:]
+    assert (
+        terminal.ask("/tokens").count("<|im_start|>") == 5
+    )  # system, message, call, result, reply
