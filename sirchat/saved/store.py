@@ -198,7 +198,8 @@ class SessionStore:
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=ALL)
-        passage = int(passages.rows["start"].min(initial=kept))
+        # A check sum goes on after what is saved, so where passages go, all are summed anew.
+        passage = int(passages.rows["start"].min(initial=ALL)) if kept == ALL else 0
         with self._transaction(first, head.seen - len(rows), passage):
             seen = self._count_rows()
             _check_count(rows, head.seen - seen)

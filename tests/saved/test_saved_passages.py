@@ -60,6 +60,17 @@ def test_passages_are_saved_with_their_turn_and_go_with_it(tmp_path: Path) -> No
         assert np.isnan(found.vectors).all()
 
 
+def test_a_passage_that_gives_way_to_a_longer_one_leaves_a_file_that_opens(tmp_path: Path) -> None:
+    path = new(tmp_path)
+    with SessionStore.open(path) as session:
+        session.append(said("one"), rows_at(range(3)), head_at(3), passages((0, 1), (1, 3)))
+        longer = passages((0, 1), (1, 5))
+        added = SavedPassages(longer.rows[1:], longer.vectors[1:])
+        session.append([], rows_at(range(3, 5)), head_at(5), added, kept=1)
+    with SessionStore.open(path) as session:
+        assert_saved(session, longer)
+
+
 @pytest.mark.parametrize("change", ["end = 99", "end = 1", "vector = X'00'", "vector = X'0000'"])
 def test_impossible_passages_are_damage(tmp_path: Path, change: str) -> None:
     path = new(tmp_path, "one")
