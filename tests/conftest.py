@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -144,6 +145,17 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
     # A GPU can't be used in a process that is forked from one that has looked for it.
     if sys.platform == "linux" and config.getoption("markexpr") != "gpu":
         fork_workers(config, len(specs))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Searches for garbage would look at all tests that were found, then and while they run."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
