@@ -5,7 +5,7 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.shape import free_memory
-from sirchat.text.tool_calls import OPEN as CALL
+from sirchat.text.tool_calls import CLOSE as CALL_END
 from sirchat.text.transcript import CLOSE, OPEN
 
 
@@ -62,7 +62,7 @@ class PlainReply:
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:
     """Whether a reply has calls of tools, so that another reply follows it."""
-    return bool(session.toolbox.tools) and CALL in turn.text
+    return bool(session.toolbox.tools) and turn.text.endswith(CALL_END)
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:

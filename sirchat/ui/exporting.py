@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from textwrap import indent
 from typing import NamedTuple
 
 from rich.console import Console
@@ -168,9 +169,11 @@ _TOOLS = (
 
 
 def _markdown(session: Session) -> str:
+    said = [(turn, displayable(turn.text).strip()) for turn in _said(session)]
     return "\n\n".join(
-        f"## {_speaker(turn)}\n\n{_closed(displayable(turn.text).strip())}"
-        for turn in _said(session)
+        # What a tool returned is code: no picture in it is loaded.
+        f"## {_speaker(turn)}\n\n{indent(text, '    ') if turn.role == 'tool' else _closed(text)}"
+        for turn, text in said
     )
 
 

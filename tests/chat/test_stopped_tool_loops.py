@@ -1,6 +1,7 @@
 """Calls and results in chats that end anywhere in the loop, are saved, branched, undone, exported.
 
-What a chat is then compared with is the same chat that was never saved.
+What a chat is then compared with is the same chat that was never saved. `SIRCHAT_ATTACK=N` tries
+so many cases of each.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import open_saved_file
 from sirchat.text.transcript import parse_transcript
-from sirchat.ui.exporting import export_chat
+from sirchat.ui.exporting import _markdown, export_chat
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
 from template_shapes import script, tool_tiny
 
-CASES = int(os.environ.get("SIRCHAT_ATTACK", "0"))
+CASES = int(os.environ.get("SIRCHAT_ATTACK", "1"))
 ASKED = "How is the weather in Oslo?"
 
 
@@ -94,7 +95,7 @@ def saved_and_resumed(chat: Session) -> Session:
     return again
 
 
-@pytest.mark.parametrize("seed", [1, 3, 12, 18, *range(20, 20 + CASES)])  # 12: within a result
+@pytest.mark.parametrize("seed", range(12, 12 + CASES))  # 12: within a result
 def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
     assert state_of(kept) == before
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(CASES))
 def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,7 @@ def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     assert turns_of(branch) == turns_of(chat)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(CASES))
 def test_an_exported_chat_is_read_as_it_was(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -157,6 +158,8 @@ def test_an_exported_chat_is_read_as_it_was(
         list(chat.ask(question, tools=[weather]))
     out = io.StringIO()
     export_chat(chat, Screen(out, out), f"json {tmp_path / 'a.json'}")
+    has_snow = any(text.startswith("Snow") for _, text in turns_of(chat))
+    assert ("\n## Tool\n\n    Snow in " in _markdown(chat)) is has_snow
     turns = parse_transcript((tmp_path / "a.json").read_bytes(), "a")
     fed = calling("full")
     replay(fed, turns, Screen(out, out), ReplayOptions(feed=True))

@@ -9,7 +9,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,17 +16,12 @@ import numpy as np
 import pytest
 
 from chatting import hub_tokenizer, ids_of, session, tiny
-from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
+from sirchat.chat.events import Called, Delta, Event, Notice, Returned
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.ledger import Role
-from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import open_saved_file
-from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.tool_calls import ToolCall
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
@@ -339,30 +333,3 @@ def test_a_transcript_feeds_calls_and_results() -> None:
     assert ids_of(fed[0]) == ids_of(fed[1])
     assert returned(fed[0]) == "Snow."
     assert call(city="Oslo") in "".join(row.text for row in fed[0].tokens(range(fed[0].seen)))
-
-
-def test_a_saved_chat_goes_on_after_a_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A chat that is saved, undone, and continued while the last turn is a result."""
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    script(monkeypatch, [call(city="Oslo"), "Cold."])
-    chat = calling()
-    saving = Autosave(chat)
-    events = chat.ask(ASKED, tools=[weather])
-    for event in events:
-        if isinstance(event, TurnDone) and event.role == "tool":
-            break
-    saving.update()
-    saving.close()
-    again = calling()
-    store, _ = open_saved_file(sessions_dir(), "last")
-    resume_session(again, store)
-    store.close()
-    assert [turn.role for turn in again.turns] == ["system", "user", "assistant", "tool"]
-    assert again.state.tools == chat.state.tools
-    script(monkeypatch, ["So it is cold."])
-    assert ask(again, "Go on.")[-1].text == "So it is cold."  # type: ignore[attr-defined]
-    assert [turn.role for turn in again.turns].count("system") == 1
-    assert again.template.marks.call == chat.template.marks.call
-    assert isinstance(again.template, ToolTemplate)

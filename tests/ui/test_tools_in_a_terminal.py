@@ -92,6 +92,16 @@ def test_a_call_is_shown_and_done_refused_or_edited(terminal: Terminal) -> None:
     assert "Hello Anna." in shown
 
 
+def test_a_call_that_is_cut_at_the_length_limit_is_not_done_and_said_to_be_cut(
+    terminal: Terminal,
+) -> None:
+    terminal.ask("/set max_new_tokens 25")
+    shown = asked(terminal, "Weather?")
+    terminal.ask("/set max_new_tokens 80")
+    assert "reply cut at the length limit" in shown
+    assert "wants to call" not in shown
+
+
 def test_esc_at_the_question_refuses_and_stops(terminal: Terminal) -> None:
     shown = asked(terminal, "Weather?", "\x1b")
     assert "snow__weather failed: the user refuses this call" in shown
