@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _LONG = 16_384  # characters: reading a text of this length takes a second or more
+_LINE = 2**20  # bytes: most of an event
 
 
 def ask_server(
@@ -79,14 +80,14 @@ def _connection(server: str) -> HTTPConnection:
 def _why_refused(response: HTTPResponse) -> str:
     try:
         return str(json.loads(response.read(65536))["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return f"status {response.status}"
 
 
 def _events(response: HTTPResponse) -> Iterator[Any]:
     """Yield the JSON of each server-sent event; SirchatError if the stream ends too early."""
-    with suppress(OSError, HTTPException, ValueError):
-        for line in response:
+    with suppress(OSError, HTTPException, ValueError, RecursionError):
+        while line := response.readline(_LINE):
             if line == b"data: [DONE]\n":
                 return
             if line.startswith(b"data: "):

@@ -87,9 +87,9 @@ def connect_to_own_server(model: str) -> tuple[HTTPConnection, dict[str, str]] |
     try:
         connection.request("GET", "/", headers={_CHALLENGE: challenge})
         response = connection.getresponse()
-        response.read()
         given = response.headers.get(_PROOF, "").encode()
         if connection.sock and hmac.compare_digest(given, own.proof(challenge.encode()).encode()):
+            response.read()  # not what another program sends without end
             connection.sock.settimeout(None)
             connection.auto_open = 0  # a later connection might reach another program
             return connection, {_TOKEN: own.token}

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -157,7 +157,7 @@ def probe_rotations(
     def sampled(token: int, *positions: int) -> _Samples:
         return {p: _sample(module, token, p, name, blank, kinds) for p in positions}
 
-    visible = _visible_tokens(module, name, lambda token: sampled(token, 0)[0])
+    visible = list(islice(_visible_tokens(module, name, lambda token: sampled(token, 0)[0]), 2))
     samples = [
         {0: at_start} | sampled(token, *(distances if not at else distances[-1:]))
         for at, (token, at_start) in enumerate(visible)
@@ -282,7 +282,7 @@ def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name
         kv_cache.keep(torch.tensor([int(is_moved)]))
         return kv_cache.layer_keys(0)[0, :, 0].float()
 
-    token, theirs = _visible_tokens(module, name, lambda token: [(key(token, False),)])[0]
+    token, theirs = next(_visible_tokens(module, name, lambda token: [(key(token, False),)]))
     at_start = theirs[0][0]
     gap = (key(token, True) - at_start).norm()
     if gap > _TOLERANCE[module.dtype] * at_start.norm():
@@ -306,8 +306,8 @@ def _would_be_used(module: Any, key: str) -> bool:
 
 def _visible_tokens(
     module: Any, name: str, read: Callable[[int], list[Any]]
-) -> list[tuple[int, list[Any]]]:
-    """Two ids, or one, with what `read` gives of each layer, none of it zero.
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yield ids with what `read` gives of each layer, none of it zero.
 
     A rotation changes no zeros. Raises ModelError if there is no such token.
     """
@@ -315,8 +315,11 @@ def _visible_tokens(
     ids = [(_FIRST_TOKEN + at) % vocabulary for at in range(min(_MOST_TOKENS, vocabulary))]
     layers = ((token, read(token)) for token in ids)
     visible = (one for one in layers if all(x.any() for of in one[1] for x in of if x.numel()))
-    if found := list(islice(visible, 2)):
-        return found
+    first = next(visible, None)
+    if first:
+        yield first
+        yield from visible
+        return
     raise ModelError(
         f"{name} can't run with a limited cache: the keys or values of all {len(ids)} tokens that "
         "were tried are zero, which does not show how they depend on the position"

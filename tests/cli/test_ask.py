@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from chatting import babbler, tiny
 from command import Done, refused, run
 from serving import Served, served
 from sirchat import cli
-from sirchat.cli.asking import _print
+from sirchat.cli.asking import _events, _print
 from sirchat.cli.own_server import own_port
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SirchatError
@@ -415,6 +415,14 @@ def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() ->
 def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
     with pytest.raises(SirchatError, match="is not one of sirchat serve"):
         _print(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
+
+
+@pytest.mark.parametrize("line", [b"[" * 200_000 + b"\n", b"0" * 2 ** 25 + b"\n"])
+def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes) -> None:
+    response = BytesIO(b"data: " + line)
+    with pytest.raises(SirchatError, match="ended before"):
+        list(_events(response))  # type: ignore[arg-type]
+    assert response.tell() < 2**22
 
 
 def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
