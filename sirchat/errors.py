@@ -21,7 +21,8 @@ import errno
 import json
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
@@ -141,3 +142,16 @@ def _slips(text: str, other: str) -> int:
             row.append(best)
         before, last = last, row
     return last[-1]
+
+
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """Raise ModelError where the library `tokenizers` panics, as at an expression without end."""
+    try:
+        yield
+        return
+    except BaseException as error:  # a panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        problem = str(error).split("\n", 1)[0]
+    raise ModelError(f"{what}: {problem}")

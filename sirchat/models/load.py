@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, no_panic
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import use_compiled
 from sirchat.models.decoder import Decoder
@@ -88,6 +88,7 @@ def load_model_of(
 
 
 @no_warnings()
+@no_panic("the model's tokenizer can't be used")
 def load_model(
     name: str,
     *,

@@ -52,7 +52,7 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
 
-    So, too, if it makes texts many times as long before it reads them.
+    So, too, if it makes texts many times as long before it reads them, or names no id as end.
     """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
@@ -60,6 +60,10 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
             f"the tokenizer of {name!r} has {tokens:,} tokens; the model has {known:,}",
             hint="use the tokenizer files that came with this model",
         )
+    ends = getattr(module.generation_config, "eos_token_id", None)
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and not isinstance(end, int):
+            raise ModelError(f"the files of {name!r} say eos_token_id: {ends!r}; it must be an id")
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > _MOST_GROWTH:
         raise ModelError(
@@ -70,9 +74,11 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
 def _growth(normalizer: dict[str, Any]) -> float:
     """How many times as long the replacements of a normalizer may make a text, at most."""
     grown = float(math.prod(_growth(one) for one in normalizer.get("normalizers", ())))
-    if normalizer.get("type") == "Replace":
-        replaced = normalizer["pattern"].get("String", ".")
-        grown *= max(1, len(normalizer["content"]) / max(1, len(replaced)))
+    if normalizer.get("type") == "Replace":  # an expression, like no text, may be found anywhere
+        new, replaced = len(normalizer["content"]), len(normalizer["pattern"].get("String", ""))
+        grown *= max(1, new / replaced) if replaced else 1 + new
+    if normalizer.get("type") == "Prepend":
+        grown *= 1 + len(normalizer["prepend"])
     return grown
 
 

@@ -8,30 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
-from sirchat.errors import ModelError
+from sirchat.errors import no_panic
 
 START, END = "\U000f0000", "\U000f0001"
-
-_Encode = Callable[["ControlTokens", str], list[int]]
-
-
-def _without_panics(encode: _Encode) -> _Encode:
-    """Raise ModelError where a tokenizer panics, such as at an expression that never ends."""
-
-    @wraps(encode)
-    def careful(self: ControlTokens, text: str) -> list[int]:
-        try:
-            return encode(self, text)
-        except BaseException as error:  # a panic is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            problem = str(error).split("\n", 1)[0]
-        raise ModelError(f"the model's tokenizer can't read this text: {problem}")
-
-    return careful
 
 
 class ControlTokens:
@@ -98,12 +79,12 @@ class ControlTokens:
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
 
-    @_without_panics
+    @no_panic("the model's tokenizer can't read this text")
     def _usual_ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    @_without_panics
+    @no_panic("the model's tokenizer can't read this text")
     def _plain_ids(self, text: str) -> list[int]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:

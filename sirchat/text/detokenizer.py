@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sirchat.errors import no_panic
+
 # A function from ids [n] and their stream positions [n] to the text of each id: a `TokenTexts`.
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
@@ -20,6 +22,7 @@ SENTENCE_END = re.compile(
     r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?…]+["')\]”’]*(?=\s|$)|[。！？]+|\n+"""
 )
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
+_UNREADABLE = "the model's tokenizer can't make a text of tokens"
 _LONGEST = 8  # tokens that are decoded together, because they share parts of characters
 # Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis.
 _SENTENCE_ENDS = frozenset(
@@ -38,11 +41,12 @@ class TextStream:
     """Turns token ids into text, one at a time; a character comes with its last token."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._decode: Callable[[list[int]], str] = partial(
+        decode = partial(
             tokenizer.decode,
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+        self._decode: Callable[[list[int]], str] = no_panic(_UNREADABLE)(decode)
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
@@ -108,6 +112,7 @@ class TokenTexts:
             self._known[token_id] = self._decode([token_id])
         return self._known[token_id]
 
+    @no_panic(_UNREADABLE)
     def _decode(self, ids: Sequence[int]) -> str:
         def decode(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

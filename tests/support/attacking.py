@@ -10,6 +10,7 @@ import gc
 import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 import unicodedata
@@ -62,7 +63,7 @@ def attack(act: Callable[[Random], object], few: int, seconds: float = SECONDS) 
     wrong: dict[str, str] = {}
     start = _resident()
     for seed in range(FIRST, FIRST + (MANY or few)):
-        problem = _problem(act, seed, seconds)
+        problem = _problem(act, Random(seed), seconds)
         if MANY and not problem and _resident() - start > GROWTH:
             gc.collect()
             trim_memory()  # what is only not given back yet has not grown
@@ -74,6 +75,37 @@ def attack(act: Callable[[Random], object], few: int, seconds: float = SECONDS) 
             break
     if wrong:
         pytest.fail("\n".join(wrong.values()), pytrace=False)
+
+
+def apart(
+    act: Callable[[Random], object], seconds: float, size: int = 2**30
+) -> Callable[[Random], None]:
+    """`act` in a process of its own, which native code may end, hold up or fill: for `attack`.
+
+    It may take so many bytes more than this process, and print no traceback.
+    """
+
+    def act_apart(random: Random) -> None:
+        with tempfile.TemporaryFile() as said:
+            if (child := os.fork()) == 0:
+                try:
+                    os.dup2(said.fileno(), 2)
+                    with Path("/proc/self/status").open() as status:
+                        (used,) = (int(line.split()[1]) for line in status if "VmData" in line)
+                    resource.setrlimit(resource.RLIMIT_DATA, (1024 * used + size,) * 2)
+                    resource.setrlimit(resource.RLIMIT_CPU, (2 + int(seconds),) * 2)
+                    problem = _problem(act, random, seconds)
+                except BaseException as error:
+                    problem = repr(error)
+                os.write(2, f"problem: {problem}".encode(errors="replace"))
+                os._exit(bool(problem))
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            said.seek(0)
+            shown = said.read().decode(errors="replace")
+            if ended or "Traceback" in shown:
+                raise ValueError(f"exit {ended}: {shown.rpartition('problem: ')[2][-300:]}")
+
+    return act_apart
 
 
 def refuse_odd_display(shown: str) -> None:
@@ -117,12 +149,12 @@ def mutated(random: Random, data: bytes, most: int = 4) -> bytes:
     return bytes(changed)
 
 
-def _problem(act: Callable[[Random], object], seed: int, seconds: float) -> str:
-    """What is wrong with the input of a seed; empty if nothing is."""
+def _problem(act: Callable[[Random], object], random: Random, seconds: float) -> str:
+    """What is wrong with an input; empty if nothing is."""
     started = time.process_time()
     try:
         with _alarm(seconds):
-            act(Random(seed))
+            act(random)
     except SirchatError as error:
         text = str(error)
         try:

@@ -37,11 +37,9 @@ class CommandHome:
             "SIRCHAT_MODEL": "tiny", "PAGER": "cat", "SIRCHAT_COMPILE": "off", **variables,
         }  # fmt: skip
 
-    def run(self, *arguments: str, in_terminal: bool) -> ForkedCommand:
-        folder = self.folder / "cwd"
-        return ForkedCommand(
-            *arguments, environ=self.environ, folder=folder, in_terminal=in_terminal
-        )
+    def run(self, *arguments: str, in_terminal: bool, ahead: int = 0) -> ForkedCommand:
+        how = {"environ": self.environ, "folder": self.folder / "cwd", "ahead": ahead}
+        return ForkedCommand(*arguments, in_terminal=in_terminal, **how)  # type: ignore[arg-type]
 
     def turns(self, *, is_killed: bool) -> list[SavedTurn]:
         """Check that every chat opens and goes on, and nothing lies about; returns their turns."""

@@ -14,6 +14,12 @@ from pathlib import Path
 from forked_chat import fork
 
 _CLOCK = 20.0
+_WRONG_CLOCK = """
+import runpy, time
+right = time.time
+time.time = lambda: right() + {}
+runpy.run_module("sirchat", run_name="__main__", alter_sys=True)
+"""
 _WHERE_IS_THE_CURSOR = b"\x1b[6n"
 
 
@@ -25,6 +31,7 @@ class ForkedCommand:
         environ: its whole environment.
         folder: where it runs.
         in_terminal: whether its streams are a pseudo-terminal, or three pipes.
+        ahead: seconds by which its clock is wrong.
 
     Attributes:
         is_in_terminal: as given.
@@ -34,7 +41,12 @@ class ForkedCommand:
     """
 
     def __init__(
-        self, *arguments: str, environ: Mapping[str, str], folder: Path, in_terminal: bool
+        self,
+        *arguments: str,
+        environ: Mapping[str, str],
+        folder: Path,
+        in_terminal: bool,
+        ahead: int = 0,
     ) -> None:
         self.shown = self.errors = b""
         self.is_in_terminal = in_terminal
@@ -52,7 +64,9 @@ class ForkedCommand:
             self._terminal = None
         ready, begun = os.pipe()
         self._process: BaseProcess = fork(
-            ["-m", "sirchat", *arguments],
+            ["-c", _WRONG_CLOCK.format(ahead), *arguments]
+            if ahead
+            else ["-m", "sirchat", *arguments],
             environ,
             str(folder),
             dict(enumerate(theirs)),
