@@ -448,6 +448,8 @@ class LoadedModel:
         cache.begin_pass()
         if visible is not None and self.has_state:
             raise ModelError(f"{self.name} has layers with a state, which read every token")
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            raise ModelError(f"{self.name} has no token {largest}, which its tokenizer gives")
         if self.kinds and positions is None:  # some models do not count the rows in the cache
             positions = range(cache.length, cache.length + len(ids))
         return {

@@ -183,6 +183,18 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path) -> None:
     refused(folder, "makes texts more than 64-fold long")
 
 
+@pytest.mark.parametrize("ends", ["", [[]], 1.5])
+def test_ends_of_a_reply_that_are_no_ids_are_refused(folder: Path, ends: object) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=ends)
+    refused(folder, "eos_token_id: .*; it must be an id")
+
+
+def test_a_token_that_the_model_lacks_is_an_error_of_this_text(folder: Path) -> None:
+    model = load_model(str(folder), device="cpu")
+    with pytest.raises(ModelError, match="has no token 999999, which its tokenizer gives"):
+        model.read([1, 999_999], model.new_cache(2))
+
+
 def test_a_tokenizer_that_never_ends_is_an_error_of_this_text(folder: Path) -> None:
     endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
     change_json(folder / "tokenizer.json", pre_tokenizer=endless | {"invert": False})
