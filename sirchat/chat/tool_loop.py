@@ -25,7 +25,7 @@ from sirchat.recall.recall import Recall
 from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import CallParser, ToolCall, calls_as_text, calls_from_key, calls_key
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
 
 MOST_CALLS = 64  # for one message
 _ARGUMENTS = '"arguments"'
@@ -249,11 +249,8 @@ def _reply(
             rest, _ = parser.rest(chat.template.marks.call_lead, is_short=is_short)
             yield Delta(rest, end=len(said + rest))
             if parser.calls:
-                functions = [
-                    {"name": call.name, "arguments": json.loads(call.arguments)}
-                    for call in parser.calls
-                ]
-                turns[-1].text = calls_as_text((said + rest).strip(), functions)
+                messages = [call.message() for call in parser.calls]
+                turns[-1].text = with_calls((said + rest).strip(), messages)
             yield replace(event, text=turns[-1].text)
         else:
             yield event
@@ -269,9 +266,8 @@ def _run(
     try:
         if tool is None:
             raise LookupError(f"there is no tool {call.name}; there are: {', '.join(box.tools)}")
-        if (answer := box.decide(call)) and isinstance(answer, str):
+        if isinstance(answer := box.decide(call), str):
             raise PermissionError(answer)
-        assert isinstance(answer, ToolCall)
         decided = answer
         given = json.loads(decided.arguments)
         yield Called(len(chat.state.turns) - 1, call.id, call.name, given)
