@@ -259,8 +259,9 @@ class Commands:
         else:
             current = self._session.profile.policy
             kept = {
-                name: class_help(policy_class, name).removeprefix("Keeps the sinks").lstrip(", ")
+                name: line.removeprefix("Keeps the sinks").removeprefix(" and").lstrip(", ")
                 for name in policy_choices()
+                for line in [class_help(policy_class, name)]
             }
             self._screen.page(draw_choices(kept, current, self._screen.theme))
             self._screen.note(

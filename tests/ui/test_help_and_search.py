@@ -42,6 +42,7 @@ def test_policies_are_listed_with_a_line_each() -> None:
     assert set(listed) >= set(policy_choices())
     assert listed["snapkv"].startswith("the tokens that the newest queries attend to most")
     assert listed["full"].startswith("Keeps everything")
+    assert listed["random"].startswith("a random choice")
     assert [line for line in lines if line.startswith("*")] == [f"* entropy    {listed['entropy']}"]
     assert "policy is entropy; /policy NAME chooses" in lines[-1]
 
