@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats
 os.environ.setdefault("SIRCHAT_STOP_LOOPS", "off")  # models without sense repeat themselves
 os.environ.setdefault("SIRCHAT_COMPILE", "off")  # takes a minute, and rounds in another way
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,11 +148,11 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection() -> Generator[None, object, object]:
     """Searches for garbage would look at all tests that were found, then and while they run."""
     gc.disable()
     try:
-        yield
+        return (yield)
     finally:
         gc.freeze()
         gc.enable()
