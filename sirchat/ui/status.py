@@ -88,7 +88,7 @@ def describe_round(
 def describe_recalled(recall: Recall, seen: int) -> str:
     """Such as `recalled 14 tokens: "I drive a red Volvo." and 2 more`; empty if nothing was.
 
-    If a question was answered from them alone: `answered from 3 passages of 3,900 tokens: "..."`.
+    If a question was answered from them alone: `answered from 3 passages, found in 3,900 tokens`.
     """
     turns, found = recall.turns, recall.found
     if not turns:
@@ -96,10 +96,12 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     tokens = f"recalled {counted(sum(turn.tokens for turn in turns), 'token')}"
     if not turns[0].text:  # single tokens were found
         return f"{tokens} of {counted(len(turns), 'message')} (/recall shows them)"
+    rest = len(turns) - 1
     if found is not None and found.is_question:
-        tokens = f"answered from {counted(len(found.passages), 'passage')} of {seen:,} tokens"
+        rest = len(found.passages) - 1  # a turn may have several
+        tokens = f"answered from {counted(rest + 1, 'passage')}, found in {seen:,} tokens"
     most_of = max(turns, key=lambda turn: turn.tokens)
-    more = f" and {len(turns) - 1:,} more" if len(turns) > 1 else ""
+    more = f" and {rest:,} more" if rest else ""
     return f'{tokens}: "{shorten(displayable_line(most_of.text), _QUOTED)}"{more}'
 
 

@@ -170,7 +170,7 @@ def test_what_passages_say_is_quoted() -> None:
         (
             True,
             more,
-            'answered from 3 passages of 3,900 tokens: "I drive a red Volvo." and 1 more',
+            'answered from 3 passages, found in 3,900 tokens: "I drive a red Volvo." and 2 more',
         ),
     ):
         found = SimpleNamespace(passages=(7, 1, 9), is_question=is_question)
