@@ -64,16 +64,18 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not isinstance(end, int):
             raise ModelError(f"the files of {name!r} say eos_token_id: {ends!r}; it must be an id")
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > _MOST_GROWTH:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [getattr(backend, name, None) for name in ("normalizer", "decoder")]
+    if any(_growth(json.loads(one.__getstate__())) > _MOST_GROWTH for one in parts if one):
         raise ModelError(
             f"the tokenizer of {name!r} makes texts more than {_MOST_GROWTH}-fold long"
         )
 
 
 def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times as long the replacements of a normalizer may make a text, at most."""
-    grown = float(math.prod(_growth(one) for one in normalizer.get("normalizers", ())))
+    """How many times as long the replacements of a normalizer or decoder may make a text."""
+    parts = normalizer.get("normalizers") or normalizer.get("decoders") or ()
+    grown = float(math.prod(map(_growth, parts)))
     if normalizer.get("type") == "Replace":  # an expression, like no text, may be found anywhere
         new, replaced = len(normalizer["content"]), len(normalizer["pattern"].get("String", ""))
         grown *= max(1, new / replaced) if replaced else 1 + new
