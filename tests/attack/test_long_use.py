@@ -131,7 +131,8 @@ class User:
             while chat.read(0.1):
                 pass
         chat.send("\x15/exit\r")
-        check_end(chat, signal.SIGTERM, {0})
+        # While it still loads, Ctrl-C ends it.
+        check_end(chat, signal.SIGTERM, {0, 130} if how == signal.SIGINT else {0})
 
     def check(self) -> None:
         """Nothing that was acknowledged is lost, and nothing takes more room than it may."""
