@@ -14,6 +14,9 @@ from scorers import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel
+from sirchat.recall.passage_search import FLOOR
+from sirchat.recall.recall import NEAR
+from sirchat.recall.word_index import LESS
 
 TOLD, ASKED = "Our zebra is called Quixbert.", "Who is our zebra Quixbert?"
 TALK = ("What a rainy day it is.", "Tell me a joke.", "The bus was late again.", "How are you?")
@@ -116,3 +119,18 @@ def test_a_model_that_uses_its_whole_context_says_no_and_a_number_says_yes() -> 
     chat.undo()
     chat.switch("test", focus=32)
     assert not held_in_reply(chat, ASKED)[0] >= set(range(seen))
+
+
+def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
+    chat = told()
+    for text in ("A zebra ran.", "He has a zebra and a dog."):
+        list(chat.read_user(text, before="assistant"))
+        list(chat.read_reply("Fine, thank you."))
+    chat.recall.update()
+    turn = chat.template.user(ASKED)
+    found = chat.recall.find(turn.ids, turn.roles, 1000)
+    scores = chat.recall.search.scores(found.message)
+    near = {number for number, score in enumerate(scores) if score >= NEAR * found.best}
+    assert found.is_question
+    assert set(found.passages) == near
+    assert (scores[[n not in near for n in range(len(scores))]] >= LESS * FLOOR).any()
