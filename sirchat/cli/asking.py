@@ -102,7 +102,7 @@ def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
             bar.close()
             if "error" in event:
                 raise SirchatError(event["error"]["message"])
-            screen.stream(event["choices"][0]["delta"].get("content") or "")
+            screen.stream(event["choices"][0]["delta"].get("content") or "", at_blanks=True)
             if "sirchat" in event:  # the reply is complete
                 screen.line()
                 for note in event["sirchat"].get("notes", ()):

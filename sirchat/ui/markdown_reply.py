@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sirchat.ui.cells import Cell, StyledRow, cells_width, cut_line, has_known_widths, plain_rows
-from sirchat.ui.markdown import MarkdownLayout
 from sirchat.ui.text import counted
+
+if TYPE_CHECKING:  # loads a parser, which a reply that is shown as written does not need
+    from sirchat.ui.markdown import MarkdownLayout
 
 # Signs at the end of an unfinished text that may be the beginning of markup; not shown yet.
 _UNDECIDED = re.compile(
@@ -205,6 +207,31 @@ class MarkdownReply:
         plain = self._plain_from
         self._plain_from = plain - length if plain is not None and plain > length else None
         self._lead = [StyledRow()] if self._plain_from is None else []
+
+
+class WrittenReply:
+    """A reply as it is written, broken at blanks, but code between fences by the terminal.
+
+    A word is shown as it grows; once it is too long for the end of a row, it moves to the next.
+    """
+
+    def __init__(self) -> None:
+        self._line, self._is_code, self._painter = "", False, Painter(below=False)
+
+    def push(self, text: str, width: int) -> str:
+        """What to write so that a terminal `width` columns wide shows the next part, too."""
+        written = ""
+        if self._painter.width not in (0, width) and not self._is_code:
+            text = f"\n{text}"  # rows in a window of another width can't be changed
+        for number, part in enumerate(text.split("\n")):
+            if number:
+                self._is_code ^= self._line.lstrip(" >").startswith(("```", "~~~"))
+                self._line, self._painter = "", Painter(below=False)
+                written += "\n"
+            self._line, self._painter.width = self._line + part, width
+            shown = plain_rows(self._line, width, soft=False)
+            written += part if self._is_code else self._painter.paint(shown)
+        return written
 
 
 class Painter:

@@ -80,7 +80,7 @@ def print_reply(
             screen.json(event)
             return
         said, notes = reply.push(event)
-        screen.stream(said)
+        screen.stream(said, at_blanks=True)
         has_said = has_said or bool(said)
         if isinstance(event, TurnDone) and event.role == "assistant":
             if has_said or not calls_tools(event, session):

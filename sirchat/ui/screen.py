@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -17,6 +17,9 @@ from sirchat.chat.events import Event, to_json
 from sirchat.ui.interrupt import leave_ctrl_c_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
+
+if TYPE_CHECKING:
+    from sirchat.ui.markdown_reply import WrittenReply
 
 LEAST_ROWS, LEAST_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
 
@@ -45,6 +48,7 @@ class Screen:
         self.notes = make_console(err or sys.stderr, force_terminal=(err or sys.stderr).isatty())
         self.notes.soft_wrap = not self.notes.is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
+        self._reply: WrittenReply | None = None  # that is broken at blanks
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
@@ -89,13 +93,22 @@ class Screen:
         is_small = size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
         return self.terminal is None or bool(os.environ.get("NO_COLOR")) or is_small
 
-    def stream(self, text: str) -> None:
-        """Print `text`, the next part of a reply, without control characters."""
-        self._write(self._filter.push(text))
+    def stream(self, text: str, *, at_blanks: bool = False) -> None:
+        """Print `text`, the next part of a reply, without control characters.
+
+        With `at_blanks`, a terminal breaks its prose between words.
+        """
+        text = self._filter.push(text)
+        if at_blanks and self.terminal is not None:
+            from sirchat.ui.markdown_reply import WrittenReply
+
+            self._reply = self._reply or WrittenReply()
+            text = self._reply.push(text, self.width)
+        self._write(text)
 
     def line(self, text: str = "") -> None:
         """Print `text` at the end of a reply's last line, and end this line."""
-        self._filter = DisplayFilter()
+        self._filter, self._reply = DisplayFilter(), None
         self._write(DisplayFilter().push(text) + "\n")
 
     def json(self, event: Event) -> None:
