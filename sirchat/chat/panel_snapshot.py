@@ -70,7 +70,8 @@ class Snapshot:
     histogram: Histogram | None  # null in a short snapshot
     in_single_layers: int = 0  # held tokens that only some layers hold
     unit: str = ""  # of the scores, such as "nats"; empty for a plain number
-    leaving_words: tuple[str, ...] = ()  # some words of `evicted_next`, most surprising first
+    # Some words of `evicted_next`, most surprising first, and the role that wrote each.
+    leaving_words: Mapping[str, str] = field(default_factory=dict)
     recalled_turns: tuple[RecalledTurn, ...] = ()  # of the tokens that recall restored
     # Of the held tokens, how many each wrote: `user`, `assistant`, `system` or `template`; of
     # these, `recalled` ones are counted apart.
@@ -164,8 +165,8 @@ def _threshold(
     return float(shown_scores(engine, scores[np.searchsorted(held, leaving)]).max())
 
 
-def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """Some whole words with tokens at the positions `leaving`, the most surprising first."""
+def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> dict[str, str]:
+    """Some whole words with tokens at `leaving`, most surprising first, and each one's role."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
@@ -173,7 +174,10 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
-    return words_at(at, without_template(token_rows(engine, near, texts, sinks, None)))
+    rows = without_template(token_rows(engine, near, texts, sinks, None))
+    roles = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
+    of = {w: role for role in roles for w in words_at(at, [r for r in rows if r.role == role])}
+    return {word: of[word] for word in words_at(at, rows) if word in of}
 
 
 def _held_shares(

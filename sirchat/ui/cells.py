@@ -87,10 +87,11 @@ def clear_width_cache() -> None:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text of known width to `width` cells; an ellipsis replaces the part cut off."""
+    """Cut a text of known width to `width` cells; `…` replaces the part before a closing quote."""
     if cell_len(text) <= width:
         return text
-    return _split(text, max(0, width - 1))[0] + "…"[:width]
+    end = '…"' if text.endswith('"') else "…"
+    return _split(text, max(0, width - len(end)))[0] + end[:width]
 
 
 def line_of(runs: Iterable[StyledRun]) -> Text:

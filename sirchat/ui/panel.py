@@ -100,15 +100,17 @@ def draw_memory(
     }
     lines = [_segments(snapshot, theme, width)]
     if current and not parts["held, of what you told"]:
-        lines += _listed("held, of what you told", ["none whole"], theme, width, quote="")
+        lines += _listed("held, of what you told", ["none whole"], theme, width)
     for name, found in parts.items():
-        if texts := [fact.left or fact.text for fact in found]:
+        if texts := [f'"{fact.left or fact.text}"' for fact in found]:
             lines += _listed(name, texts, theme, width, rows=rows)
     if told := _told(snapshot):
-        name = "recalled for the last reply alone"
-        lines += _listed(name, told, theme, width, quote="", rows=rows)
-    if words := snapshot.leaving_words:
-        lines += _listed("evicted next", words, theme, width, quote="")
+        lines += _listed("recalled for the last reply alone", told, theme, width, rows=rows)
+    leaving = snapshot.leaving_words
+    whose = {role: _joined(w for w in leaving if leaving[w] == role) for role in _SEGMENTS}
+    if text := "; ".join(f"{_SEGMENTS[role][0]}: {of}" for role, of in whose.items() if of):
+        name, _, text = text.partition(": ")
+        lines += _listed(f"evicted next, {name}", [text], theme, width)
     return Group(*lines)
 
 
@@ -139,14 +141,12 @@ def _segments(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     return line_of([*bar, StyledRun(cut(summary, width - cells), theme.quiet)])
 
 
-def _listed(
-    name: str, texts: Sequence[str], theme: Theme, width: int, *, quote: str = '"', rows: int = 1
-) -> list[Text]:
+def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int = 1) -> list[Text]:
     """Rows, at most so many, with as many of the texts as fit, and how many more there are."""
     name += ": "
     count, lines, room = 0, [""], width - len(name) - 1  # one cell for a comma
     for text in texts:
-        item = f"{quote}{known_width_line(displayable_line(text))}{quote}"
+        item = known_width_line(displayable_line(text))
         left = len(texts) - count - 1
         more = len(f" and {left} more") if left else 0
         longer = f"{lines[-1]}, {item}" if count else item
@@ -288,7 +288,7 @@ def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
     return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
 
 
-def _joined(words: Sequence[str]) -> str:
+def _joined(words: Iterable[str]) -> str:
     return ", ".join(filter(None, map(known_width_line, words)))
 
 
@@ -394,9 +394,9 @@ def _told(snapshot: Snapshot) -> list[str]:
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     """A line with the sentences that were recalled, or else the words that found them."""
     if told := _told(snapshot):
-        return _listed("recalled for this round", told, theme, width, quote="")
+        return _listed("recalled for this round", told, theme, width)
     words = list(dict.fromkeys(word for turn in snapshot.recalled_turns for word in turn.words))
-    return _listed("recalled by the words", words, theme, width, quote="") if words else []
+    return _listed("recalled by the words", words, theme, width) if words else []
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:

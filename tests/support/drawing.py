@@ -133,8 +133,9 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         slots=tuple(range(len(held))),
         turns=tuple(turns),
         histogram=Histogram(*bins),
-        leaving_words=words_at(
-            [row.position for row in without_template(leaving)], without_template(held)
+        leaving_words=dict.fromkeys(
+            words_at([row.position for row in without_template(leaving)], without_template(held)),
+            "user",
         ),
     )
 

@@ -274,7 +274,7 @@ def view_of(*said: tuple[int, str], role: str = "user") -> Snapshot:
     seen = max((at for at, _ in said), default=-1) + 1
     return replace(
         TALK, rows=rows, slots=tuple(row.position for row in rows), seen=seen, resident=seen,
-        threshold=None, evicted_next=(), leaving_words=(), histogram=None,
+        threshold=None, evicted_next=(), leaving_words={}, histogram=None,
     )  # fmt: skip
 
 
@@ -331,14 +331,14 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
     [
         ({"threshold": 0.114}, "evicted next, as they surprised the model least: Rex, green"),
         ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
-        ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
+        ({"leaving_words": {}}, "evicted next: only punctuation and the marks between messages"),
         ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
         ({"evicted_next": (), "budget": 50}, "room for 40 tokens"),
     ],
 )
 def test_what_goes_next_is_said_in_words(change: dict[str, object], said: str) -> None:
     view = replace(view_of((9, "x")), seen=30, resident=10, evicted_next=(3, 4))
-    view = replace(view, leaving_words=("Rex", "green"))
+    view = replace(view, leaving_words={"Rex": "user", "green": "assistant"})
     assert compact(replace(view, **change))[3] == said  # type: ignore[arg-type]
 
 

@@ -42,7 +42,7 @@ def test_segments_add_up_to_the_budget() -> None:
 def test_what_you_told_is_held_in_part_or_evicted() -> None:
     now = replace(
         session().snapshot(strongest=0),
-        leaving_words=("fox", "hill"),
+        leaving_words={"fox": "user", "go": "assistant", "hill": "user"},
         turns=(HeldShare(0, "user", 6, 0, None, 0),),
         recalled_turns=(RecalledTurn(0, 6, (), CAT),),
     )
@@ -53,7 +53,7 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
         'held in part: "It … gate 12."',
         f'evicted, of what you told: "{CAT}"',
         f'recalled for the last reply alone: you: "{CAT}"',
-        "evicted next: fox, hill",
+        "evicted next, yours: fox, hill; the model's: go",
     ]
 
 
@@ -71,6 +71,23 @@ def test_of_much_that_you_told_the_newest_is_shown() -> None:
     assert max(map(len, (first, second))) < 60
     count = first.count("I own") + second.count("I own")
     assert f" and {30 - count} more" in second
+
+
+@pytest.mark.parametrize("width", range(50, 90, 3))
+def test_a_sentence_that_is_cut_keeps_its_closing_quote(width: int) -> None:
+    told = "I have been exploring the caves below the old harbour of the town since last March."
+    now = replace(
+        session().snapshot(strongest=0),
+        turns=(HeldShare(0, "user", 6, 0, None, 0),),
+        recalled_turns=(RecalledTurn(0, 6, (), told),),
+        leaving_words={f"harbour{n}": "assistant" for n in range(9)},
+    )
+    _, *rows = lines(draw_memory(now, [fact(told, 8), fact(told, 8)], NONE, width), width)
+    for row in rows[:-1]:
+        assert row.count('"') == 2
+        assert re.search(r'\u2026"|\."', row)
+    assert max(map(len, rows)) <= width
+    assert rows[-1].rstrip().endswith("\u2026")
 
 
 @pytest.mark.parametrize("rows", [40, pytest.param(16, marks=pytest.mark.slow)])
