@@ -88,21 +88,22 @@ def describe_round(
 def describe_recalled(recall: Recall, seen: int) -> str:
     """Such as `recalled 14 tokens: "I drive a red Volvo." and 2 more`; empty if nothing was.
 
-    If a question was answered from them alone: `answered from 3 passages, found in 3,900 tokens`.
+    The passage that fits best is quoted. If a question was answered from them alone, it begins
+    `answered from 3 passages, found in 3,900 tokens`.
     """
     turns, found = recall.turns, recall.found
     if not turns:
         return ""
     tokens = f"recalled {counted(sum(turn.tokens for turn in turns), 'token')}"
-    if not turns[0].text:  # single tokens were found
+    if found is None:  # single tokens were found
         return f"{tokens} of {counted(len(turns), 'message')} (/recall shows them)"
-    rest = len(turns) - 1
-    if found is not None and found.is_question:
-        rest = len(found.passages) - 1  # a turn may have several
+    rest = len(found.passages if found.is_question else turns) - 1  # a turn may have several
+    if found.is_question:
         tokens = f"answered from {counted(rest + 1, 'passage')}, found in {seen:,} tokens"
-    most_of = max(turns, key=lambda turn: turn.tokens)
+    best_first = recall.search.passages.rows["turn"][list(found.passages)].tolist()
+    best = min(turns, key=lambda turn: [*best_first, turn.turn].index(turn.turn))
     more = f" and {rest:,} more" if rest else ""
-    return f'{tokens}: "{shorten(displayable_line(most_of.text), _QUOTED)}"{more}'
+    return f'{tokens}: "{shorten(displayable_line(best.text), _QUOTED)}"{more}'
 
 
 def how_to_go_on(finish: Finish, profile: Profile) -> str:

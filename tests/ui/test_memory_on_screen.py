@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from chatting import babbler, session
@@ -159,6 +160,9 @@ class _Recall(NamedTuple):
 
     turns: list[RecalledTurn]
     found: Any
+    search: Any = SimpleNamespace(
+        passages=SimpleNamespace(rows={"turn": np.array([4] * 7 + [0, 4, 0])})
+    )
 
 
 def test_what_passages_say_is_quoted() -> None:
@@ -175,6 +179,20 @@ def test_what_passages_say_is_quoted() -> None:
     ):
         found = SimpleNamespace(passages=(7, 1, 9), is_question=is_question)
         assert describe_recalled(_Recall(turns, found), 3_900) == line  # type: ignore[arg-type]
+
+
+def test_the_passage_that_fits_best_is_quoted_not_the_longest() -> None:
+    chat = session(babbler(), policy="sink", budget=160, recall="words", recall_n=60)
+    told = "The train leaves from platform nine."
+    long = "A train of thought that I had on the way home was about all of my old school friends."
+    for text in (long, told, *["What a rainy day it is.", "Tell me a joke."] * 6):
+        list(chat.read_user(text))
+        list(chat.read_reply("Fine, thank you."))
+    list(chat.read_user("From which platform does my train leave?"))
+    turns = {chat.turns[turn.turn].text: turn.tokens for turn in chat.recall.turns}
+    assert turns[long] > turns[told]
+    assert f'"{told}"' in describe_recalled(chat.recall, chat.seen)
+    assert list(turns).index(long) < list(turns).index(told), "the list is in order of turns"
 
 
 def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
