@@ -52,7 +52,8 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
 
-    So, too, if it makes texts many times as long before it reads them, or names no id as end.
+    So, too, if it makes texts many times as long before it reads them, or names no id as end, or
+    no number as its limit.
     """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
@@ -64,6 +65,10 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not isinstance(end, int):
             raise ModelError(f"the files of {name!r} say eos_token_id: {ends!r}; it must be an id")
+    if not isinstance(most := getattr(tokenizer, "model_max_length", 0), int | float):
+        raise ModelError(
+            f"the files of {name!r} say model_max_length: {most!r}; it must be a number"
+        )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = [getattr(backend, name, None) for name in ("normalizer", "decoder")]
     if any(_growth(json.loads(one.__getstate__())) > _MOST_GROWTH for one in parts if one):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,6 +118,8 @@ class Prompt:
             style=DynamicStyle(self._style),
         )
         self._prompt.default_buffer.on_text_changed += self._changed
+        # It prints a traceback of a signal that ends the chat while the history is read.
+        logging.getLogger("prompt_toolkit.buffer").disabled = True
 
     def set_completer(self, completer: Completer, toolbar: Callable[[], str]) -> None:
         """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""

@@ -189,6 +189,12 @@ def test_ends_of_a_reply_that_are_no_ids_are_refused(folder: Path, ends: object)
     refused(folder, "eos_token_id: .*; it must be an id")
 
 
+def test_a_limit_of_the_tokenizer_that_is_no_number_is_refused(folder: Path) -> None:
+    change_json(folder / "tokenizer_config.json", model_max_length=[512])
+    with pytest.raises(ModelError, match=r"model_max_length: \[512\]; it must be a number"):
+        load_model(str(folder), device="cpu", for_hub=True)
+
+
 def test_a_token_that_the_model_lacks_is_an_error_of_this_text(folder: Path) -> None:
     model = load_model(str(folder), device="cpu")
     with pytest.raises(ModelError, match="has no token 999999, which its tokenizer gives"):

@@ -192,6 +192,18 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
             prompt.read()
 
 
+def test_a_signal_that_ends_the_chat_while_the_history_is_read_is_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Ending(DummyHistory):
+        def load_history_strings(self) -> list[str]:
+            sys.exit(143)
+
+    with create_pipe_input() as keys, pytest.raises(SystemExit):
+        Prompt(keys, DummyOutput(), history=Ending()).read()
+    assert not caplog.records
+
+
 def test_an_interrupt_that_comes_as_the_prompt_has_closed_is_no_exception() -> None:
     with create_pipe_input() as keys:
         prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
