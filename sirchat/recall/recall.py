@@ -42,8 +42,8 @@ from sirchat.text.detokenizer import Texts
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
 FOCUS = 96
-# Passages with less than this share of the best score are left out of them. Chosen on that half,
-# too: beside others, the model says the fact that was asked for less often.
+# Passages with less than this share of a search's best score are left out of them. Chosen on that
+# half, too: beside others, the model says the fact that was asked for less often.
 NEAR = 0.4
 
 _NONE = np.zeros(0, np.int64)
@@ -226,17 +226,19 @@ class Recall:
         is_question = bool(asks and focus and best >= LESS * FLOOR)
         if is_question:
             room = min(room, focus)
-        near = NEAR * best if is_question and not at_time else 0.0
+        near = NEAR if is_question and not at_time else 0.0
         most = min(room, len(scores) - 1)  # a passage has at least one token
-        floor = max(FLOOR, near) if is_auto else -float(np.partition(-scores, most)[most])
+        floor = max(FLOOR, near * best) if is_auto else -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
+            scores[scores < near * best] = 0
             if chosen and by_words[first := next(iter(chosen))]:
                 again = search.scores_of_second_round(ledger, first, message, generated)
+                again[again < near * again.max()] = 0
                 scores = np.maximum(scores, again)
             scores[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
-            chosen |= self._take(scores, max(LESS * FLOOR, near), left, whole=bool(chosen))
+            chosen |= self._take(scores, LESS * FLOOR, left, whole=bool(chosen))
         positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
         of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
         order = np.argsort(positions)
