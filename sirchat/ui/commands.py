@@ -24,15 +24,14 @@ from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import policy_choices, short_number
+from sirchat.config.values import short_number
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import draw_choices, draw_settings, memory_in_words
+from sirchat.ui.lists import draw_policies, draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.quoting import Quoting
 from sirchat.ui.saved_chat import SavedChat
@@ -45,7 +44,7 @@ from sirchat.ui.tables import (
     draw_recalled_turns,
     draw_tokens,
 )
-from sirchat.ui.text import class_help, counted, displayable, displayable_line, shorten
+from sirchat.ui.text import counted, displayable, displayable_line, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
@@ -258,12 +257,7 @@ class Commands:
             self._switching.change_policy(name, options)
         else:
             current = self._session.profile.policy
-            kept = {
-                name: line.removeprefix("Keeps the sinks").removeprefix(" and").lstrip(", ")
-                for name in policy_choices()
-                for line in [class_help(policy_class, name)]
-            }
-            self._screen.page(draw_choices(kept, current, self._screen.theme))
+            self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
                 f"policy is {displayable_line(current)}; /policy NAME chooses; all but window also "
                 "keep the first tokens (sinks) and what is pinned"

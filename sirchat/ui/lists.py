@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.config.profile import FIXED, Profile
-from sirchat.config.values import as_typed
+from sirchat.config.values import as_typed, policy_choices
+from sirchat.memory.policies import policy_class
 from sirchat.ui.cells import cut
-from sirchat.ui.text import counted, displayable, displayable_line, shorten
+from sirchat.ui.text import class_help, counted, displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
@@ -45,12 +46,15 @@ _LEGEND = (
 )
 
 
-def draw_choices(meanings: Mapping[str, str], current: str, theme: Theme) -> RenderableType:
-    """Draw names and what each means, a line each; a star marks the current one."""
+def draw_policies(current: str, theme: Theme) -> RenderableType:
+    """Draw the policies and what each keeps, a line each; a star marks the current one."""
     table = Table.grid(padding=(0, 2, 0, 0))
-    for name, meaning in meanings.items():
+    for name in policy_choices():
+        kept = class_help(policy_class, name).removeprefix("Keeps the sinks").removeprefix(" and")
         marked = Text(f"{'*' if name == current else ' '} {name}", no_wrap=True)
-        table.add_row(marked, Text(meaning, theme.quiet, no_wrap=True, overflow="ellipsis"))
+        table.add_row(
+            marked, Text(kept.lstrip(", "), theme.quiet, no_wrap=True, overflow="ellipsis")
+        )
     return table
 
 
