@@ -177,15 +177,15 @@ def read_result(
         room = min(division.evictable // _HEAD, division.most_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    try:
-        with engine.residency.recall_ends_at_error():
+    with engine.residency.recall_ends_at_error():
+        try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after
             )
-            yield turn.finish(text)
-    finally:
-        read = range(start, min(start + head, engine.ledger.seen))
-        chat.state.heads = [*chat.state.heads, *read]
+        finally:
+            read = range(start, min(start + head, engine.ledger.seen))
+            chat.state.heads = [*chat.state.heads, *read]
+        yield turn.finish(text)
 
 
 def expect_calls(chat: Conversation, text: str) -> list[ToolCall]:

@@ -1,6 +1,7 @@
-"""Runs a server of tools, and ends it, with all that it has started, when the chat is gone.
+"""Runs a server of tools until it ends or the chat is gone; then ends all that it has started.
 
-It is run as a program, and imports little, so that a server starts at once.
+It is run as a program, as `guard.py CHAT COMMAND ...` with the chat's process id, and imports
+little, so that a server starts at once.
 """
 
 import os
@@ -13,12 +14,11 @@ _SECONDS = 0.2  # between two looks
 
 
 def main() -> None:
-    chat, server = os.getppid(), subprocess.Popen(sys.argv[1:])
-    while server.poll() is None:
-        if sys.platform != "win32" and os.getppid() != chat:
-            os.killpg(0, signal.SIGKILL)  # this process, too
-        time.sleep(_SECONDS)
-    sys.exit(server.returncode)
+    chat, server = int(sys.argv[1]), subprocess.Popen(sys.argv[2:])
+    if sys.platform != "win32":
+        while server.poll() is None and os.getppid() == chat:
+            time.sleep(_SECONDS)
+        os.killpg(os.getpid(), signal.SIGKILL)  # this process, too
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 import tempfile
@@ -76,7 +77,7 @@ class ToolServers:
             running.ended = self._submit(running.serve())
             running.begun.result(_START)
         except Exception as error:
-            running.end()
+            running.ended.cancel()
             why = running.last_words() or str(error) or "it does not answer"
             raise SirchatError(f"the server {name} can't be started: {why}") from None
         self._running[name] = running
@@ -172,7 +173,7 @@ class _Running:
             return Client(_http(fields))
         command = [fields.command, *fields.args]
         if sys.platform != "win32":
-            command = [sys.executable, "-I", guard.__file__, *command]
+            command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *command]
         parameters = StdioServerParameters(
             command=command[0], args=command[1:], env=fields.env, cwd=fields.cwd
         )

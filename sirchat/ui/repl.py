@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from threading import Thread
 
-from sirchat.chat.events import Delta, Event
+from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
@@ -294,6 +294,8 @@ class Chat:
                 stops = make_stop_check(interrupt, self._keyboard, is_stopped)
                 for event in events(lambda: stops() or self.tools.is_stopped):
                     view.show(event)
+                    if isinstance(event, TurnDone) and event.role == "tool":
+                        self.saved_chat.update()
         finally:
             self._keyboard.mark_pastes(False)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.errors import SirchatError, UsageError
+from sirchat.tools import guard
 from sirchat.tools.config import ServerFields, ToolFlags, read_servers
 from sirchat.tools.servers import ToolServers
 from tool_server import OverHttp, servers_file
@@ -131,10 +133,42 @@ def test_no_server_outlives_a_chat_that_is_killed(tmp_path: Path) -> None:
         assert _lives(server)
         os.kill(chat, signal.SIGKILL)
         os.waitpid(chat, 0)
-        deadline = time.monotonic() + 20
-        while _lives(server):
-            assert time.monotonic() < deadline, "the server lives on"
-            time.sleep(0.05)
+        _await_end(server)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, no guard runs")
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_guard_ends_all_that_a_server_has_started(is_gone: bool) -> None:
+    """When the server ends, or if the chat was gone before the guard began to look."""
+    chat, last = (1, "sleep 60") if is_gone else (os.getpid(), "true")
+    server = ["sh", "-c", f"sleep 60 >/dev/null & echo $!; {last}"]
+    command = [sys.executable, "-I", guard.__file__, str(chat), *server]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as ran:
+        assert ran.stdout
+        started = [int(line) for line in ran.stdout]  # to its end, which all have then written
+    assert ran.returncode == -signal.SIGKILL
+    for pid in started:
+        _await_end(pid)
+
+
+def test_a_server_that_does_not_answer_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.tools.servers._START", 1)
+    mute = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    args = ["-S", "-c", f"{mute}; time.sleep(60)"]
+    servers = ToolServers({"mute": ServerFields(command=sys.executable, args=args)}, print)
+    with pytest.raises(SirchatError, match="mute can't be started: it does not answer"):
+        servers.tools("mute")
+    _await_end(int((tmp_path / "pid").read_text()))
+    servers.close()
+
+
+def _await_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while _lives(pid):
+        assert time.monotonic() < deadline, "the server lives on"
+        time.sleep(0.05)
 
 
 def _lives(pid: int) -> bool:

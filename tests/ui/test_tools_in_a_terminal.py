@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from by_heart import SHAPES, Known, assistant, save_folder, teach, user
+from sirchat.paths import sessions_dir
+from sirchat.saved.session_list import open_saved_file
 from sirchat.tools.config import read_servers
 from sirchat.tools.servers import ToolServers
 from terminal import Terminal
@@ -18,7 +21,20 @@ SHAPE = SHAPES["qwen3"]
 _KEYS = "e edits:"  # the end of the question, which is gone once it is answered
 USED = ("weather", "die", "hostile")
 OSLO = '{"city": "Oslo"}'
-CALLS = {"Weather?": ("weather", OSLO), "Die.": ("die", "{}"), "Attack.": ("hostile", "{}")}
+CALLS = {
+    "Weather?": ("weather", OSLO),
+    "Twice.": ("weather", OSLO),
+    "Die.": ("die", "{}"),
+    "Attack.": ("hostile", "{}"),
+}
+
+
+def call_of(name: str, given: str) -> str:
+    """How the model calls a tool."""
+    return SHAPE.call.format(thought="They ask.", name=f"snow__{name}", arguments=given)  # type: ignore[union-attr]
+
+
+DIES = call_of("die", "{}")
 # What each message comes to, and what the model says then.
 ENDS = [
     ("Weather?", "It snows in Oslo.", "It is Paris."),
@@ -28,6 +44,7 @@ ENDS = [
         'The user changed the arguments to {"city": "Rome"}.\nIt snows in Rome.',
         "Hello Anna.",
     ),
+    ("Twice.", "It snows in Oslo.", DIES),
     ("Die.", "error: the server snow has ended", "You are Anna."),
     ("Attack.", HOSTILE, "It is sunny."),
 ]
@@ -40,7 +57,7 @@ def taught_folder(folder: Path) -> Path:
     servers.close()
     known = []
     for said, (name, given) in CALLS.items():
-        call = SHAPE.call.format(thought="They ask.", name=f"snow__{name}", arguments=given)  # type: ignore[union-attr]
+        call = call_of(name, given)
         known.append(Known((user(said),), call, told))
         function = {"name": f"snow__{name}", "arguments": json.loads(given)}
         history = assistant("", tool_calls=[{"id": "1", "type": "function", "function": function}])
@@ -48,17 +65,23 @@ def taught_folder(folder: Path) -> Path:
             if asked == said:
                 result = {"role": "tool", "tool_call_id": "1", "content": text}
                 kept = (given, call)
-                reply = SHAPE.plain.format(answer=answer)
+                reply = answer if answer == DIES else SHAPE.plain.format(answer=answer)
                 known.append(Known((user(said), history, result), reply, told, kept))
     return save_folder(folder / "model", SHAPE, teach(SHAPE, known))
 
 
 @pytest.fixture(scope="module")
-def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = tmp_path_factory.mktemp("tools")
-    flags = ("--tools", str(servers_file(folder)), "--max-new-tokens", "80", "--panel", "off")
-    model = str(taught_folder(folder))
-    with Terminal("--model", model, *flags, home=folder / "home") as chat:
+    servers, model = str(servers_file(folder)), str(taught_folder(folder))
+    return ("--model", model, "--tools", servers, "--max-new-tokens", "80", "--panel", "off")
+
+
+@pytest.fixture(scope="module")
+def terminal(
+    tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]
+) -> Iterator[Terminal]:
+    with Terminal(*flags, home=tmp_path_factory.mktemp("home")) as chat:
         listed = chat.ask("/tools")
         assert "snow: 0 tools on, not started" in listed
         assert "off snow__weather: It can weather." in chat.ask("/tools snow")
@@ -135,3 +158,22 @@ def test_a_hostile_result_controls_neither_terminal_nor_template(terminal: Termi
     assert (
         terminal.ask("/tokens").count("<|im_start|>") == 5
     )  # system, message, call, result, reply
+
+
+def test_a_chat_that_is_killed_within_the_loop_has_the_results_until_then(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Terminal(*flags, "--tools-allow", "snow__weather", home=tmp_path) as chat:
+        for name in USED[1:]:
+            chat.ask(f"/tools on snow__{name}")
+        chat.say("Twice.")
+        chat.until(lambda: "wants to call snow__die" in chat.shown)
+        chat.child.kill(signal.SIGKILL)
+        while chat.read():
+            pass
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    store, _ = open_saved_file(sessions_dir(), "last")
+    turns = [(turn.role, turn.text) for turn in store.turns()]
+    store.close()
+    assert turns[-3] == ("user", "Twice.")
+    assert turns[-1] == ("tool", "It snows in Oslo.")
