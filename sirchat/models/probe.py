@@ -23,7 +23,9 @@ from sirchat.models.packed import packed_buffers
 from sirchat.text.template_sandbox import syntax_error
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
+# Of logits, read in passes of 4 and of 1: in float32; with rounded weights or products, which can
+# change what experts are chosen. A state that is lost between passes of 1 changes them by 0.16.
+_STATE_TOLERANCES = (1e-3, 1e-3), (0.03, 0.1)
 _DISTANCES = (1, 17, 301)
 _FIRST_TOKEN, _MOST_TOKENS = 5, 32  # the ids that are tried until two have keys that are not zero
 _MOST_GROWTH = 64  # of a text, by a tokenizer's replacements
@@ -208,14 +210,14 @@ def probe_state(
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(7 * at + 5) % vocabulary for at in range(12)]
     is_exact = module.dtype == torch.float32 and next(packed_buffers(module), None) is None
-    tolerance = _STATE_TOLERANCE[0 if is_exact else 1]
+    tolerances = _STATE_TOLERANCES[0 if is_exact else 1]
 
     def new() -> BoundedCache:
         return _hub_cache(rotations, len(ids), kinds)
 
     try:
         expected = _read(module, ids, new(), 0)
-        for size in (4, 1):
+        for size, tolerance in zip((4, 1), tolerances, strict=True):
             kv_cache = new()
             _read(module, ids[:4], kv_cache, 0)
             for at in range(4, len(ids), size):

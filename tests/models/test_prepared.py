@@ -31,7 +31,7 @@ from sirchat.paths import changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
-CASES = ["llama3", "gemma3", "gpt-oss"]
+CASES = ["llama3", "gemma3", "gpt-oss", "qwen35moe"]
 PAGE = 4096
 
 
