@@ -64,6 +64,12 @@ def anchors_of(config: Any) -> Anchors | None:
         raise ModelError(f"the model's config has an invalid entry {_KEY}: {entry!r}") from None
     if anchors.variant == "ac" and anchors.token_id is None:
         raise ModelError(f"the model's config has no token_id in {_KEY}")
+    count = config.get_text_config(decoder=True).vocab_size
+    if not 0 <= (anchors.token_id or 0) < count:
+        raise ModelError(
+            f"the model's config says {_KEY}: token_id {anchors.token_id:,}; "
+            f"the model has the ids 0 to {count - 1:,}"
+        )
     return anchors
 
 

@@ -204,7 +204,7 @@ class Prompt:
             erase_when_done=True,
         )
         app.ttimeoutlen = app.timeoutlen = ESCAPE_SECONDS
-        return app.run()
+        return app.run(pre_run=_leave_signals_alone)
 
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
         """Show `question` until the user presses one of `keys`, and return that key."""
@@ -464,16 +464,19 @@ def ask_for_key(
         erase_when_done=True,
     )
     line.ttimeoutlen = ESCAPE_SECONDS
-    return line.run()
+    return line.run(pre_run=_leave_signals_alone)
 
 
 def _leave_signals_alone() -> None:
-    """Make the event loop print no traceback when a signal ends the program while a task runs."""
+    """Make the event loop print no traceback of a signal that ends the program.
+
+    One within a key ends the generator of keys, too, so that the next key is a StopIteration.
+    """
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt):
+        if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt | StopIteration):
             usual(loop, context)
 
     loop.set_exception_handler(handle)

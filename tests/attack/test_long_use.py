@@ -75,7 +75,7 @@ class User:
         ids = [one for one in ids if "-n34z" not in one]  # of a model that is no file
         is_new = draw.random() < 0.2 or not self.number
         flags = [] if is_new else ["--resume", draw.choice(["last", *ids]), "--save"]
-        ahead = 86_400 * draw.choice(_DAYS)
+        ahead, lines = 86_400 * draw.choice(_DAYS), self.counts["lines"]
         with self.home.run(*flags, in_terminal=True, ahead=ahead) as chat:
             end = time.monotonic() + 60
             while chat.is_alive and not chat.reads_keys and time.monotonic() < end:
@@ -87,7 +87,7 @@ class User:
             if draw.random() < 0.3:
                 chat.send("This may be lost, as it is not answered.\r")
                 chat.read(draw.choice((0, 0.01, 0.1)))
-            self._end(draw, chat)
+            self._end(draw, chat, is_loaded=self.counts["lines"] > lines)
 
     def _say(self, draw: Random, chat: ForkedCommand) -> None:
         text = f"{' '.join(draw.choices(_WORDS, k=draw.randint(2, 40)))}, line {self.number}."
@@ -119,7 +119,7 @@ class User:
                 raise Wrong(f"no answer: {chat.shown[-1500:]!r}")
         return True
 
-    def _end(self, draw: Random, chat: ForkedCommand) -> None:
+    def _end(self, draw: Random, chat: ForkedCommand, *, is_loaded: bool) -> None:
         how = draw.choice(_ENDS)
         self.counts[getattr(how, "name", str(how))] += 1
         if isinstance(how, signal.Signals) and how != signal.SIGINT:
@@ -132,7 +132,8 @@ class User:
                 pass
         chat.send("\x15/exit\r")
         # While it still loads, Ctrl-C ends it.
-        check_end(chat, signal.SIGTERM, {0, 130} if how == signal.SIGINT else {0})
+        ends_it = how == signal.SIGINT and not is_loaded
+        check_end(chat, signal.SIGTERM, {0, 130} if ends_it else {0})
 
     def check(self) -> None:
         """Nothing that was acknowledged is lost, and nothing takes more room than it may."""

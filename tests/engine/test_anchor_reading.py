@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from chatting import session, tiny
 from families import loaded
@@ -300,17 +301,19 @@ def test_anchors_stand_behind_sentences_or_rounds() -> None:
         {"variant": "ac"},
         {"variant": "xx", "per": "round", "token_id": 1, "sinks": 1},
         {"variant": "ac", "per": "round", "token_id": None, "sinks": 1},
+        {"variant": "ac", "token_id": 2049},
+        {"variant": "ac", "token_id": -1},
+        {"variant": "ep", "token_id": 10**9},
         7,
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(entry: object) -> None:
-    config = type("Config", (), {"sirchat_anchors": entry})()
-    with pytest.raises(ModelError):
-        anchors_of(config)
+    with pytest.raises(ModelError, match="the model's config"):
+        anchors_of(PretrainedConfig(vocab_size=2049, sirchat_anchors=entry))
 
 
 def test_a_config_says_what_the_anchors_are() -> None:
-    config = type("Config", (), {})()
+    config = PretrainedConfig(vocab_size=8)
     assert anchors_of(config) is None
     Anchors("ac", "round", 7, 2).write_to_config(config)
     assert anchors_of(config) == Anchors("ac", "round", 7, 2)

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import Application
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.key_binding.key_processor import KeyProcessor
 from prompt_toolkit.output import DummyOutput
 
 from sirchat.ui.pasted import PastedSigns
@@ -227,6 +229,43 @@ def test_a_signal_that_ends_the_program_in_a_task_of_the_prompt_is_no_exception(
         with pytest.raises(SystemExit, match="143"):
             prompt.read(meanwhile=is_ended)
     assert capsys.readouterr() == ("", "")
+
+
+class AsksForTheCursor(DummyOutput):
+    """A terminal whose answers come as keys, also after a signal."""
+
+    responds_to_cpr = True
+
+    def get_rows_below_cursor_position(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["read", "pick", "ask_for_key"])
+def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next_key(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, problems = KeyProcessor._call_handler, list[object]()
+    with create_pipe_input() as keys:
+
+        def is_ended(*_: object, **given: object) -> None:
+            monkeypatch.setattr(KeyProcessor, "_call_handler", usual)
+            keys.send_text("\x1b[1;1R")
+            sys.exit(143)
+
+        monkeypatch.setattr(KeyProcessor, "_call_handler", is_ended)
+        monkeypatch.setattr(
+            Application, "_handle_exception", lambda app, loop, context: problems.append(context)
+        )
+        prompt = Prompt(keys, AsksForTheCursor(), history=DummyHistory())
+        waits: dict[str, Callable[[], object]] = {
+            "read": prompt.read,
+            "pick": lambda: prompt.pick(1, lambda index, width: [[("", "it")]]),
+            "ask_for_key": lambda: prompt.ask_for_key("?", "y"),
+        }
+        keys.send_text("\x1b[B")
+        with pytest.raises(SystemExit, match="143"):
+            waits[name]()
+    assert not problems
 
 
 def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, home: Path) -> None:
