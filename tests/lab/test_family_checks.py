@@ -1,4 +1,7 @@
-"""`sirchat models families`: which families run, and that a wrong one is found."""
+"""`sirchat models families`: which families run, and that a wrong one is found.
+
+`SIRCHAT_ATTACK=1` gives each family a padding token whose keys are zero, not a few alone.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import __version__ as installed
 
 import sirchat.models
+from attacking import MANY
 from command import run
 from sirchat.lab import families
 from sirchat.lab.families import FamilyCheck, check_families, check_family
-from sirchat.lab.small_models import causal_families
+from sirchat.lab.small_models import build_small, causal_families
 from sirchat.memory.cache import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 
@@ -55,6 +61,27 @@ def test_keys_that_do_not_move_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     found = check_family("llama")
     assert found.status == "wrong"
     assert found.note.startswith("differs from recomputation by")
+
+
+def padded(family: str) -> FamilyCheck:
+    """The check of a family in which the id that a probe reads first is that of the padding."""
+
+    def build(name: str) -> Any:
+        module = build_small(name, pad_token_id=5)
+        with torch.no_grad():
+            module.get_input_embeddings().weight[5] = 0
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "build_small", build)
+        return check_family(family)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_padding_token_whose_keys_are_zero_changes_nothing_of_what_the_table_says() -> None:
+    names = causal_families() if MANY else ["gemma2", "phi3"]
+    found = {one.family: one.in_words for one in check_families(names, check=padded, seconds=300)}
+    assert found == {name: said for name, said in table().items() if name in names}
 
 
 def difficult(family: str) -> FamilyCheck:
