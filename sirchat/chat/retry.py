@@ -50,9 +50,11 @@ def retry_under(
 ) -> Iterator[Event]:
     """Replace the last reply by one under the settings `updates`; `describe` gives a notice of it.
 
-    Raises UndoError if there is no message to undo, and SettingError if a setting is not allowed;
-    both change nothing. If answering fails, the old reply is restored.
+    Raises UndoError if there is no message to undo, SettingError if a setting is not allowed, and
+    UsageError if tools are on; all change nothing. If answering fails, the old reply is restored.
     """
+    if session.toolbox.tools:  # what they return in the trial would be lost
+        raise UsageError("/retry under other settings can't call tools", hint="/retry alone can")
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
     text, attempt = session.last_said, session.state.attempt

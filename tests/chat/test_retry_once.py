@@ -13,6 +13,7 @@ from sirchat.chat.events import Notice, TurnDone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
+from sirchat.chat.tool_loop import Toolbox
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
 from sirchat.ui.turn_commands import parse_retry, retry
@@ -44,6 +45,17 @@ def test_retry_full_answers_with_everything_once() -> None:
         "policy sink, budget 64"
     )
     assert (chat.profile.policy, chat.budget, chat.resident) == ("sink", 64, 64)
+
+
+def test_with_tools_on_it_is_refused_before_anything_changes() -> None:
+    def weather(city: str) -> str:
+        return "Snow."
+
+    chat = told()
+    chat.toolbox, before = Toolbox([weather]), state(chat)
+    with pytest.raises(UsageError, match="can't call tools"):
+        retried(chat, "full")
+    assert state(chat) == before
 
 
 @pytest.mark.parametrize(
