@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+import sys
 from graphlib import TopologicalSorter
 
 import pytest
 
 from import_graph import SOURCES, below, imports, loaded_with, ours, within
+
+IMPORTED_BY = os.getpid()
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 
@@ -166,3 +170,10 @@ def test_no_two_public_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted(named) == sorted(set(named))
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or "PYTEST_XDIST_WORKER" not in os.environ, reason="no forked worker"
+)
+def test_the_process_that_forks_workers_has_imported_the_tests() -> None:
+    assert os.getppid() == IMPORTED_BY
