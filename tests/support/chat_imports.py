@@ -1,17 +1,25 @@
 """What a chat imports, at its start and later: for the process that chats are forked from."""
 
 import gc
+import weakref
 from importlib import import_module
 
 for name in (
+    "prompt_toolkit.patch_stdout",
     "transformers.models.llama.modeling_llama",
     "sirchat.chat.session",
     "sirchat.cli.app",
     "sirchat.memory.policies.salience",
+    "sirchat.ui.markdown",
     "sirchat.ui.markdown_reply",
     "sirchat.ui.repl",
+    "sirchat.ui.replay",
     "sirchat.ui.startup",
+    "sirchat.ui.tutorial",
+    "forked_chat",
 ):
     import_module(name)
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False  # an ending process would take as long as for its start
 gc.collect()
 gc.freeze()  # a search for garbage would copy it all into each process
