@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +19,9 @@ from pyte.modes import DECAWM, DECTCEM, IRM
 from pyte.screens import Char
 
 from forked_chat import ForkedChat
+from sirchat.paths import shipped_profiles_dir
 
+_OPENED = "panel: live\nstop_loops: false\n"
 _WRAPS = -1  # a column whose cell marks a row that is wrapped into the next one
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 WARM = "warm python"  # A program: a python that has imported what a chat needs
@@ -364,9 +368,7 @@ class Shared:
         if self._chat is None:
             self._chat = self._open()
         self._chat.restore_size()
-        self._chat.ask("/profile default")
-        self._chat.ask("/panel live")
-        self._chat.ask("/set stop_loops off")
+        self._chat.ask(f"/profile {_as_opened()}")
         self._chat.ask("/reset")
         return self._chat
 
@@ -381,6 +383,15 @@ class Shared:
         if self._chat is not None:
             self._chat.child.close(force=True)
             self._chat = None
+
+
+@cache
+def _as_opened() -> Path:
+    """A profile of the default settings, but for a live panel, and loops that go on."""
+    settings = (shipped_profiles_dir() / "default.yaml").read_text("utf-8")
+    path = Path(tempfile.mkdtemp(prefix="chat")) / "opened.yaml"
+    path.write_text(re.sub("(?m)^(panel|stop_loops):.*", "", settings) + _OPENED, "utf-8")
+    return path
 
 
 def program(path: Path, script: str) -> str:
