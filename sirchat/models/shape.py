@@ -236,8 +236,9 @@ def _has_accelerator() -> bool:
     # Not asked of torch, because importing it would take seconds.
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not Path("/dev/nvidiactl").exists():
+        return False
     with suppress(PackageNotFoundError):
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        has_cuda = not version("torch").endswith("+cpu") and not hidden
-        return has_cuda and Path("/dev/nvidiactl").exists()
+        return not version("torch").endswith("+cpu")
     return False
