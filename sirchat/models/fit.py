@@ -142,7 +142,7 @@ def _choice(
     loading, working = _bytes_while_loading(stored, form), _bytes_while_reading(stored, form)
     row = cache_bytes(shape, profile, 1)
     largest = None
-    if free is not None and row is not None and uses_cpu(profile):
+    if free is not None and row and uses_cpu(profile):
         rows = (free - PROGRAM - weights - working) // row
         fits = rows > 0 and PROGRAM + loading <= free
         largest = min(rows, limit or rows) if fits else 0

@@ -200,7 +200,7 @@ def _elements(config: Mapping[str, Any]) -> _Elements:
         row = latent + 2 * rotated_part
         return tuple(row * has for has in has_rows), sum(has_rows) * (latent + rotated_part)
     size = positive(config.get("head_dim")) or (hidden // heads if hidden else None)
-    if size is None:
+    if not size:  # unknown, or more heads than numbers
         return None, None
     near = _key_value_heads(config, heads) * size
     far = positive(config.get("global_head_dim")) or size  # Gemma 4: of layers that see all

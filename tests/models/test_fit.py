@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,18 @@ def test_the_command_says_whether_the_model_fits() -> None:
     assert done.returncode == 1
     assert "it does not fit" in done.stdout
     assert run("models", "fit", "tiny", "--budget", "512").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "odd", [{"num_kv_shared_layers": 6}, {"num_attention_heads": 1000, "head_dim": None}]
+)
+def test_sizes_that_leave_a_cache_of_nothing_limit_no_budget(
+    tmp_path: Path, odd: dict[str, object]
+) -> None:
+    folder = shutil.copytree(tiny_dir(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | odd), "utf-8")
+    assert fit(folder, 2**40).choices[0].largest_budget is None
 
 
 def test_sizes_that_a_config_does_not_state_are_unknown(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 
-from chatting import tiny
+from chatting import babbler, tiny
 from gguf_file import write_gguf
 from sirchat import paths
 from sirchat.errors import ModelError
@@ -156,8 +157,15 @@ def test_files_that_are_none_are_named(places: Path) -> None:
     os.mkfifo(folder / "pipe.gguf")
     (folder / "no-weights").mkdir()
     (folder / "no-weights" / "config.json").write_text("{}")
+    data = write_gguf(folder / "good.gguf", babbler()).read_bytes()
+    heads = b"llama.attention.head_count" + struct.pack("<I", 4)  # the type of the number behind it
+    at = data.index(heads) + len(heads)
+    for name, count in (("many.gguf", 2**32 - 1), ("more.gguf", 1000), ("none.gguf", 0)):
+        (folder / name).write_bytes(data[:at] + struct.pack("<I", count) + data[at + 4 :])
     found = by_name(folder)
-    for name in ("empty.gguf", "gone.gguf", "pipe.gguf", "no-weights"):
+    assert found[f"{folder}/more.gguf"].shape.row_elements is None  # said when it is loaded
+    assert not found[f"{folder}/good.gguf"].problem
+    for name in set(os.listdir(folder)) - {"good.gguf", "more.gguf"}:
         assert found[f"{folder}/{name}"].problem.startswith("cannot be used: ")
         assert f"{folder}/{name}" not in model_names()
 
