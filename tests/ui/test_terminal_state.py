@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from fake_terminal import FakeTerminal, show_reply
 from sirchat.cli.chat import show_while_importing
+from sirchat.cli.signals import leave_terminal
 from sirchat.ui.interrupt import interruptible_imports, whole_output
 from sirchat.ui.keys import TerminalKeys
 from sirchat.ui.typed_input import Keyboard
@@ -308,6 +310,27 @@ def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:
         os.write(terminal, b"next\x03")
         assert read_up_to(terminal, b"frame") == b"a frame"
         assert read_up_to(program, b"next") == b"next"
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("within", ["__enter__", "__exit__"])
+def test_a_signal_as_the_keyboard_is_entered_or_left_leaves_the_terminal_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    def end(*_: object) -> None:
+        sys.exit(143)
+
+    terminal, program = os.openpty()
+    with open(program, encoding="utf-8") as line:
+        before, keys = termios.tcgetattr(line), TerminalKeys(line)
+        where = (keys, "read_keys") if within == "__enter__" else (Keyboard, "__exit__")
+        monkeypatch.setattr(*where, end)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit), Keyboard(keys):
+            pass
+        assert termios.tcgetattr(line) != before
+        leave_terminal()
+        assert termios.tcgetattr(line) == before
     os.close(terminal)
 
 
