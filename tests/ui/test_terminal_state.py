@@ -323,8 +323,9 @@ def test_a_signal_as_the_keyboard_is_entered_or_left_leaves_the_terminal_as_it_w
     terminal, program = os.openpty()
     with open(program, encoding="utf-8") as line:
         before, keys = termios.tcgetattr(line), TerminalKeys(line)
-        where = (keys, "read_keys") if within == "__enter__" else (Keyboard, "__exit__")
-        monkeypatch.setattr(*where, end)
+        monkeypatch.setattr(Keyboard, "__exit__", end)
+        if within == "__enter__":
+            monkeypatch.setattr(keys, "read_keys", end)
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         with pytest.raises(SystemExit), Keyboard(keys):
             pass
