@@ -73,7 +73,8 @@ def telling_by(tokenizer: Any) -> Telling:
     @lru_cache(maxsize=1 << 16)
     def telling(word: str) -> float:
         ranks = [len(tokenizer)]
-        for form in (word, word.capitalize()):
+        # Digits are learned before all words, whatever they tell: "room 3" is not "room 4".
+        for form in () if word.isdecimal() else (word, word.capitalize()):
             for text in (f" {form}", form):  # some tokenizers add the blank themselves
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 if len(ids) == 1:
