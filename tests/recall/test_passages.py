@@ -236,7 +236,13 @@ def test_each_sentence_counts_by_itself() -> None:
 class Ranked:
     """A tokenizer with a token for these words, by rank; `blank` is what it wants before them."""
 
-    ranks: ClassVar[dict[str, int]] = {"and": 270, "which": 527, "time": 660, "walnut": 40_000, "3": 35}
+    ranks: ClassVar[dict[str, int]] = {
+        "and": 270,
+        "which": 527,
+        "time": 660,
+        "walnut": 40_000,
+        "3": 35,
+    }
 
     def __init__(self, blank: str = " ", size: int = 49_152) -> None:
         self.blank, self.size = blank, size
