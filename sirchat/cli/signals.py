@@ -46,7 +46,7 @@ def install_exit_handlers() -> None:
 
 
 def leave_terminal() -> None:
-    """Show the cursor and echo keys, if a signal left that undone; then signals end at once.
+    """Show the cursor, which an interrupted progress bar may have hidden; then signals end at once.
 
     This is the last step of every command, also after an error.
     """
@@ -54,8 +54,6 @@ def leave_terminal() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "rich.live" in sys.modules:
         _show_cursor()
-    if typed := sys.modules.get("sirchat.ui.typed_input"):
-        typed.restore_terminals()
     with suppress(ValueError):
         signal.signal(signal.SIGINT, _leave_at_once)
         for name in _ENDING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -37,7 +38,6 @@ _DROPPED = (Keys.CPRResponse, Keys.SIGINT)
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _CURSOR_ON = "\x1b[?25h"
 _ERASE_BELOW = "\x1b[J"
-_quieted = list["Keyboard"]()  # those whose terminal has another mode than before
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,15 @@ class Keyboard:
             mode[0] &= ~termios.ICRNL  # Enter gives CR
             mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
             mode[3] |= termios.NOFLSH  # a signal loses neither keys nor output, as half of a frame
-            _quieted.append(self)
+            # A signal may come while this object is entered or left: `with` does not see it then.
+            atexit.register(self._restore)
             termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, mode)
 
     def _restore(self) -> None:
         if sys.platform != "win32" and self._before is not None:
             with suppress(termios.error):  # the terminal may be closed
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
-            _quieted.clear()
+            atexit.unregister(self._restore)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: erase the panel, restore the terminal, stop, and be quiet afterwards."""
@@ -229,12 +230,6 @@ class Keyboard:
         self._quiet()
         if self._marks_pastes:
             self._write_now(_PASTE_ON)
-
-
-def restore_terminals() -> None:
-    """Restore the terminal's mode if a signal came while a `Keyboard` was entered or left."""
-    for keyboard in list(_quieted):
-        keyboard._restore()
 
 
 class _Private(TypedHistory, FileHistory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import re
@@ -18,7 +19,6 @@ import pytest
 
 from fake_terminal import FakeTerminal, show_reply
 from sirchat.cli.chat import show_while_importing
-from sirchat.cli.signals import leave_terminal
 from sirchat.ui.interrupt import interruptible_imports, whole_output
 from sirchat.ui.keys import TerminalKeys
 from sirchat.ui.typed_input import Keyboard
@@ -321,6 +321,8 @@ def test_a_signal_as_the_keyboard_is_entered_or_left_leaves_the_terminal_as_it_w
         sys.exit(143)
 
     terminal, program = os.openpty()
+    at_exit = list[Callable[[], object]]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
     with open(program, encoding="utf-8") as line:
         before, keys = termios.tcgetattr(line), TerminalKeys(line)
         monkeypatch.setattr(Keyboard, "__exit__", end)
@@ -330,7 +332,7 @@ def test_a_signal_as_the_keyboard_is_entered_or_left_leaves_the_terminal_as_it_w
         with pytest.raises(SystemExit), Keyboard(keys):
             pass
         assert termios.tcgetattr(line) != before
-        leave_terminal()
+        at_exit[-1]()
         assert termios.tcgetattr(line) == before
     os.close(terminal)
 
