@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from itertools import islice, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import pexpect
 import pyte
+import yaml
 from pyte.charsets import LAT1_MAP
 from pyte.modes import DECAWM, DECTCEM, IRM
 from pyte.screens import Char
@@ -21,7 +22,6 @@ from pyte.screens import Char
 from forked_chat import ForkedChat
 from sirchat.paths import shipped_profiles_dir
 
-_OPENED = "panel: live\nstop_loops: false\n"
 _WRAPS = -1  # a column whose cell marks a row that is wrapped into the next one
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 WARM = "warm python"  # A program: a python that has imported what a chat needs
@@ -357,6 +357,11 @@ class Shared:
     def __init__(self, open_chat: Callable[[], Terminal]) -> None:
         self._open = open_chat
         self._chat: Terminal | None = None
+        default = (shipped_profiles_dir() / "default.yaml").read_text("utf-8")
+        settings = yaml.safe_load(default) | {"panel": "live", "stop_loops": False}
+        self._folder = TemporaryDirectory()  # is deleted with this object
+        self._profile = Path(self._folder.name) / "opened.yaml"
+        self._profile.write_text(json.dumps(settings), "utf-8")
 
     def anew(self) -> Terminal:
         """The chat at its prompt, with an empty conversation and the default settings."""
@@ -368,7 +373,7 @@ class Shared:
         if self._chat is None:
             self._chat = self._open()
         self._chat.restore_size()
-        self._chat.ask(f"/profile {_as_opened()}")
+        self._chat.ask(f"/profile {self._profile}")
         self._chat.ask("/reset")
         return self._chat
 
@@ -383,15 +388,6 @@ class Shared:
         if self._chat is not None:
             self._chat.child.close(force=True)
             self._chat = None
-
-
-@cache
-def _as_opened() -> Path:
-    """A profile of the default settings, but for a live panel, and loops that go on."""
-    settings = (shipped_profiles_dir() / "default.yaml").read_text("utf-8")
-    path = Path(tempfile.mkdtemp(prefix="chat")) / "opened.yaml"
-    path.write_text(re.sub("(?m)^(panel|stop_loops):.*", "", settings) + _OPENED, "utf-8")
-    return path
 
 
 def program(path: Path, script: str) -> str:

@@ -84,15 +84,15 @@ def test_no_word_of_a_reply_is_lost_or_broken(chat: Terminal, columns: int) -> N
 
 @pytest.mark.slow
 def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 2000")
+    chat.ask("/set max_new_tokens 4000")
     chat.say("Go on.")
     for rows, columns in ((30, 60), (50, 140), (8, 30), (40, 100)):
         before = len(chat.raw)
         chat.until(lambda before=before: len(chat.raw) > before + 1200)  # type: ignore[misc]
         chat.resize(rows, columns)
-    chat.wait(r"\d tokens read, 2,000 written")
+    chat.wait(r"\d tokens read, 4,000 written")
     chat.wait_prompt()
-    assert "9 tokens read, 2,000 written" in chat.ask("/stats")
+    assert "9 tokens read, 4,000 written" in chat.ask("/stats")
     assert " written, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
 
 
