@@ -194,9 +194,10 @@ def _hooked(usual: str) -> Callable[..., Any]:
         out = _attention_function(usual, module)(
             module, queries, keys, values, attention_mask, **options
         )
-        if module.layer_idx is not None:
-            layer = int(module.layer_idx)
-            report_attention(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
+        # Without a number it attends to other things than tokens, such as to layers.
+        if (layer := getattr(module, "layer_idx", None)) is not None:
+            call = AttentionCall(int(layer), queries, keys, attention_mask, options, out[1])
+            report_attention(call)
         return out
 
     return attend

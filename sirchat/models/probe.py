@@ -367,8 +367,13 @@ def _sample(
     """Read a token at `position`; returns both cached tensors [H, D] of each layer with keys."""
     config = module.config.get_text_config(decoder=True)
     kv_cache = _hub_cache(rotations, 1, kinds)
+    count = len(kv_cache.layers)
     try:
         _read(module, [token], kv_cache, position)
+        if len(kv_cache.layers) > count:
+            raise ModelError(
+                f"{name} ({config.model_type}) cannot be used: it adds layers to its cache"
+            )
         return [
             (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
             for i in range(len(rotations))

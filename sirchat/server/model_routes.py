@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
-from datetime import UTC, datetime
+from datetime import UTC
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from sirchat.server.access import read_body
 from sirchat.server.ollama import OllamaOptions
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import Fields, RequestError, parse_request
+from sirchat.text.times import local_time
 
 VERSION = "0.12.0"  # of Ollama, whose API this is
 
@@ -170,7 +171,7 @@ class ModelRoutes:
         return (own.vectors([text])[0] if own else self._model.encode(ids)).numpy()
 
     async def _list_as_ollama(self, request: Request) -> Response:
-        since = datetime.fromtimestamp(self._since, UTC).isoformat()
+        since = local_time(self._since).astimezone(UTC).isoformat()
         size = weights_by_device(self._model.module).total()
         name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
         model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
@@ -204,7 +205,7 @@ class ModelRoutes:
                 "details": self._details,
                 "model_info": info,
                 "capabilities": able,
-                "modified_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
+                "modified_at": local_time(self._since).astimezone(UTC).isoformat(),
             }
         )
 

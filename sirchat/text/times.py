@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from math import inf
@@ -43,11 +44,12 @@ class TimeRange:
 
 def time_range(text: str, now: float) -> TimeRange | None:
     """The time that `text` asks for, seen from `now` in UNIX seconds; None if it names none."""
-    today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
     for pattern, span in _SPANS:
         if match := pattern.search(text):
-            start, end = span(today, match)
-            return TimeRange(match[0], start.timestamp(), end.timestamp())
+            with suppress(ValueError, OverflowError, OSError):  # no calendar has the clock's day
+                today = datetime.fromtimestamp(now)
+                start, end = span(today.replace(hour=0, minute=0, second=0, microsecond=0), match)
+                return TimeRange(match[0], start.timestamp(), end.timestamp())
     for pattern, place in _PLACES:
         if match := pattern.search(text):
             return TimeRange(match[0], place=place)

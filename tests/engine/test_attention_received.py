@@ -37,7 +37,7 @@ from sirchat.models.surprisal import PassResult
 from sirchat.recall.recall import SearchResult, restore
 
 # Families whose attention implementation can't be set, so that it can't be tracked.
-UNTRACKED = {"falcon", "gpt-j"}
+UNTRACKED = {"falcon"}
 
 
 @dataclass(frozen=True)

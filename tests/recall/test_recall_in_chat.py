@@ -19,7 +19,7 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 
-UNHEARD = {"falcon", "gpt-j", *LATENT}
+UNHEARD = {"falcon", *LATENT}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,15 @@ def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path)
         )
         assert session.turns() == said("one")
         assert len(session.rows(ROW)) == 3
+
+
+def test_a_chat_of_a_wrong_clock_is_read_like_any_other(tmp_path: Path) -> None:
+    times = [0, -1, 253_402_300_800, 10**14, None]
+    turns = [replace(turn, time=at) for turn, at in zip(said(*"abcde"), times, strict=True)]
+    with SessionStore.create(tmp_path, {}) as session:
+        session.append(turns, rows_at(range(3)), head_at(3))
+    with SessionStore.open(session.path) as session:
+        assert [turn.time for turn in session.turns()] == times
 
 
 def test_ids_sort_by_time_and_none_is_given_twice(

@@ -156,7 +156,7 @@ class WatchedModel(LoadedModel):
 def _failing(cache: BoundedCache) -> Iterator[None]:
     """Context manager: Ctrl-C comes when the middle layer writes its row."""
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     layer = cache.row_layers[len(cache.row_layers) // 2]

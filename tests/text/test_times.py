@@ -84,6 +84,10 @@ def test_a_time_is_known_in_any_zone_and_at_any_clock(
         time.tzset()
 
 
+def test_a_clock_beyond_all_calendars_names_no_time() -> None:
+    assert [time_range("this month", now) for now in (1e13, 253_402_200_000, -1e13)] == [None] * 3
+
+
 def test_how_long_ago() -> None:
     steps = (5, 90, 3 * 3600, 20 * 3600, 86_400 * 3)
     said = [ago(NOW - seconds, NOW) for seconds in steps]
