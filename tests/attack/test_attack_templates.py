@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import mmap
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from random import Random
@@ -117,6 +118,19 @@ def test_a_template_that_takes_too_much_is_refused_in_one_line(
         raise ValueError("it was rendered")
 
     attack(refuse, 1)
+
+
+def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of_a_turn() -> None:
+    it = with_template(BOMBS["quiet"] + _HEAD + "{{ m.content }}" + _TAIL)
+    start = time.thread_time()
+    with pytest.raises(ModelError):
+        render(it, "x")
+    assert time.thread_time() - start < 0.8
+    rest = "{% if 'now' not in m.content %}{{ m.content }}{% else %}" + BOMBS["quiet"] + "{% endif %}"
+    template = Template(with_template(_HEAD + rest + _TAIL))
+    with pytest.raises(ModelError, match=r"0\.5 seconds"):
+        template.user("now")
+    assert template.user("hello").ids
 
 
 @pytest.mark.parametrize(
