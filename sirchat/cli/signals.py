@@ -78,6 +78,7 @@ class _Leave:
 
     def __init__(self) -> None:
         self._since: float | None = None  # time of the first signal, in seconds; None: not leaving
+        self._step: Any = None  # of an event loop, at which it is to end
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._since is not None:
@@ -90,6 +91,15 @@ class _Leave:
         watch.daemon = True
         with suppress(RuntimeError):  # no thread can be started: Python is ending
             watch.start()
+        asyncio = sys.modules.get("asyncio")
+        loop = asyncio and asyncio._get_running_loop()
+        if self._step is not None:  # the loop did not come to it
+            self._step.cancel()
+        elif loop:
+            # Raised at any other place, it could lose a task's next step, and the loop would wait
+            # for this task for ever.
+            self._step = loop.call_soon_threadsafe(sys.exit, 128 + number)
+            return
         sys.exit(128 + number)
 
     def _insist(self, number: int) -> None:

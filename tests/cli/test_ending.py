@@ -155,7 +155,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 install_exit_handlers()
 """
     done = subprocess.run(
-        [sys.executable, "-c", begin + program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", begin + program], capture_output=True, text=True, timeout=20
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -186,6 +186,31 @@ with suppress(BaseException):
 time.sleep(30)
 """
     assert ended(program) == (128 + getattr(signal, name), "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocking", [0, 30])
+def test_a_signal_within_an_event_loop_loses_no_step_of_a_task(blocking: int) -> None:
+    program = f"""
+import asyncio
+usual = asyncio.Handle._run
+def interrupted(handle):
+    asyncio.Handle._run = usual
+    os.kill(os.getpid(), signal.SIGTERM)
+    usual(handle)
+async def main():
+    other = asyncio.create_task(asyncio.sleep(30))
+    asyncio.get_running_loop().call_soon(time.sleep, {blocking})
+    asyncio.Handle._run = interrupted
+    try:
+        await asyncio.sleep(30)
+    finally:
+        with suppress(asyncio.CancelledError):
+            await other
+        print("closed")
+asyncio.run(main())
+"""
+    assert ended(program) == (143, "closed\n", "")
 
 
 @pytest.mark.slow
