@@ -470,13 +470,15 @@ def ask_for_key(
 def _leave_signals_alone() -> None:
     """Make the event loop print no traceback of a signal that ends the program.
 
-    One within a key ends the generator of keys, too, so that the next key is a StopIteration.
+    One within a key ends the generator of keys, too, so that the next key is a StopIteration; and
+    the cursor's position may come when nobody waits for it any more.
     """
+    signs = SystemExit, KeyboardInterrupt, StopIteration, asyncio.InvalidStateError
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), SystemExit | KeyboardInterrupt | StopIteration):
+        if not isinstance(context.get("exception"), signs):
             usual(loop, context)
 
     loop.set_exception_handler(handle)

@@ -240,6 +240,26 @@ class AsksForTheCursor(DummyOutput):
         raise NotImplementedError
 
 
+def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems = list[object]()
+    monkeypatch.setattr(Application, "_handle_exception", lambda *told: problems.append(told))
+    with create_pipe_input() as keys:
+
+        def is_ended() -> None:
+            keys.send_text("\x1b[1;1R")
+            asyncio.get_running_loop().call_soon(sys.exit, 143)
+
+        async def soon() -> None:
+            asyncio.get_running_loop().call_later(0.05, is_ended)
+
+        keys.send_text("Hello.\r")  # the prompt waits for the cursor's position
+        with pytest.raises(SystemExit, match="143"):
+            Prompt(keys, AsksForTheCursor(), history=DummyHistory()).read(meanwhile=soon)
+    assert not problems
+
+
 @pytest.mark.parametrize("name", ["read", "pick", "ask_for_key"])
 def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next_key(
     name: str, monkeypatch: pytest.MonkeyPatch
