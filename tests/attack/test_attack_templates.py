@@ -126,8 +126,8 @@ def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of
     with pytest.raises(ModelError):
         render(it, "x")
     assert time.thread_time() - start < 0.8
-    rest = "{% if 'now' not in m.content %}{{ m.content }}{% else %}" + BOMBS["quiet"] + "{% endif %}"
-    template = Template(with_template(_HEAD + rest + _TAIL))
+    bomb = "{% if 'now' in m.content %}" + BOMBS["quiet"] + "{% endif %}"
+    template = Template(with_template(_HEAD + bomb + "{{ m.content }}" + _TAIL))
     with pytest.raises(ModelError, match=r"0\.5 seconds"):
         template.user("now")
     assert template.user("hello").ids
