@@ -488,6 +488,7 @@ class Template:
 
     def _shows(self, system: str) -> bool:
         """Whether the template writes all of the system prompt; some refuse, drop or cut it."""
+        system = system if system.strip() else ANSWER  # a blank one could not be seen
         try:
             chat = self._render_text([_message("system", system), STUB_QUESTION], prompt=True)
         except ModelError:

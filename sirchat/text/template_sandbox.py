@@ -231,8 +231,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._check_time if frame.f_code.co_filename in _TIMED else None
 
     def _check_time(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if time.thread_time() - self._rendering.start > _SECONDS * self._rendering.share:
-            self._rendering.share = 0.1  # until one ends: a turn is rendered several times
+        # Python would ignore an error while a generator is dropped, and call this no more.
+        rendering = self._rendering
+        if event == "line" and time.thread_time() - rendering.start > _SECONDS * rendering.share:
+            rendering.share = 0.1  # until one ends: a turn is rendered several times
             raise TemplateError(f"rendering takes more than {_SECONDS:g} seconds")
         return self._check_time
 

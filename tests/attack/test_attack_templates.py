@@ -13,6 +13,7 @@ from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
+from jinja2.exceptions import TemplateError
 
 from attacking import attack, mutated, odd_text
 from sirchat.errors import ModelError
@@ -131,6 +132,16 @@ def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of
     with pytest.raises(ModelError, match=r"0\.5 seconds"):
         template.user("now")
     assert template.user("hello").ids
+
+
+def test_the_time_is_over_also_where_a_template_drops_what_it_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sirchat.text.template_sandbox._SECONDS", 0.05)
+    begun = "{% set x = ['a']" + " | select('string')" * 30 + " | first %}"
+    for number in range(8):  # each time at another place
+        with pytest.raises(TemplateError, match="seconds"):
+            sandboxed(f"{number}{{% for i in range(20000) %}}{begun}{{% endfor %}}", 10)
 
 
 @pytest.mark.parametrize(
