@@ -51,7 +51,11 @@ def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: 
     assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
 
 
-@pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])
+# Those of which only a first pass tells.
+_NOT_KNOWN = {"bart-decoder", "dory"}
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED.keys() - _NOT_KNOWN))
 def test_a_model_that_will_be_refused_is_known_before(family: str, tmp_path: Path) -> None:
     build(*REFUSED[family][:2]).config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="can't be evicted from its cache"):
