@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LONG = 16_384  # characters: reading a text of this length takes a second or more
 _LINE = 2**20  # bytes: most of an event
+_FOREIGN = "the server's answer is not one of sirchat serve"
 
 
 def ask_server(
@@ -88,6 +89,8 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
     """Yield the JSON of each server-sent event; SirchatError if the stream ends too early."""
     with suppress(OSError, HTTPException, ValueError, RecursionError):
         while line := response.readline(_LINE):
+            if len(line) == _LINE:  # it may be endless
+                raise SirchatError(_FOREIGN)
             if line == b"data: [DONE]\n":
                 return
             if line.startswith(b"data: "):
@@ -108,7 +111,7 @@ def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
                 for note in event["sirchat"].get("notes", ()):
                     screen.note(note)
     except (LookupError, TypeError, AttributeError):
-        raise SirchatError("the server's answer is not one of sirchat serve") from None
+        raise SirchatError(_FOREIGN) from None
     except KeyboardInterrupt:
         screen.line()
         raise

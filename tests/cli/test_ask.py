@@ -417,10 +417,18 @@ def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
         _print(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
 
 
-@pytest.mark.parametrize("line", [b"[" * 200_000 + b"\n", b"0" * 2**25 + b"\n"])
-def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes) -> None:
-    response = BytesIO(b"data: " + line)
-    with pytest.raises(SirchatError, match="ended before"):
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"data: " + b"[" * 200_000 + b"\n", "ended before"),
+        (b"data: " + b"0" * 2**25 + b"\n", "is not one of sirchat serve"),
+        (b"x" * 2**25, "is not one of sirchat serve"),
+    ],
+    ids=["nested", "long", "without an event"],
+)
+def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes, said: str) -> None:
+    response = BytesIO(line)
+    with pytest.raises(SirchatError, match=said):
         list(_events(response))  # type: ignore[arg-type]
     assert response.tell() < 2**22
 
