@@ -468,11 +468,9 @@ def ask_for_key(
 
 
 def _leave_signals_alone() -> None:
-    """Make the event loop print no traceback of a signal that ends the program.
-
-    One within a key ends the generator of keys, too, so that the next key is a StopIteration; and
-    the cursor's position may come when nobody waits for it any more.
-    """
+    """Make the event loop print no traceback of a signal that ends the program."""
+    # One within a key ends the generator of keys, so that the next key is a StopIteration; and the
+    # cursor's position may come when nobody waits for it any more.
     signs = SystemExit, KeyboardInterrupt, StopIteration, asyncio.InvalidStateError
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
