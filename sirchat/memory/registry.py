@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from typing import Any
 
 from sirchat.errors import SettingError, nearest
@@ -38,13 +37,13 @@ class Registry:
 
     def names(self) -> list[str]:
         """All names without aliases; those of built-in classes come first."""
-        built_in = self._built_in
+        built_in = self._built_in()
         added = {entry.name for entry in importlib.metadata.entry_points(group=self._group)}
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
         # Entry points are read only if no built-in class has the name.
-        return name in self._built_in or name in self.names()
+        return name in self._built_in() or name in self.names()
 
     def find(self, name: str, hint: str = "") -> type[Any]:
         """The class with this name or alias.
@@ -52,7 +51,7 @@ class Registry:
         Raises SettingError if there is none; its hint is the most similar name, or else `hint`.
         """
         name = self.aliases.get(name, name)
-        if name in self._built_in:
+        if name in self._built_in():
             module = name.replace("-", "_")
             kind = "".join(part.capitalize() for part in name.split("-"))
             return self.load(f"{self._package}.{module}:{kind}")
@@ -79,7 +78,6 @@ class Registry:
             raise SettingError(f"{path} is not a sirchat {self._kind}")
         return loaded
 
-    @cached_property
     def _built_in(self) -> list[str]:
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
         names = (module.name for module in modules)
