@@ -200,6 +200,13 @@ def test_text_that_the_tokenizer_itself_turns_into_a_control_token_is_read_in_pi
             assert shown in it.decode(turn.ids)
 
 
+def test_a_blank_system_prompt_is_read_as_any_other_that_the_template_drops() -> None:
+    source = TEMPLATES["mistral"][0].replace("messages[0].content ~ '\\n\\n'", "''")
+    template = Template(with_template(source, "mistral"))
+    for text in ("Be brief.", " ", "\r"):
+        assert template.controls.keys().isdisjoint(template.system(text).ids)
+
+
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_roles_separate_text_from_template(shape: str) -> None:
     it = _tokenizer(shape)
