@@ -78,6 +78,7 @@ class ModelRoutes:
     def __init__(self, model: LoadedModel, names: tuple[str, ...], replies: ReplyThread) -> None:
         self._model, self._names, self._replies = model, names, replies
         self._since = int(time.time())
+        self._since_as_text = local_time(self._since).astimezone(UTC).isoformat()
         self.routes = [
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._find),
@@ -171,12 +172,11 @@ class ModelRoutes:
         return (own.vectors([text])[0] if own else self._model.encode(ids)).numpy()
 
     async def _list_as_ollama(self, request: Request) -> Response:
-        since = local_time(self._since).astimezone(UTC).isoformat()
         size = weights_by_device(self._model.module).total()
         name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
         model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
         times = (
-            {"modified_at": since}
+            {"modified_at": self._since_as_text}
             if request.url.path.endswith("tags")
             else {
                 "expires_at": until,
@@ -205,7 +205,7 @@ class ModelRoutes:
                 "details": self._details,
                 "model_info": info,
                 "capabilities": able,
-                "modified_at": local_time(self._since).astimezone(UTC).isoformat(),
+                "modified_at": self._since_as_text,
             }
         )
 
