@@ -9,7 +9,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,7 +44,8 @@ class ChatTool:
     name: str
     description: str
     parameters: dict[str, Any]
-    run: Callable[[dict[str, Any], Interrupted], str]
+    run: Callable[[dict[str, Any], Interrupted], str] = field(compare=False)
+    origin: tuple[str, str] = ("", "")  # its server, and its name there
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> ChatTool:
@@ -261,10 +262,9 @@ def _run(
     chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
 ) -> Generator[Event, None, str]:
     """Do a call, unless it is refused; returns what the model is to read."""
-    tool, decided = box.tools.get(call.name), call
-    start = time.perf_counter()
+    decided, start = call, time.perf_counter()
     try:
-        if tool is None:
+        if call.name not in box.tools:
             raise LookupError(f"there is no tool {call.name}; there are: {', '.join(box.tools)}")
         if isinstance(answer := box.decide(call), str):
             raise PermissionError(answer)
@@ -272,7 +272,7 @@ def _run(
         given = json.loads(decided.arguments)
         yield Called(len(chat.state.turns) - 1, call.id, call.name, given)
         start = time.perf_counter()
-        text, is_error = tool.run(given, interrupted), False
+        text, is_error = box.tools[call.name].run(given, interrupted), False
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         text, is_error = f"error: {'; '.join(problems)}", True

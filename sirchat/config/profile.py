@@ -168,6 +168,9 @@ class Profile(BaseModel):
     recall_query: Literal["turn", "recent"] = "turn"
     """What recall searches for: your new message, which is read once more for this, or the most
     recent tokens."""
+    tool_timeout: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    """Seconds that a server of tools may take to start, or to answer a call; a notice of progress
+    begins them anew."""
     attention: Literal["auto", "on"] = "auto"
     """Record the attention that tokens receive: auto only if the policy uses it, on always."""
     protect: bool = True

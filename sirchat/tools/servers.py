@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
+
+from pydantic import ValidationError
 
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.chat.turn import Interrupted
@@ -21,36 +26,63 @@ from sirchat.errors import SirchatError, UsageError
 from sirchat.tools import guard
 from sirchat.tools.config import ServerFields
 
-_START, _END = 60.0, 6.0  # seconds that a server may take for it
+_END = 6.0  # seconds that a server may take to end
+_LIST = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
 _LOOK = 0.1  # seconds between two looks whether the user stops a call
+_MOST_HANGS = 2  # without an answer in between, after which only the user starts a server again
 _LONGEST_NAME = 64
+_SHOWN = 80  # characters of a line that is no message
 _CLOSED = -32000  # the code of an error of a connection that has ended
 
 
 class ToolServers:
     """The servers of a chat; a thread with an event loop talks to those that were started.
 
-    `note` gets a line about each that ends by itself.
+    `note` gets a line about each that ends by itself, or writes what is no message. `limit` returns
+    the seconds that a start or a call may take; news of progress renew them.
     """
 
-    def __init__(self, servers: Mapping[str, ServerFields], note: Callable[[str], None]) -> None:
-        self.servers, self._note = servers, note
+    def __init__(
+        self,
+        servers: Mapping[str, ServerFields],
+        note: Callable[[str], None],
+        limit: Callable[[], float] = lambda: 60.0,
+    ) -> None:
+        self.servers, self._note, self._limit = servers, note, limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[str, _Running] = {}
+        self._hangs: dict[str, int] = {}
 
-    def tools(self, name: str) -> list[ChatTool]:
-        """The tools of a server, which is started if need be; SirchatError if that fails."""
-        running = self._start(name)
-        tools = list[ChatTool]()
-        for tool in running.listed:
-            full = re.sub(r"[^\w-]", "_", f"{name}__{tool.name}", flags=re.ASCII)[:_LONGEST_NAME]
-            run = partial(self._call, name, tool.name)
-            tools.append(ChatTool(full, tool.description or "", dict(tool.input_schema), run))
-        return tools
+    def tools(self, name: str, *, by_user: bool = False) -> list[ChatTool]:
+        """The tools of a server as it lists them now; it is started if need be.
+
+        SirchatError if that fails, or if it hung before and nobody asks for it but the model.
+        """
+        if by_user:
+            self._hangs.pop(name, None)
+        running = self._running.get(name)
+        if running is not None and not running.ended.done():
+            try:
+                self._wait(running, running.list_tools(), min(_LIST, self._limit()))
+            except _HangsError:
+                self._hangs[name] -= 1  # nothing was called, so it can start again at once
+                running = self._start(name)
+        else:
+            running = self._start(name)
+        return [
+            ChatTool(
+                re.sub(r"[^\w-]", "_", f"{name}__{tool.name}", flags=re.ASCII)[:_LONGEST_NAME],
+                tool.description or "",
+                dict(tool.input_schema),
+                partial(self._call, running, tool.name),
+                (name, tool.name),
+            )
+            for tool in running.listed
+        ]
 
     def is_running(self, name: str) -> bool:
         """Whether a server was started, and has not ended."""
-        return name in self._running
+        return name in self._running and self._running[name].begun.done()
 
     def close(self) -> None:
         """End all servers."""
@@ -65,53 +97,104 @@ class ToolServers:
             self._loop = None
 
     def _start(self, name: str) -> _Running:
-        if (running := self._running.get(name)) is not None and not running.ended.done():
-            return running
         try:
             import mcp  # noqa: F401
         except ImportError:
             problem = "tools need the package mcp"
             raise UsageError(problem, hint="pip install 'sirchat[tools]'") from None
+        if self._hangs.get(name, 0) >= _MOST_HANGS:
+            why = f"the server {name} does not answer, and was started again before"
+            raise SirchatError(why, hint=f"/tools on {name} starts it once more")
+        logging.getLogger("mcp").propagate = False  # it would print tracebacks on the screen
         running = _Running(name, self.servers[name])
+        self._running[name] = running
         try:
             running.ended = self._submit(running.serve())
-            running.begun.result(_START)
-        except Exception as error:
+            self._wait(running, running.begin(), self._limit())
+        except BaseException as error:
             running.ended.cancel()
-            why = running.last_words() or str(error) or "it does not answer"
+            self._running.pop(name, None)
+            if not isinstance(error, SirchatError):
+                raise
+            why = running.last_words() or str(error)
             raise SirchatError(f"the server {name} can't be started: {why}") from None
-        self._running[name] = running
         return running
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(lambda *_: None)  # as for the logger
             threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _call(
-        self, name: str, tool: str, arguments: dict[str, Any], interrupted: Interrupted
-    ) -> str:
-        running = self._start(name)
-        call = self._submit(running.client.call_tool(tool, arguments))
-        while True:
-            try:
-                result = call.result(_LOOK)
-                break
-            except TimeoutError:
+    def _wait(
+        self,
+        running: _Running,
+        work: Coroutine[Any, Any, Any],
+        limit: float,
+        interrupted: Interrupted = lambda: False,
+    ) -> Any:
+        """What a server answers; SirchatError if that is an error, or does not come in time."""
+        name, running.heard = running.name, time.monotonic()
+        self._note_strange(running)
+        request, begun = self._submit(work), running.begun.done()
+        try:
+            while not wait((request,), _LOOK).done:
+                if what := self._note_strange(running):
+                    raise SirchatError(what)
                 if interrupted():
-                    call.cancel()
-                    raise SirchatError("the user stopped this call") from None
-                if not running.ended.done():
-                    continue
-            except Exception as error:
-                if getattr(error, "code", _CLOSED) != _CLOSED:
-                    raise SirchatError(str(error)) from None
-            call.cancel()
-            running.end()
-            self._running.pop(name, None)
-            self._note(f"the server {name} has ended; the next call starts it again")
-            raise SirchatError(f"the server {name} has ended")
+                    raise SirchatError("the user stopped this call")
+                if begun and running.ended.done():
+                    break
+                if time.monotonic() > running.heard + limit:
+                    self._end(running)
+                    self._hangs[name] = self._hangs.get(name, 0) + 1
+                    raise _HangsError(f"it does not answer within {limit:g} seconds")
+            else:
+                return request.result()
+        except SirchatError:
+            raise
+        except Exception as error:
+            root = _root(error)
+            if not begun or (getattr(root, "code", None) != _CLOSED and not running.ended.done()):
+                why = str(root).partition("\n")[0] or type(root).__name__
+                raise SirchatError(why) from None
+        finally:
+            request.cancel()
+        self._end(running)
+        self._note(f"the server {name} has ended; the next call starts it again")
+        raise SirchatError(f"the server {name} has ended")
+
+    def _note_strange(self, running: _Running) -> str:
+        """Say once that a server writes what is no message; returns that if it may be an answer."""
+        what = ""
+        while running.strange:
+            line, is_json = running.strange.popleft()
+            said = f"the server {running.name} writes what is no message: {line}"
+            if not running.is_strange:
+                self._note(said)
+            running.is_strange = True
+            what = said if is_json else what
+        return what
+
+    def _end(self, running: _Running) -> None:
+        running.end()
+        self._running.pop(running.name, None)
+
+    def _call(
+        self,
+        running: _Running,
+        tool: str,
+        arguments: dict[str, Any],
+        interrupted: Interrupted,
+    ) -> str:
+        call = running.call(tool, arguments)
+        try:
+            result = self._wait(running, call, self._limit(), interrupted)
+        except _HangsError as error:
+            self._note(f"the server {running.name} is ended: {error}")
+            raise
+        self._hangs.pop(running.name, None)
         text = "\n".join(map(_written, result.content))
         structured = getattr(result, "structured_content", None)
         if not text and structured is not None:
@@ -121,15 +204,26 @@ class ToolServers:
         return text
 
 
+class _HangsError(SirchatError):
+    """A server does not answer in time."""
+
+
 class _Running:
-    """A server that was started: `begun` and `ended` say when, `listed` are its tools."""
+    """A server that was started; its coroutines run in the thread of the servers.
+
+    `begun` and `ended` say when, `listed` are its tools, `strange` has lines that are no messages,
+    each with whether it is JSON, and `heard` is when the wait for an answer began anew.
+    """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
-        self._name, self._fields = name, fields
+        self.name, self._fields = name, fields
         self.begun: Future[None] = Future()
         self.ended: Future[None] = Future()
         self.listed: list[Any] = []
-        self.client: Any = None
+        self.strange = deque[tuple[str, bool]](maxlen=8)
+        self.is_strange = False  # and a line has said so
+        self.heard = 0.0
+        self._client: Any = None
         self._errors: Any = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
@@ -139,19 +233,36 @@ class _Running:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
-                self.client = await stack.enter_async_context(self._client(stack))
-                cursor = None
-                while True:
-                    page = await self.client.list_tools(cursor=cursor)
-                    self.listed += page.tools
-                    cursor = page.next_cursor
-                    if not cursor:
-                        break
+                self._client = await stack.enter_async_context(self._connection())
+                await self.list_tools()
                 self.begun.set_result(None)
                 await self._end.wait()
         except BaseException as error:
             if not self.begun.done():
                 self.begun.set_exception(_root(error))
+
+    async def begin(self) -> None:
+        """Wait until the server has started, and has listed its tools."""
+        await asyncio.wrap_future(self.begun)
+
+    async def list_tools(self) -> None:
+        """Let the server list its tools anew."""
+        listed, cursor = list[Any](), None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            listed += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        self.listed = listed
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool; returns the SDK's result."""
+
+        async def progress(*_: object) -> None:
+            self.heard = time.monotonic()
+
+        return await self._client.call_tool(tool, arguments, progress_callback=progress)
 
     def end(self) -> None:
         """Let the server end; any thread may call this."""
@@ -164,20 +275,36 @@ class _Running:
         lines = [line.strip() for line in self._errors.readlines()]
         return next((line for line in reversed(lines) if line), "")
 
-    def _client(self, stack: AsyncExitStack) -> Any:
+    def _connection(self) -> Any:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         fields = self._fields
         if fields.url:
-            return Client(_http(fields))
-        command = [fields.command, *fields.args]
-        if sys.platform != "win32":
-            command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *command]
-        parameters = StdioServerParameters(
-            command=command[0], args=command[1:], env=fields.env, cwd=fields.cwd
-        )
-        return Client(stdio_client(parameters, errlog=self._errors))
+            transport = _http(fields)
+        else:
+            command = [fields.command, *fields.args]
+            if sys.platform != "win32":
+                command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *command]
+            parameters = StdioServerParameters(
+                command=command[0], args=command[1:], env=fields.env, cwd=fields.cwd
+            )
+            transport = stdio_client(parameters, errlog=self._errors)
+        # The tools are listed to see whether they have changed, so nothing is kept.
+        return Client(transport, message_handler=self._receive, cache=None)
+
+    async def _receive(self, message: object) -> None:
+        if isinstance(message, ValidationError):
+            problem = message.errors(include_url=False)[0]
+            line, is_json = problem["input"], True
+            if problem["type"] != "json_invalid":
+                line = json.dumps(line)
+            else:  # lone surrogates are JSON, but not pydantic's
+                try:
+                    json.loads(line)
+                except ValueError:
+                    is_json = False
+            self.strange.append((line[:_SHOWN], is_json))
 
 
 def _http(fields: ServerFields) -> Any:

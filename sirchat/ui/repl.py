@@ -89,7 +89,11 @@ class Chat:
         self._has_asked_to_leave = False
         self._is_checked = screen.terminal is None  # whether choices by speed need no check
         self.tools = ToolUse(
-            tools or ToolFlags(), screen, self._prompt.ask_for_key, self._prompt.edit
+            tools or ToolFlags(),
+            screen,
+            self._ask_for_key,
+            self._prompt.edit,
+            lambda: self._session.profile.tool_timeout,
         )
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._compiling: Thread | None = None
@@ -263,15 +267,19 @@ class Chat:
     def _let_user_review(self, text: str) -> str:
         """The summary as the user keeps or edits it, or "" if the user drops it."""
         while True:
-            self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
-                key = self._prompt.ask_for_key(_REVIEW, "k\red\x1b")
+                key = self._ask_for_key(_REVIEW, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":
                 return text if key in "k\r" else ""
             if changed := self._let_user_edit(text).strip():
                 return changed
+
+    def _ask_for_key(self, question: str, keys: Collection[str]) -> str:
+        """The user's answer, Esc also before the question; earlier keys are for the next prompt."""
+        is_stopped = self._keyboard.wait_for_silence()
+        return "\x1b" if is_stopped else self._prompt.ask_for_key(question, keys)
 
     def _send(self, text: str, line: Line) -> None:
         """Send the message `text`, which was made from the typed `line`, and show the turn."""

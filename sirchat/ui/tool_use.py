@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import Toolbox
+from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
@@ -32,9 +32,10 @@ Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the
 class ToolUse(Toolbox):
     """The tools that are on, of the servers that a file names; none at first.
 
-    Tools that match the patterns in `flags` are on, and are called without asking. Of others each
-    call is shown; `ask` gets the user's key, and `edit` the changed arguments. Without them nobody
-    can be asked, and such calls are refused.
+    Tools that match the patterns in `flags` are on, and are called without asking, as long as their
+    servers describe them as they did. Of others each call is shown; `ask` gets the user's key, and
+    `edit` the changed arguments. Without them nobody can be asked, and such calls are refused.
+    `limit` is as in `ToolServers`.
     """
 
     def __init__(
@@ -43,18 +44,21 @@ class ToolUse(Toolbox):
         screen: Screen,
         ask: Ask | None = None,
         edit: Callable[[str], str] = lambda text: text,
+        limit: Callable[[], float] = lambda: 60.0,
     ) -> None:
         super().__init__(decide=self._decide)
-        self._servers, self._screen = ToolServers(flags.servers, screen.note), screen
+        self._servers, self._screen = ToolServers(flags.servers, screen.note, limit), screen
         self._ask, self._edit = ask, edit
-        self._allowed = list(flags.allow)
+        self._patterns = flags.allow
+        self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
+        self._changed = set[str]()  # tools that were turned on, and are now something else
         self.is_stopped = False  # by Esc at a question
         self._names = list(flags.servers)
 
     def begin(self) -> None:
         """Turn on what the flags allow; a server that can't be started is a line."""
-        for pattern in self._allowed:
-            servers = [name for name in self._names if _may_match(pattern, name)]
+        for pattern in self._patterns:
+            servers = [name for name in self._names if self._may_match(pattern, name)]
             if not servers:
                 self._screen.note(f"--tools-allow {pattern} matches no server")
             for name in servers:
@@ -74,7 +78,7 @@ class ToolUse(Toolbox):
         verb, _, name = rest.strip().partition(" ")
         if not verb:
             for one in self._names:
-                on = sum(tool.startswith(f"{one}__") for tool in self.tools)
+                on = sum(tool.origin[0] == one for tool in self.tools.values())
                 state = "started" if self._servers.is_running(one) else "not started"
                 self._screen.note(f"{displayable_line(one)}: {counted(on, 'tool')} on, {state}")
             self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
@@ -86,14 +90,15 @@ class ToolUse(Toolbox):
     def _turn(self, session: Session, on: bool, name: str) -> None:
         if on:
             server = self._server_of(name)
-            count = self._turn_on(server, name if "__" in name else f"{server}__*")
+            count = self._turn_on(server, f"{server}__*" if name == server else name)
             tokens = len(session.template.as_text(self.told))
             size = f"the model reads about {tokens:,} tokens of them with your next message"
             self._screen.note(f"{counted(count, 'tool')} turned on; {size}")
             if tokens > session.budget // 2:
                 self._screen.note(f"that is more than half of the budget of {session.budget:,}")
         else:
-            gone = [tool for tool in self.tools if fnmatchcase(tool, name) or _is_of(tool, name)]
+            pattern = f"{name}__*" if name in self._names else name
+            gone = [full for full in self.tools if self._matches(pattern, full)]
             if not gone:
                 raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
             for tool in gone:
@@ -101,20 +106,24 @@ class ToolUse(Toolbox):
             self._screen.note(f"{counted(len(gone), 'tool')} turned off")
 
     def _turn_on(self, server: str, pattern: str) -> int:
-        tools = [tool for tool in self._servers.tools(server) if _matches(pattern, tool.name)]
+        listed = {tool.name: tool for tool in self._servers.tools(server, by_user=True)}
+        tools = {full: tool for full, tool in listed.items() if self._matches(pattern, full, tool)}
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
-        self.tools |= {tool.name: tool for tool in tools}
+        self._changed |= {
+            full for full in tools if self.tools.get(full, tools[full]) != tools[full]
+        }
+        self.tools |= tools
         return len(tools)
 
     def _list(self, server: str) -> None:
-        for tool in self._servers.tools(server):
+        for tool in self._servers.tools(server, by_user=True):
             sign = "on " if tool.name in self.tools else "off"
             about = shorten(displayable_line(" ".join(tool.description.split())), 100)
             self._screen.note(f"{sign} {tool.name}: {about}")
 
     def _server_of(self, name: str) -> str:
-        server = name if name in self._names else name.partition("__")[0]
+        server = name if name in self._names else self._named(name) or name.partition("__")[0]
         if server not in self._names:
             raise UsageError(
                 f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
@@ -125,11 +134,15 @@ class ToolUse(Toolbox):
     def _decide(self, call: ToolCall) -> ToolCall | str:
         """The call as it is to be done, or why it is refused."""
         self.is_stopped = False
+        tool = self._as_listed(call.name)
+        is_allowed = (call.name, tool) in self._always or (
+            call.name not in self._changed
+            and any(self._matches(pattern, call.name, tool) for pattern in self._patterns)
+        )
         while True:
             written = shorten(displayable_line(call.arguments), _SHOWN)
             if written.endswith("…"):  # nobody says yes to what is not seen
                 written += f" (of {len(call.arguments):,} characters; e shows all)"
-            is_allowed = any(_matches(pattern, call.name) for pattern in self._allowed)
             self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
             if is_allowed:
                 return call
@@ -144,9 +157,43 @@ class ToolUse(Toolbox):
                 call = replace(call, arguments=self._edited(call.arguments))
                 continue
             if key == "a":
-                self._allowed.append(call.name)
+                self._always.append((call.name, tool))
             self.is_stopped = key == "\x1b"
             return call if key in "ya" else _REFUSED
+
+    def _as_listed(self, name: str) -> ChatTool | None:
+        """A tool that is on, as its server describes it now; SirchatError if it is gone."""
+        if (before := self.tools.get(name)) is None or not before.origin[0]:
+            return before
+        server = before.origin[0]
+        now = {tool.name: tool for tool in self._servers.tools(server)}.get(name)
+        if now is None:
+            raise SirchatError(f"the server {server} has no tool {before.origin[1]} any more")
+        if now != before:
+            self._changed.add(name)
+            about = shorten(displayable_line(" ".join(now.description.split())), _SHOWN)
+            self._screen.note(f"{name} was changed by its server, and is now: {about}")
+        self.tools[name] = now
+        return now
+
+    def _named(self, pattern: str) -> str | None:
+        """The server whose name a pattern begins with; None if it begins with none."""
+        begun = (name for name in self._names if pattern.startswith(f"{name}__"))
+        return max(begun, key=len, default=None)
+
+    def _matches(self, pattern: str, name: str, tool: ChatTool | None = None) -> bool:
+        """Whether a pattern means a tool; one that begins with a server's name means only its."""
+        tool = tool or self.tools.get(name)
+        server, own = tool.origin if tool is not None else ("", "")
+        if self._named(pattern) not in (None, server):
+            return False
+        return any(fnmatchcase(full, pattern) for full in (name, f"{server}__{own}"))
+
+    def _may_match(self, pattern: str, server: str) -> bool:
+        """Whether a tool of the server may match."""
+        begun = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
+        named = self._named(pattern)
+        return named == server or (named is None and f"{server}__".startswith(begun))
 
     def _edited(self, arguments: str) -> str:
         changed = self._edit(arguments).strip() or arguments
@@ -169,7 +216,7 @@ def run_tools_command(session: Session, rest: str) -> None:
 @contextmanager
 def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
     """Context manager: in it, a session has the tools that flags allow, and nobody is asked."""
-    box = ToolUse(flags, screen)
+    box = ToolUse(flags, screen, limit=lambda: session.profile.tool_timeout)
     try:
         box.begin()
         session.toolbox = box
@@ -184,17 +231,3 @@ def describe_result(result: Returned) -> str:
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"
     return f"{result.name} returned {counted(len(result.text), 'character')}: {text}"
-
-
-def _matches(pattern: str, tool: str) -> bool:
-    return fnmatchcase(tool, pattern) or _is_of(tool, pattern)
-
-
-def _is_of(tool: str, server: str) -> bool:
-    return tool.startswith(f"{server}__")
-
-
-def _may_match(pattern: str, server: str) -> bool:
-    """Whether a tool of the server may match."""
-    begun = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
-    return _is_of(begun, server) or f"{server}__".startswith(begun)

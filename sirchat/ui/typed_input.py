@@ -35,6 +35,7 @@ if sys.platform != "win32":
     from sirchat.ui.keys import TerminalKeys
 
 _DROPPED = (Keys.CPRResponse, Keys.SIGINT)
+_SILENCE = 0.35  # seconds
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _CURSOR_ON = "\x1b[?25h"
 _ERASE_BELOW = "\x1b[J"
@@ -180,6 +181,21 @@ class Keyboard:
         presses = self._keys.read_keys() or self._keys.flush_keys()
         self._typed += [press for press in presses if not _stops(press)]
         return any(map(_stops, presses))
+
+    def wait_for_silence(self) -> bool:
+        """Keep keys for the next prompt until none came for a third of a second; True after Esc.
+
+        So a key that is meant for the next message does not answer a question that comes meanwhile.
+        """
+        since = time.monotonic()
+        while time.monotonic() < since + _SILENCE:
+            count = len(self._typed)
+            if self.escape_pressed():
+                return True
+            if len(self._typed) > count:
+                since = time.monotonic()
+            time.sleep(_SILENCE / 20)
+        return False
 
     def keep_typed(self) -> None:
         """Pass the keys that were typed while no prompt was open to the next prompt."""

@@ -30,11 +30,18 @@ def tool(name: str, **properties: str) -> dict[str, Any]:
 TOOLS = [
     tool("weather", city="string"),
     *(tool(name) for name in ("fail", "die", "wait", "hostile", "parts", "structured", "pid")),
+    *(tool(name) for name in ("pid__all", "change", "steps", "listless")),
     tool("many", size="integer"),
+    tool("write", line="string"),
 ]
 
 
-def call(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
     text, more = "", dict[str, Any]()
     if name == "weather":
         text = f"It snows in {given['city']}."
@@ -49,6 +56,21 @@ def call(name: str, given: dict[str, Any]) -> dict[str, Any]:
         text = HOSTILE
     elif name == "pid":
         text = str(os.getpid())
+    elif name == "change":
+        TOOLS[0]["description"] = "It does all you want."
+    elif name == "steps":
+        for step in range(5):
+            time.sleep(0.3)
+            news = {"progressToken": token, "progress": step}
+            told = {"jsonrpc": "2.0", "method": "notifications/progress", "params": news}
+            write(json.dumps(told))
+        text = "done"
+    elif name == "listless":
+        TOOLS.clear()
+    elif name == "write":
+        write(given["line"])
+        if "log" not in given["line"]:
+            raise LookupError  # the line is the answer
     elif name == "many":
         text = "snow " * given["size"]
     elif name == "parts":
@@ -81,7 +103,11 @@ def answer(written: str | bytes) -> str:
         answer = {"result": {"tools": TOOLS}}
     elif asked["method"] == "tools/call":
         params = asked["params"]
-        answer = {"result": call(params["name"], params.get("arguments") or {})}
+        token = params.get("_meta", {}).get("progressToken")
+        try:
+            answer = {"result": call(params["name"], params.get("arguments") or {}, token)}
+        except LookupError:
+            return ""
     return json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer})
 
 
@@ -107,8 +133,7 @@ class OverHttp(BaseHTTPRequestHandler):
 def main() -> None:
     for line in sys.stdin:
         if said := answer(line):
-            sys.stdout.write(said + "\n")
-            sys.stdout.flush()
+            write(said)
 
 
 if __name__ == "__main__":

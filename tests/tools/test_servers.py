@@ -117,6 +117,68 @@ def test_a_stopped_call_ends_at_once(servers: ToolServers) -> None:
     assert time.monotonic() < start + 20
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[ToolServers]:
+    """Servers that may take a second for a call."""
+    notes.clear()
+    found = read_servers(str(servers_file(tmp_path)))
+    one = ToolServers(found, notes.append, lambda: 60 if not one.is_running("snow") else 1)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("line", ["null", "5", "{}", '{"jsonrpc": "2.0", "id": 9}', r'"\ud800"'])
+def test_an_answer_that_is_no_message_is_an_error_at_once(
+    servers: ToolServers, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start, what = time.monotonic(), "the server snow writes what is no message"
+    with pytest.raises(SirchatError, match=what):
+        named(servers, "write").run({"line": line}, bool)
+    assert time.monotonic() < start + 20
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    assert capfd.readouterr() == ("", "")  # nothing of a library's logger
+
+
+def test_a_server_may_write_its_log_where_messages_go_and_a_line_says_so(
+    hasty: ToolServers,
+) -> None:
+    for number in range(3):
+        assert named(hasty, "write").run({"line": f"log {number}"}, bool) == ""
+    assert notes == ["the server snow writes what is no message: log 0"]
+
+
+def test_news_of_progress_renew_the_time_of_a_call(hasty: ToolServers) -> None:
+    named(hasty, "pid")
+    assert named(hasty, "steps").run({}, bool) == "done"
+
+
+def test_a_hung_server_is_started_again_once_and_then_only_by_the_user(
+    hasty: ToolServers,
+) -> None:
+    pids = [named(hasty, "pid").run({}, bool)]
+    for _ in range(2):
+        wait = named(hasty, "wait")
+        with pytest.raises(SirchatError, match="it does not answer within 1 seconds"):
+            wait.run({}, bool)
+    with pytest.raises(SirchatError, match="does not answer, and was started again before"):
+        hasty.tools("snow")
+    hasty.tools("snow", by_user=True)
+    pids.append(named(hasty, "pid").run({}, bool))
+    assert len({*pids}) == 2
+    with pytest.raises(SirchatError):  # it has answered since, so it is started again
+        named(hasty, "wait").run({}, bool)
+    assert named(hasty, "pid").run({}, bool) not in pids
+    assert notes == ["the server snow is ended: it does not answer within 1 seconds"] * 3
+
+
+def test_a_call_after_a_stopped_one_does_not_wait_for_it(hasty: ToolServers) -> None:
+    wait, start = named(hasty, "wait"), time.monotonic()
+    with pytest.raises(SirchatError, match="the user stopped this call"):
+        wait.run({}, lambda: True)
+    assert named(hasty, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    assert time.monotonic() < start + 20
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there, the SDK ends what it has started")
 def test_no_server_outlives_a_chat_that_is_killed(tmp_path: Path) -> None:
     found = read_servers(str(servers_file(tmp_path)))
@@ -151,13 +213,11 @@ def test_the_guard_ends_all_that_a_server_has_started(is_gone: bool) -> None:
         _await_end(pid)
 
 
-def test_a_server_that_does_not_answer_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sirchat.tools.servers._START", 1)
+def test_a_server_that_does_not_answer_ends(tmp_path: Path) -> None:
     mute = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     args = ["-S", "-c", f"{mute}; time.sleep(60)"]
-    servers = ToolServers({"mute": ServerFields(command=sys.executable, args=args)}, print)
+    mutes = {"mute": ServerFields(command=sys.executable, args=args)}
+    servers = ToolServers(mutes, print, lambda: 1)
     with pytest.raises(SirchatError, match="mute can't be started: it does not answer"):
         servers.tools("mute")
     _await_end(int((tmp_path / "pid").read_text()))

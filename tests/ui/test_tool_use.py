@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from chatting import session
 from sirchat.chat.session import Session
-from sirchat.errors import UsageError
+from sirchat.errors import SirchatError, UsageError
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.ui.replay import print_reply
@@ -97,7 +97,7 @@ def test_tools_are_off_until_they_are_turned_on(box: tuple[Session, io.StringIO]
     run_tools_command(chat, "on snow__weather")
     assert [*chat.toolbox.tools] == ["snow__weather"]
     run_tools_command(chat, "on snow")
-    assert len(chat.toolbox.tools) == 9
+    assert len(chat.toolbox.tools) == 14
     run_tools_command(chat, "off snow")
     assert not chat.toolbox.tools
     for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
@@ -105,6 +105,103 @@ def test_tools_are_off_until_they_are_turned_on(box: tuple[Session, io.StringIO]
             run_tools_command(chat, wrong)
     with pytest.raises(UsageError, match="no tools: sirchat --tools FILE"):
         run_tools_command(session(), "")
+
+
+class Chosen:
+    """The tools of the real server, of which the user allows calls by these keys."""
+
+    def __init__(self, folder: Path, keys: str, *allow: str) -> None:
+        self.out, self.keys, self.questions = io.StringIO(), [*keys], 0
+        flags = ToolFlags.of(str(servers_file(folder)), allow)
+        self.use = ToolUse(flags, Screen(self.out, self.out), self._ask)
+        run_tools_command(self._session(), "on snow")
+        self.use.begin()
+
+    def _session(self) -> Session:
+        chat = session(tool_tiny(), policy="full")
+        chat.toolbox = self.use
+        return chat
+
+    def _ask(self, question: str, keys: object) -> str:
+        self.questions += 1
+        return str(self.keys.pop(0))
+
+    def call(self, name: str, **given: str) -> str | None:
+        """What a call returns; None if it is refused."""
+        call = self.use.decide(ToolCall("call00000", f"snow__{name}", json.dumps(given)))
+        return None if isinstance(call, str) else self.use.tools[call.name].run(given, bool)
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Iterator[Callable[..., Chosen]]:
+    made = list[Chosen]()
+
+    def choose(keys: str, *allow: str) -> Chosen:
+        made.append(Chosen(tmp_path, keys, *allow))
+        return made[-1]
+
+    yield choose
+    for one in made:
+        one.use.close()
+
+
+def test_consent_for_one_tool_is_none_for_a_tool_whose_name_begins_so(
+    chosen: Callable[..., Chosen],
+) -> None:
+    by_key, by_flag = chosen("an"), chosen("n", "snow__pid")
+    for each in (by_key, by_flag):
+        assert each.call("pid") is not None
+        assert each.call("pid__all") is None
+        assert not each.keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "allow"), [("ayna", []), ("yna", ["snow__weather"]), ("na", ["snow__*"])]
+)
+def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
+    chosen: Callable[..., Chosen], keys: str, allow: list[str]
+) -> None:
+    each = chosen(keys, *allow)
+    assert each.call("weather", city="Oslo") == SNOWS
+    each.call("change")
+    assert each.call("weather", city="Oslo") is None
+    for _ in range(2):  # as it is now, the user allows it always
+        assert each.call("weather", city="Oslo") == SNOWS
+    assert not each.keys
+    said = " ".join(each.out.getvalue().split())
+    assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
+
+
+def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Chosen]) -> None:
+    each = chosen("", "snow__*")
+    each.call("listless")
+    with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
+        each.call("weather", city="Oslo")
+
+
+def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path) -> None:
+    one = json.loads(servers_file(tmp_path).read_text("utf-8"))["mcpServers"]["snow"]
+    names = ("a", "a__b", "my server")
+    (tmp_path / "three.json").write_text(json.dumps({"mcpServers": dict.fromkeys(names, one)}))
+    out = io.StringIO()
+
+    def asked_about(*allow: str) -> set[str]:
+        flags = ToolFlags.of(str(tmp_path / "three.json"), allow)
+        use, chat = ToolUse(flags, Screen(out, out)), session(tool_tiny(), policy="full")
+        chat.toolbox = use
+        for name in names:
+            run_tools_command(chat, f"on {name}")
+        calls = [ToolCall("call00000", full, "{}") for full in use.tools if full.endswith("__pid")]
+        refused = {call.name for call in calls if use.decide(call) != call}
+        run_tools_command(chat, "off a")
+        assert {tool.origin[0] for tool in use.tools.values()} == {"a__b", "my server"}
+        use.close()
+        return refused
+
+    assert asked_about("a__*") == {"a__b__pid", "my_server__pid"}
+    assert asked_about("a__b__*", "my server__p*") == {"a__pid"}
+    assert asked_about("*__pid") == set()
+    assert asked_about("a", "a__b") == {"a__pid", "a__b__pid", "my_server__pid"}
 
 
 @pytest.mark.parametrize("allow", [[], ["snow__*"]])

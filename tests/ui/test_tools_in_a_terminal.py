@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,26 @@ def test_a_call_that_is_cut_at_the_length_limit_is_not_done_and_said_to_be_cut(
     terminal.ask("/set max_new_tokens 80")
     assert "reply cut at the length limit" in shown
     assert "wants to call" not in shown
+
+
+def test_keys_of_the_next_message_answer_no_question(terminal: Terminal) -> None:
+    terminal.ask("/reset")
+    terminal.say("Weather?")
+    typed, end = "", 100
+    for at, key in enumerate("ya" * 50):
+        terminal.send(key)
+        typed += key
+        time.sleep(0.1)
+        terminal.read(0.01)
+        if "wants to call" in terminal.shown:
+            end = min(end, at + 4)
+        if at == end:
+            break
+    terminal.until(lambda: _KEYS in terminal.shown, 20)
+    terminal.send("n")
+    terminal.until(lambda: f"> {typed}" in terminal.shown, 20)
+    assert "snow__weather failed: the user refuses this call" in " ".join(terminal.shown.split())
+    terminal.send("\x15")
 
 
 def test_esc_at_the_question_refuses_and_stops(terminal: Terminal) -> None:
