@@ -41,8 +41,10 @@ settings.load_profile("sirchat")
 @pytest.fixture(autouse=True, scope="module")
 def _one_quiet_thread() -> None:
     # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C; a prompt
-    # that was left by an exception leaves another handler, too.
+    # that was left by an exception leaves another handler, too; and `nohup pytest &` ignores SIGQUIT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
 

@@ -136,6 +136,13 @@ def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None
         torch.set_num_threads(count)
 
 
+def agree_on_instructions() -> None:
+    """Hide from oneDNN the instructions that ATEN_CPU_CAPABILITY hides from torch."""
+    # With AMX, torch's attention over bfloat16 otherwise asks oneDNN for what torch may not use.
+    if not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512"):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI_2")
+
+
 def free_threads() -> int:
     """The number of physical cores of this process that are not busy; at least 1."""
     everywhere, load = range(os.cpu_count() or 1), 0.0

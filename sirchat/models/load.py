@@ -20,7 +20,14 @@ from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
-from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype, use_threads
+from sirchat.models.devices import (
+    DeviceName,
+    DtypeName,
+    agree_on_instructions,
+    pick_device,
+    pick_dtype,
+    use_threads,
+)
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
 from sirchat.models.hub import must_use_cache
@@ -115,6 +122,7 @@ def load_model(
         spread = make_spread(name, device_map, rows, dtype, device=device, quantize=quantize)
         target, for_hub = spread.main_device, True
     if target.type == "cpu" or spread is not None:
+        agree_on_instructions()
         use_threads(threads)
     source, gguf = locate(name)
     try:

@@ -244,7 +244,8 @@ def _own_rows(choices: Choices) -> int:
 
 def _usual_own_rows() -> int:
     # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
-    return _OWN_STEPS[1] if torch.cpu._is_amx_tile_supported() else ANY_ROWS
+    may_use = _most_of_onednn() in ("", "DEFAULT") or "AMX" in _most_of_onednn()
+    return _OWN_STEPS[1] if may_use and torch.cpu._is_amx_tile_supported() else ANY_ROWS
 
 
 def _has_bfloat16() -> bool:

@@ -148,6 +148,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Processor], FakeClock]:
         monkeypatch.setattr(measuring, "time", clock)
         monkeypatch.setattr(measuring, "ways_to_multiply", multiply)
         monkeypatch.setattr(measuring, "ways_to_attend", attend)
+        # Another test of this process may have loaded the library.
+        monkeypatch.setattr(measuring, "has_own_products", lambda: False)
         monkeypatch.setattr(measuring, "_has_bfloat16", lambda: there.has_bfloat16)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: there.capability)
         return clock

@@ -155,9 +155,14 @@ def test_what_is_no_number_stays_none(make: Any) -> None:
     assert not found[2].any()
 
 
+@pytest.mark.parametrize(
+    ("has_amx", "said"), [(False, "yes"), (True, "yes, of up to 64 tokens at once")]
+)
 def test_a_model_uses_a_library_that_is_there_and_that_only_its_owner_can_write(
-    library: Path, own_home: Path
+    library: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch, has_amx: bool, said: str
 ) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     there = private_dir(compiled_dir()) / library.name
     there.write_bytes(library.read_bytes())
     for mode, used in ((0o620, 0), (0o600, own_rows(packed().module))):
@@ -167,7 +172,7 @@ def test_a_model_uses_a_library_that_is_there_and_that_only_its_owner_can_write(
         assert model_rows(model) == used
         foreign = "could have been changed by others" in products_in_words(model)
         assert foreign == (mode == 0o620)
-    assert products_in_words(model) == "yes"
+    assert products_in_words(model) == said
     model = packed()
     use_compiled(model, "off")
     assert model_rows(model) == 0
