@@ -40,8 +40,8 @@ settings.load_profile("sirchat")
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_quiet_thread() -> None:
-    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C; a prompt
-    # that was left by an exception leaves another handler, too; and `nohup pytest &` ignores SIGQUIT.
+    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C, and
+    # `nohup pytest &` SIGQUIT; a prompt that was left by an exception leaves another handler, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform != "win32":
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)

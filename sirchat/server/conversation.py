@@ -89,6 +89,8 @@ class ServedConversation:
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
             conversation is dropped.
         is_outdated: whether the file lacks the newest part, because writing it failed.
+        origin: the id of the conversation of which this one, or what it is a copy of, was copied.
+        is_branch: whether this is a copy, and only one request was answered in it.
     """
 
     session: Session
@@ -100,6 +102,11 @@ class ServedConversation:
     is_busy: bool = False
     is_exact: bool = True
     is_outdated: bool = False
+    origin: str = ""
+    is_branch: bool = False
+
+    def __post_init__(self) -> None:
+        self.origin = self.origin or self.id
 
     def add(self, role: str, text: str) -> None:
         """Note a message that the session has read or generated."""
@@ -127,7 +134,9 @@ class ServedConversation:
 
     def with_session(self, session: Session) -> ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
-        return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
+        copy = ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
+        copy.origin, copy.is_branch = self.origin, True
+        return copy
 
     def undo_last_question(self) -> None:
         """Undo the last user message and what follows; `is_exact` is whether this was possible."""

@@ -143,6 +143,7 @@ class ConversationPool:
         only asks for another reply, in `conversation` itself. None if undo is not possible.
         """
         if shared == len(conversation.roles):
+            conversation.is_branch = False
             return conversation
         if not conversation.is_answered_again(history):
             copy = conversation.copy() if self._make_room(besides=conversation) else None
@@ -166,7 +167,7 @@ class ConversationPool:
             self._held.append(conversation)
             conversation.is_busy = True
             if self._disk is not None:
-                self._disk.prune(len(self._held))
+                self._disk.prune(self._held)
         return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:

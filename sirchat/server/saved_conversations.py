@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ from sirchat.server.conversation import (
 )
 
 MOST_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
+MOST_BRANCHES = 16  # of all conversations, with which nobody went on
 
 _LOG = logging.getLogger(__name__)
 _SILENCE = 600  # least number of seconds between two logged errors of writing
@@ -53,6 +54,8 @@ class _Fields(BaseModel):
     roles: list[str]
     turns: int  # number of the session's turns, the system prompt included
     settings: dict[str, Any]
+    origin: str = ""
+    is_branch: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,8 @@ class SavedConversation:
     roles: tuple[str, ...]
     settings: dict[str, Any]
     first: str
+    origin: str
+    is_branch: bool
     file: Future[Path | None]
 
     @staticmethod
@@ -78,6 +83,8 @@ class SavedConversation:
             tuple(conversation.roles),
             {**conversation.settings},
             conversation.first,
+            conversation.origin,
+            conversation.is_branch,
             file,
         )
 
@@ -96,8 +103,8 @@ class SavedConversation:
                 count = messages
             require(len(keys) == len(fields.roles) + 1)
         keys, roles = keys[: count + 1], tuple(fields.roles[:count])
-        file = _finished_future(store.path)
-        return SavedConversation(fields.id, keys, roles, fields.settings, first_words(turns), file)
+        about = fields.settings, first_words(turns), fields.origin or fields.id, fields.is_branch
+        return SavedConversation(fields.id, keys, roles, *about, _finished_future(store.path))
 
 
 class SavedConversations:
@@ -154,6 +161,7 @@ class SavedConversations:
                 store.close()
             return None
         loaded = ServedConversation(session, [*saved.keys], [*saved.roles], id=saved.id)
+        loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
         return loaded
@@ -183,24 +191,30 @@ class SavedConversations:
         if (saved := self._files.get(conversation)) is not None:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
-    def prune(self, others: int) -> None:
+    def prune(self, held: Collection[ServedConversation]) -> None:
         """Delete the conversations used longest ago, if there are too many or too large ones.
 
-        `others` is the number of conversations in memory.
+        `held` are those in memory. First of all go branches with which nobody went on, and of which
+        a newer one is there: so they push out no other conversation.
         """
-        stays: list[SavedConversation] = []
-        size = 0
+        newer = {each.origin for each in held}
+        kept, branches = list[SavedConversation](), list[SavedConversation]()
         for saved in reversed(self.all):
+            (branches if saved.is_branch and saved.origin in newer else kept).append(saved)
+            newer.add(saved.origin)
+        stays, size = set[SavedConversation](), 0
+        for saved in (*kept, *branches[:MOST_BRANCHES]):
             size += _size(saved)
-            if len(stays) + others < self._limit and size <= MOST_BYTES:
-                stays.insert(0, saved)
-            else:
+            if len(stays) + len(held) < self._limit and size <= MOST_BYTES:
+                stays.add(saved)
+        for saved in self.all:
+            if saved not in stays:
                 self._writer.submit(_remove, saved)
-        self._listed = stays
+        self._listed = [saved for saved in self.all if saved in stays]
 
     def end(self) -> None:
         """Delete surplus conversations, and wait until the writing thread ends."""
-        self.prune(0)
+        self.prune(())
         self._writer.shutdown()
 
     def _resumed(self, store: SessionStore, changed: dict[str, Any]) -> Session:
@@ -268,6 +282,8 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "roles": [*conversation.roles],
         "turns": len(conversation.session.turns),
         "settings": {**conversation.settings},
+        "origin": conversation.origin,
+        "is_branch": conversation.is_branch,
     }
 
 

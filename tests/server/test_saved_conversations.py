@@ -109,6 +109,29 @@ def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_branches_with_which_nobody_goes_on_push_out_no_other_conversation(tmp_path: Path) -> None:
+    """A client inserts documents, each time other ones, before its newest question."""
+    talk, others, limit = list[Message](), list[list[Message]](), 8
+    for start in (0, 10):  # as well after a restart
+        with served(folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4) as server:
+            if not start:
+                talk, others = begin(server, "Ben")[:2], [begin(server, "Anna")]
+                oslo = [user("I live in Oslo.")]
+                oslo.append(assistant(server.reply(oslo)))
+                for name in ("Tom", "Eva"):  # two branches, and the client goes on with both
+                    asked = [*oslo, user(f"I am {name}.")]
+                    asked += [assistant(server.reply(asked)), user(ASKED)]
+                    others.append([*asked, assistant(server.reply(asked)), user("And now?")])
+            for number in range(start, start + 10):
+                question = user(f"Question {number}?")
+                document = {"role": "system", "content": f"Document {number}."}
+                talk += [question, assistant(server.reply([*talk, document, question]))]
+    with served(folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4) as server:
+        for messages in others:
+            assert cached(server.ask(messages)) > 0
+        assert len(server.client.get("/v1/sirchat/sessions").json()["data"]) <= limit
+
+
 @pytest.mark.parametrize("save", [True, False])
 def test_with_no_save_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
