@@ -265,6 +265,7 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = one_conversation(iter_turns(stream, name, format), name)
+        from sirchat.models.compiling import compile_in_background
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
@@ -273,6 +274,8 @@ def replay(
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
+        if profile.compile == "auto":
+            compile_in_background(session.model)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with tools_of(servers, session, screen):
             replay.replay(session, turns, screen, options)

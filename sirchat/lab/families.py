@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
@@ -141,7 +142,11 @@ def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) ->
     if sys.platform == "linux":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+        # What this process has inherited counts, too.
+        status = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
+        (taken,) = (line.split()[1] for line in status if line.startswith("VmData:"))
+        most = (int(taken) << 10) + _MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     torch.set_num_threads(1)
     try:
         to.send(check(family))

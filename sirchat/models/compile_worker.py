@@ -19,6 +19,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from sirchat.models.background import lower_priority
+
 # The prefix of the names of the temporary folders in which decode steps are compiled.
 UNFINISHED = "making-"
 
@@ -88,16 +90,6 @@ def is_temporary(error: Exception) -> bool:
     if isinstance(error, OSError | MemoryError):
         return True
     return any(text in str(error) for text in _TEMPORARY_ERRORS)
-
-
-def lower_priority(niceness: int) -> None:
-    """Lower the priority of this process, so that a chat's replies stay fast."""
-    if sys.platform != "win32":
-        os.nice(niceness)
-    if niceness and os.path.exists("/proc/self/autogroup"):
-        # Linux shares processors among sessions first, each with a priority of its own.
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
 
 
 def _end(work: multiprocessing.process.BaseProcess) -> None:

@@ -6,21 +6,24 @@ user could have written it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError
+from sirchat.models.background import LOWEST
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import pickle_without_weights, program_name
 from sirchat.models.decode_step import DecodeStep
@@ -48,6 +51,7 @@ from sirchat.paths import (
 # `on` makes it before the chat starts.
 Compile = Literal["auto", "on", "off"]
 
+_LOOK = 0.5  # seconds between two looks whether something was compiled
 _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
 
 
@@ -65,7 +69,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
     if how == "on" and _wants_products(model) and has_compiler():
         if progress is not None:
             progress("compiling products of packed weights, some seconds", 0, None)
-        _compile_products()
+        _compile(compiled_dir() / library_name(), b"")
     _use_products(model)
     step = _step_of(model)
     if how == "auto":
@@ -87,7 +91,8 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
             )
         if progress is not None:
             progress("compiling the model's decode step, about a minute", 0, None)
-        problem = _compile_program(step, path) or _use_program(step, path)
+        pickled = pickle_without_weights(step.graph)
+        problem = _compile(path, pickled) or _use_program(step, path)
     if problem:
         raise ModelError(f"--compile on: {problem}")
 
@@ -105,30 +110,90 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
         )
 
 
-def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Compile products and decode step of a model in processes of low priority, and use them.
+class _Missing(NamedTuple):
+    """What is to be compiled for a model: the library of products, the graph of a step, or both."""
 
-    Returns the thread that waits for them; None if there is no compiler, or if all is compiled,
-    can't be compiled, or failed to compile before.
+    library: Path | None
+    program: Path | None
+    pickled: bytes
+
+
+def compile_in_background(model: LoadedModel) -> threading.Thread | None:
+    """Let another process compile products and decode step of a model, and use them.
+
+    Returns the thread that waits for it; None if there is no compiler, or if all is compiled, can't
+    be compiled, or failed to compile before. The process goes on if this one ends.
     """
-    step, library = _step_of(model), compiled_dir() / library_name()
-    if not has_compiler():
-        return None
-    lacks_products = _wants_products(model) and _is_to_be_made(library)
-    if not lacks_products and not _is_step_to_be_made(step):
+    missing, step = _missing_of(model), _step_of(model)
+    if missing is None:
         return None
 
     def work() -> None:
-        if lacks_products and not _compile_products(niceness=19):
+        process = begin_compiling(missing, waits=True)
+        while process is not None and process.poll() is None:
+            time.sleep(_LOOK)
             _use_products(model)
-        if step is not None and _is_step_to_be_made(step):
-            path = _program_path(step)
-            if not _compile_program(step, path, niceness=19):
-                _use_program(step, path)
+        _use_products(model)
+        if step is not None and step.compiled is None:
+            _use_program(step, _program_path(step))
 
     thread = threading.Thread(target=work, name="compiling", daemon=True)
     thread.start()
     return thread
+
+
+def compile_afterwards(model: LoadedModel) -> None:
+    """Let another process compile what is missing for a model once this one ends."""
+    if (missing := _missing_of(model)) is not None:
+        atexit.register(begin_compiling, missing, waits=False)
+
+
+def begin_compiling(missing: _Missing, *, waits: bool) -> subprocess.Popen[bytes] | None:
+    """Begin the process that compiles, of low priority; None if nothing is missing any more.
+
+    It ends at once if another one is compiling the same, unless it `waits` for that.
+    """
+    paths = [path for path in (missing.library, missing.program) if path and _is_to_be_made(path)]
+    if not paths:
+        return None
+    worker = ["-P", "-m", "sirchat.models.background", "wait" if waits else "leave"]
+    with suppress(OSError), tempfile.TemporaryFile() as pickled:  # a pipe could end too early
+        pickled.write(missing.pickled if missing.program in paths else b"")
+        pickled.seek(0)
+        return subprocess.Popen(
+            [sys.executable, *worker, *map(str, paths)],
+            stdin=pickled,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return None
+
+
+def compile_missing(paths: Sequence[Path], pickled: bytes) -> None:
+    """Compile to the last of `paths` the pickled graph, unless it is empty; products to others."""
+    for path in paths:
+        if _compile(path, pickled if path == paths[-1] else b"", LOWEST):
+            return  # without the products, another step is compiled at a later start
+
+
+def _missing_of(model: LoadedModel) -> _Missing | None:
+    step, how = _step_of(model), matmul_method_of(model.module)
+    if model.device.type == "cuda" or not has_compiler():
+        return None
+    library = compiled_dir() / library_name() if _wants_products(model) else None
+    if library is not None and not _is_to_be_made(library):
+        library = None
+    program, pickled = None, b""
+    try:
+        if library is not None and how is not None:  # the step will be compiled for it
+            set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
+        if step is not None and _is_step_to_be_made(step):
+            program, pickled = _program_path(step), pickle_without_weights(step.graph)
+    finally:
+        if how is not None:
+            set_matmul_method(model.module, how)
+    return _Missing(library, program, pickled) if library or program else None
 
 
 def has_compiler() -> bool:
@@ -236,16 +301,7 @@ def _load(path: Path, load: Callable[[], None]) -> str:
     return ""
 
 
-def _compile_program(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile a decode step to `path`; returns an error or ""."""
-    return _compile(path, lambda: pickle_without_weights(step.graph), niceness)
-
-
-def _compile_products(niceness: int = 0) -> str:
-    return _compile(compiled_dir() / library_name(), bytes, niceness)
-
-
-def _compile(path: Path, pickled: Callable[[], bytes], niceness: int) -> str:
+def _compile(path: Path, pickled: bytes, niceness: int = 0) -> str:
     """Compile a graph to `path`, or wait for a process that does; returns an error or ""."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
@@ -259,7 +315,7 @@ def _compile(path: Path, pickled: Callable[[], bytes], niceness: int) -> str:
         try:
             if path.exists():
                 return ""
-            return _read_failure(path) or _run_worker(pickled(), path, niceness)
+            return _read_failure(path) or _run_worker(pickled, path, niceness)
         finally:
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()

@@ -45,10 +45,7 @@ from sirchat.ui.typed_input import Keyboard, LineInput
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
 
-UNFINISHED = (
-    "the faster code for this model was not compiled to its end, and the next chat begins anew; "
-    "with --compile on, a chat waits for it, once, about a minute"
-)
+UNFINISHED = "faster code for this model is being compiled, which goes on without the chat"
 
 PANEL_ROWS = 24  # least rows of a window for the panel above the prompt
 

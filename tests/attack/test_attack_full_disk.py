@@ -259,7 +259,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
     monkeypatch.setattr(compiling, "_run_worker", worker)
     monkeypatch.setattr(compiling, "FileLock", Lock)
     chats = [
-        threading.Thread(target=lambda: told.append(compiling._compile(path, bytes, 0)))
+        threading.Thread(target=lambda: told.append(compiling._compile(path, b"", 0)))
         for _ in range(4)
     ]
     for one in chats:

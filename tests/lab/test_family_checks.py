@@ -108,6 +108,12 @@ def test_a_family_that_dies_or_hangs_or_is_too_large_is_one_line_and_the_next_fo
     ]
 
 
+def test_memory_that_was_taken_before_is_not_counted() -> None:
+    taken = torch.empty(1 << 30)  # 4 GiB, which is never written to
+    assert [one.in_words for one in check_families(["phi3"])] == ["runs"]
+    del taken
+
+
 def test_the_command_prints_a_line_for_each_family_and_counts_them() -> None:
     done = run("models", "families", "minicpm3", "gpt2")
     assert done.returncode == 0

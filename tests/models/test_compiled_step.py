@@ -178,11 +178,10 @@ def test_a_damaged_program_is_deleted_and_made_again(
     content = program.read_bytes()
     made: list[Path] = []
 
-    def make(step: DecodeStep, path: Path, niceness: int) -> str:
-        made.append(path)
-        return "the disk is full"
+    def begin(missing: Any, *, waits: bool) -> None:
+        made.append(missing.program)
 
-    monkeypatch.setattr(compiling, "_compile_program", make)
+    monkeypatch.setattr(compiling, "begin_compiling", begin)
     for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
         program.unlink()
         program.write_bytes(damaged)
@@ -339,13 +338,7 @@ def test_a_chat_has_it_made_in_the_background(
     compiling.use_compiled(model, "auto")
     assert step_of(model).compiled is None
 
-    def make(step: DecodeStep, path: Path, niceness: int) -> str:
-        path.parent.mkdir(parents=True, mode=0o700)
-        path.write_bytes(program.read_bytes())
-        os.chmod(path, 0o600)
-        return ""
-
-    monkeypatch.setattr(compiling, "_compile_program", make)
+    monkeypatch.setattr(sys, "executable", copying_worker(tmp_path, program))
     thread = compiling.compile_in_background(model)
     assert thread is not None
     thread.join(60)
@@ -354,10 +347,76 @@ def test_a_chat_has_it_made_in_the_background(
     assert compiling.compile_in_background(model) is None
 
 
-def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session() -> None:
-    code = (
-        "from sirchat.models.compile_worker import lower_priority; lower_priority(19); import os; "
+def copying_worker(folder: Path, program: Path, before: str = "") -> str:
+    """A program that takes the arguments of the compiling process, and copies what was compiled."""
+    path, to = folder / "python", '"$(dirname "$path")"'
+    copied = f'cp {shlex.quote(str(program))} "$path.new"; mv "$path.new" "$path"'
+    path.write_text(
+        f"#!/bin/sh\n{before}\nfor path; do :; done; umask 077; mkdir -p {to}; {copied}"
     )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_one_question_lacks_is_compiled_by_a_process_that_outlives_it(
+    program: Path, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 1, "vocab_size": len(hub_tokenizer())}
+    build("llama", sizes).save_pretrained(tmp_path)
+    hub_tokenizer().save_pretrained(tmp_path)
+    waits = f"while [ ! -e {shlex.quote(str(tmp_path / 'go'))} ]; do sleep 0.05; done"
+    worker = copying_worker(tmp_path, program, before=waits)
+    code = f"import sys; sys.executable = {worker!r}; from sirchat.cli import main; main()"
+    asked = ["ask", "Hello", "--model", str(tmp_path), "--server", "off", "--max-new-tokens", "2"]
+    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path), "SIRCHAT_COMPILE": "auto"}
+    done = subprocess.run(
+        [*warm_python(), "-c", code, *asked], env=environ, capture_output=True, check=True
+    )
+    assert done.stdout.strip()
+    assert not list(tmp_path.glob("state/compiled/*.so"))
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("state/compiled/*.so")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_one_process_at_a_time_compiles_and_each_file_once(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from sirchat.models import background, compiling
+def compile(path, pickled, niceness):
+    for what in ("begins", "ends"):
+        with open("log", "a") as log:
+            print(path.name, len(pickled), niceness, what, file=log)
+        time.sleep(0.5)
+    return ""
+compiling._compile = compile
+background.lower_priority = lambda niceness: None  # the test would wait for all others
+background.main(sys.argv[1] == "wait", [Path(name) for name in sys.argv[2:]])
+"""
+    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
+    environ["PYTHONPATH"] = str(Path(compiling.__file__).parents[2])
+    processes = list[subprocess.Popen[bytes]]()
+    for how in (["leave", "a", "b"], ["leave", "b"], ["leave", "c"], ["wait", "c"]):
+        process = subprocess.Popen(
+            [*warm_python(), "-c", code, *how], env=environ, cwd=tmp_path, stdin=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        process.stdin.write(b"graph")
+        process.stdin.close()
+        processes.append(process)
+        time.sleep(0.2)
+    assert [process.wait(60) for process in processes] == [0] * 4
+    told = (tmp_path / "log").read_text().splitlines()
+    times = {"a 0 19": 1, "b 5 19": 1, "c 5 19": 2}  # who waits looks again afterwards
+    assert sorted(told[::2]) == sorted(f"{one} begins" for one in times for _ in range(times[one]))
+    assert told[1::2] == [line.replace("begins", "ends") for line in told[::2]]
+
+
+def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session() -> None:
+    code = "from sirchat.models.background import lower_priority; lower_priority(19); import os; "
     code += "print(os.nice(0), open('/proc/self/autogroup').read())"
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("the system has no priorities of sessions")

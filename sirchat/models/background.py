@@ -1,0 +1,85 @@
+"""Work that makes later starts faster, in processes that outlive a command: one at a time.
+
+As a program, `python -m sirchat.models.background wait|leave FILE...` compiles what
+`compiling.begin_compiling` says: to the last file the pickled graph of standard input, unless that
+is empty, and to others the library of products.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from sirchat.paths import private_dir, state_dir
+
+if sys.platform != "win32":
+    import fcntl
+
+LOWEST = 19  # niceness
+_LOOK = 0.2  # seconds between two looks whether a file is free
+
+
+def lower_priority(niceness: int) -> None:
+    """Lower the priority of this process, so that a chat's replies stay fast."""
+    if sys.platform != "win32":
+        os.nice(niceness)
+    if niceness and os.path.exists("/proc/self/autogroup"):
+        # Linux shares processors among sessions first, each with a priority of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
+
+
+def lock(name: str) -> int | None:
+    """Lock a file in the folder of states; None if another process has it, or if it can't be made.
+
+    It is free once the returned descriptor is closed, here and where it was inherited by a fork.
+    """
+    with suppress(OSError):
+        path = private_dir(state_dir()) / f"{name}.lock"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
+
+
+def leave_parent(lock: int) -> None:
+    """Become, after a fork, a process of low priority that has only memory and a lock of it."""
+    if sys.platform == "win32":  # which has no fork
+        return
+    os.setsid()
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # else who reads its output would wait for this process, too
+        os.dup2(null, number)
+    os.closerange(3, lock)
+    os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
+    lower_priority(LOWEST)
+
+
+def main(waits: bool, paths: list[Path]) -> None:
+    """Compile, if nobody else does, or after that if it `waits`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
+    lower_priority(LOWEST)
+    pickled = sys.stdin.buffer.read()
+    for name in (f"background-{paths[-1].stem}", "background"):
+        while lock(name) is None:
+            if not waits and name != "background":
+                return
+            time.sleep(_LOOK)
+    from sirchat.models.compiling import compile_missing
+
+    compile_missing(paths, pickled)
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    main(sys.argv[1] == "wait", [Path(name) for name in sys.argv[2:]])
