@@ -1,5 +1,6 @@
 """The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
+import atexit
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -218,12 +219,15 @@ def ask(
             screen.note("the running server calls no tools of --tools: this process answers")
     with without_garbage_collection(), interruptible_imports():
         from sirchat.chat.retry import temporarily
+        from sirchat.models.compiling import compile_for_later
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
         from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
         session = _open_saved(profile, trust, report, store, {})
+    if profile.compile == "auto":
+        atexit.register(compile_for_later, session.model)  # it costs the reply nothing
     with tools_of(servers, session, screen):
         if store is None:
             print_reply(session, text, screen, as_json=json, holds_all=holds_all)

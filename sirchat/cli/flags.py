@@ -127,15 +127,11 @@ def load(
     """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""
     with interruptible_imports():
         from sirchat.memory.archive_folder import sweep
-        from sirchat.models.compiling import compile_afterwards
         from sirchat.models.load import load_model_of
 
     sweep(archives_dir())
     gc.freeze()  # imported objects stay; searching them for garbage would delay typing
-    model = load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
-    if profile.compile == "auto":
-        compile_afterwards(model)
-    return model
+    return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
 
 
 def _parameters() -> dict[str, inspect.Parameter]:

@@ -1,8 +1,7 @@
 """Work that makes later starts faster, in processes that outlive a command: one at a time.
 
-As a program, `python -m sirchat.models.background wait|leave FILE...` compiles what
-`compiling.begin_compiling` says: to the last file the pickled graph of standard input, unless that
-is empty, and to others the library of products.
+As a program, `python -m sirchat.models.background FILE...` compiles: to the last file the pickled
+graph of standard input, unless that is empty, and to others the library of products.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ if sys.platform != "win32":
     import fcntl
 
 LOWEST = 19  # niceness
+BACKGROUND = "background"  # the lock of what runs
 _LOOK = 0.2  # seconds between two looks whether a file is free
 
 
@@ -50,6 +50,18 @@ def lock(name: str) -> int | None:
     return None
 
 
+def lock_of(path: Path) -> str:
+    """The lock of the process that makes this file, and perhaps waits until others end."""
+    return f"{BACKGROUND}-{path.stem}"
+
+
+def is_running(name: str = BACKGROUND) -> bool:
+    """Whether a process in the background has this lock; by default, whether one works now."""
+    if (descriptor := lock(name)) is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
 def leave_parent(lock: int) -> None:
     """Become, after a fork, a process of low priority that has only memory and a lock of it."""
     if sys.platform == "win32":  # which has no fork
@@ -65,16 +77,15 @@ def leave_parent(lock: int) -> None:
     lower_priority(LOWEST)
 
 
-def main(waits: bool, paths: list[Path]) -> None:
-    """Compile, if nobody else does, or after that if it `waits`."""
+def main(paths: list[Path]) -> None:
+    """Compile, after what else runs in the background; but if another process does, end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     lower_priority(LOWEST)
     pickled = sys.stdin.buffer.read()
-    for name in (f"background-{paths[-1].stem}", "background"):
-        while lock(name) is None:
-            if not waits and name != "background":
-                return
-            time.sleep(_LOOK)
+    if lock(lock_of(paths[-1])) is None:
+        return
+    while lock(BACKGROUND) is None:
+        time.sleep(_LOOK)
     from sirchat.models.compiling import compile_missing
 
     compile_missing(paths, pickled)
@@ -82,4 +93,4 @@ def main(waits: bool, paths: list[Path]) -> None:
 
 if __name__ == "__main__":
     os.umask(0o077)
-    main(sys.argv[1] == "wait", [Path(name) for name in sys.argv[2:]])
+    main([Path(name) for name in sys.argv[1:]])

@@ -6,7 +6,6 @@ user could have written it.
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ from typing import Literal, NamedTuple
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError
-from sirchat.models.background import LOWEST
+from sirchat.models import background
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import pickle_without_weights, program_name
 from sirchat.models.decode_step import DecodeStep
@@ -111,26 +110,28 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
 
 
 class _Missing(NamedTuple):
-    """What is to be compiled for a model: the library of products, the graph of a step, or both."""
+    """The files that are to be compiled for a model: library, program, or both; and its graph."""
 
-    library: Path | None
-    program: Path | None
+    paths: list[Path]
     pickled: bytes
+
+    @property
+    def is_being_made(self) -> bool:
+        return background.is_running(background.lock_of(self.paths[-1]))
 
 
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Let another process compile products and decode step of a model, and use them.
+    """Let another process compile products and decode step of a model, and use them once they are.
 
-    Returns the thread that waits for it; None if there is no compiler, or if all is compiled, can't
-    be compiled, or failed to compile before. The process goes on if this one ends.
+    Returns the thread that looks for them; None if `compile_for_later` would do nothing.
     """
     missing, step = _missing_of(model), _step_of(model)
     if missing is None:
         return None
 
     def work() -> None:
-        process = begin_compiling(missing, waits=True)
-        while process is not None and process.poll() is None:
+        process = _begin_compiling(missing)
+        while process is not None and (process.poll() is None or missing.is_being_made):
             time.sleep(_LOOK)
             _use_products(model)
         _use_products(model)
@@ -142,26 +143,22 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     return thread
 
 
-def compile_afterwards(model: LoadedModel) -> None:
-    """Let another process compile what is missing for a model once this one ends."""
-    if (missing := _missing_of(model)) is not None:
-        atexit.register(begin_compiling, missing, waits=False)
+def compile_for_later(model: LoadedModel) -> None:
+    """Let another process, which may outlive this one, compile for later starts with a model.
 
-
-def begin_compiling(missing: _Missing, *, waits: bool) -> subprocess.Popen[bytes] | None:
-    """Begin the process that compiles, of low priority; None if nothing is missing any more.
-
-    It ends at once if another one is compiling the same, unless it `waits` for that.
+    Does nothing if there is no compiler, or if all is compiled, can't be, or failed before.
     """
-    paths = [path for path in (missing.library, missing.program) if path and _is_to_be_made(path)]
-    if not paths:
-        return None
-    worker = ["-P", "-m", "sirchat.models.background", "wait" if waits else "leave"]
+    if (missing := _missing_of(model)) is not None:
+        _begin_compiling(missing)
+
+
+def _begin_compiling(missing: _Missing) -> subprocess.Popen[bytes] | None:
+    """Begin the process, which ends at once if another one compiles the same; None if it can't."""
     with suppress(OSError), tempfile.TemporaryFile() as pickled:  # a pipe could end too early
-        pickled.write(missing.pickled if missing.program in paths else b"")
+        pickled.write(missing.pickled)
         pickled.seek(0)
         return subprocess.Popen(
-            [sys.executable, *worker, *map(str, paths)],
+            [sys.executable, "-P", "-m", "sirchat.models.background", *map(str, missing.paths)],
             stdin=pickled,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -171,9 +168,9 @@ def begin_compiling(missing: _Missing, *, waits: bool) -> subprocess.Popen[bytes
 
 
 def compile_missing(paths: Sequence[Path], pickled: bytes) -> None:
-    """Compile to the last of `paths` the pickled graph, unless it is empty; products to others."""
+    """Compile the pickled graph to the last of `paths`, unless it is empty; products to others."""
     for path in paths:
-        if _compile(path, pickled if path == paths[-1] else b"", LOWEST):
+        if _compile(path, pickled if path == paths[-1] else b"", background.LOWEST):
             return  # without the products, another step is compiled at a later start
 
 
@@ -181,19 +178,17 @@ def _missing_of(model: LoadedModel) -> _Missing | None:
     step, how = _step_of(model), matmul_method_of(model.module)
     if model.device.type == "cuda" or not has_compiler():
         return None
-    library = compiled_dir() / library_name() if _wants_products(model) else None
-    if library is not None and not _is_to_be_made(library):
-        library = None
-    program, pickled = None, b""
-    try:
-        if library is not None and how is not None:  # the step will be compiled for it
-            set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
-        if step is not None and _is_step_to_be_made(step):
-            program, pickled = _program_path(step), pickle_without_weights(step.graph)
-    finally:
-        if how is not None:
-            set_matmul_method(model.module, how)
-    return _Missing(library, program, pickled) if library or program else None
+    paths, pickled, library = list[Path](), b"", compiled_dir() / library_name()
+    if how is not None and _wants_products(model) and _is_to_be_made(library):
+        paths.append(library)
+        # The step is compiled for the library, which is not loaded yet.
+        set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
+    if step is not None and _is_step_to_be_made(step):
+        paths.append(_program_path(step))
+        pickled = pickle_without_weights(step.graph)
+    if how is not None:
+        set_matmul_method(model.module, how)
+    return _Missing(paths, pickled) if paths else None
 
 
 def has_compiler() -> bool:

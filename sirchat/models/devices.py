@@ -16,6 +16,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
+from sirchat.models import background
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -145,13 +146,21 @@ def agree_on_instructions() -> None:
 
 def free_threads() -> int:
     """The number of physical cores of this process that are not busy; at least 1."""
-    everywhere, load = range(os.cpu_count() or 1), 0.0
+    everywhere = range(os.cpu_count() or 1)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
-    if hasattr(os, "getloadavg"):
-        load = os.getloadavg()[0]
-    return threads_for(
-        physical_cores(set(everywhere) | allowed), physical_cores(allowed), cpu_quota(), load
-    )
+    cores = physical_cores(set(everywhere) | allowed)
+    return threads_for(cores, physical_cores(allowed), cpu_quota(), load_of_others())
+
+
+def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
+    """How many threads of other programs have run in the last minute on average, and still do."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    try:  # the commands just before this one were others, too, but have ended
+        now = int(loadavg.read_text("ascii").split()[3].partition("/")[0]) - 1
+    except (OSError, ValueError, LookupError):  # not Linux
+        return load
+    # What compiles in the background has the lowest priority, and gives way.
+    return max(0.0, min(load, now) - background.is_running())
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:

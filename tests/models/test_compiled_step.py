@@ -178,10 +178,7 @@ def test_a_damaged_program_is_deleted_and_made_again(
     content = program.read_bytes()
     made: list[Path] = []
 
-    def begin(missing: Any, *, waits: bool) -> None:
-        made.append(missing.program)
-
-    monkeypatch.setattr(compiling, "begin_compiling", begin)
+    monkeypatch.setattr(compiling, "_begin_compiling", lambda missing: made.extend(missing.paths))
     for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
         program.unlink()
         program.write_bytes(damaged)
@@ -394,14 +391,14 @@ def compile(path, pickled, niceness):
     return ""
 compiling._compile = compile
 background.lower_priority = lambda niceness: None  # the test would wait for all others
-background.main(sys.argv[1] == "wait", [Path(name) for name in sys.argv[2:]])
+background.main([Path(name) for name in sys.argv[1:]])
 """
     environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
     environ["PYTHONPATH"] = str(Path(compiling.__file__).parents[2])
     processes = list[subprocess.Popen[bytes]]()
-    for how in (["leave", "a", "b"], ["leave", "b"], ["leave", "c"], ["wait", "c"]):
+    for files in (["a", "b"], ["b"], ["c"], ["c"]):
         process = subprocess.Popen(
-            [*warm_python(), "-c", code, *how], env=environ, cwd=tmp_path, stdin=subprocess.PIPE
+            [*warm_python(), "-c", code, *files], env=environ, cwd=tmp_path, stdin=subprocess.PIPE
         )
         assert process.stdin is not None
         process.stdin.write(b"graph")
@@ -410,9 +407,8 @@ background.main(sys.argv[1] == "wait", [Path(name) for name in sys.argv[2:]])
         time.sleep(0.2)
     assert [process.wait(60) for process in processes] == [0] * 4
     told = (tmp_path / "log").read_text().splitlines()
-    times = {"a 0 19": 1, "b 5 19": 1, "c 5 19": 2}  # who waits looks again afterwards
-    assert sorted(told[::2]) == sorted(f"{one} begins" for one in times for _ in range(times[one]))
-    assert told[1::2] == [line.replace("begins", "ends") for line in told[::2]]
+    each = ["a 0 19", "b 5 19", "c 5 19"]
+    assert told == [f"{one} {what}" for one in each for what in ("begins", "ends")]
 
 
 def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session() -> None:

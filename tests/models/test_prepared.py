@@ -24,7 +24,7 @@ from safetensors import safe_open
 from gguf_models import MODELS, random_model, write_model
 from sirchat.cli.models import models_prepared
 from sirchat.models import load, prepared
-from sirchat.models.background import lock
+from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
@@ -335,7 +335,7 @@ def test_a_process_that_ends_stops_the_writer_and_another_one_goes_on(
     assert not writer.is_alive()
     if sys.platform == "linux":
         deadline = time.monotonic() + 20
-        while not prepared_files() or lock("background") is None:
+        while not prepared_files() or is_running():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert torch.equal(logits(loaded(path)), wanted)

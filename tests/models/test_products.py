@@ -183,8 +183,8 @@ def test_a_chat_has_it_made_in_the_background_and_multiplies_by_it(
     library: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = own_home / "python"  # it takes the arguments of the compiling process
-    copies = f'umask 077; mkdir -p "$(dirname "$5")"; cp {shlex.quote(str(library))} "$5.new"'
-    worker.write_text(f'#!/bin/sh\n{copies}; mv "$5.new" "$5"')
+    copies = f'umask 077; mkdir -p "$(dirname "$4")"; cp {shlex.quote(str(library))} "$4.new"'
+    worker.write_text(f'#!/bin/sh\n{copies}; mv "$4.new" "$4"')
     worker.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(worker))
     model, ids = packed(), list(range(10, 60))

@@ -79,6 +79,10 @@ def compare(
     if html is not None:
         _write(html, "", "a")  # an unwritable path fails before the run
     model = load(profile, trust_remote_code)
+    if profile.compile == "auto":
+        from sirchat.models.compiling import compile_for_later
+
+        compile_for_later(model)  # a run that changed to faster code would compare that, too
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
         raise KeyboardInterrupt

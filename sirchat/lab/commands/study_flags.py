@@ -265,6 +265,10 @@ def _run(
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote, again = None, partial(_load_again, typed, profile, trust_remote_code, for_hub)
     count = workers or _WORKERS
+    if profile.compile == "auto":
+        from sirchat.models.compiling import compile_for_later
+
+        compile_for_later(model)  # a run that changed to faster code could not be repeated
     if ray not in (None, "local"):
         cluster = Cluster(address=ray, workers=count, gpus=float(model.device.type == "cuda"))
         remote = partial(run_on_ray, load=again, cluster=cluster)

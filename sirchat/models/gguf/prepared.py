@@ -95,7 +95,7 @@ class _Writing:
 
     def run(self) -> None:
         """Write the file, once no other process compiles or writes one, unless that `ends`."""
-        while (lock := background.lock("background")) is None:
+        while (lock := background.lock(background.BACKGROUND)) is None:
             if self.ends.wait(1):
                 return
         self._lock = lock
