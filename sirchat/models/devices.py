@@ -144,6 +144,19 @@ def agree_on_instructions() -> None:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI_2")
 
 
+def most_of_onednn() -> str:
+    """The instructions that ONEDNN_MAX_CPU_ISA lets oneDNN use at most; "" for all there are."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return "" if most in ("DEFAULT", "ALL") else most
+
+
+def has_vnni() -> bool:
+    """Whether there is AVX-512 VNNI, and oneDNN may use it: else sums of eight bits overflow."""
+    return torch.cpu._is_vnni_supported() and (
+        not (most := most_of_onednn()) or most.startswith(("AVX512_CORE_", "AVX10"))
+    )
+
+
 def free_threads() -> int:
     """The number of physical cores of this process that are not busy; at least 1."""
     everywhere = range(os.cpu_count() or 1)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from sirchat.models.devices import most_of_onednn
 from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.packed import (
     ANY_ROWS,
@@ -244,7 +245,7 @@ def _own_rows(choices: Choices) -> int:
 
 def _usual_own_rows() -> int:
     # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
-    may_use = _most_of_onednn() in ("", "DEFAULT") or "AMX" in _most_of_onednn()
+    may_use = not most_of_onednn() or "AMX" in most_of_onednn()
     return _OWN_STEPS[1] if may_use and torch.cpu._is_amx_tile_supported() else ANY_ROWS
 
 
@@ -253,11 +254,7 @@ def _has_bfloat16() -> bool:
     # oneDNN alone says so with plain AVX-512, too, where it converts to float32.
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     of_x86 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return has_fast_bfloat16() and (of_x86 or not is_x86) and _most_of_onednn() not in _CONVERTING
-
-
-def _most_of_onednn() -> str:
-    return os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return has_fast_bfloat16() and (of_x86 or not is_x86) and most_of_onednn() not in _CONVERTING
 
 
 def _compute_alone() -> None:
@@ -354,7 +351,7 @@ def _unpack_and_multiply(x: torch.Tensor, layer: PackedLinear) -> object:
 def _path_for(module: nn.Module) -> Path:
     layers = [(layer.bits, layer.in_features, layer.out_features) for layer in _widest(module)]
     # Not the number of threads: it depends on the load, and a chat is to resume with the same type.
-    machine = (torch.backends.cpu.get_cpu_capability(), _most_of_onednn(), processor())
+    machine = (torch.backends.cpu.get_cpu_capability(), most_of_onednn(), processor())
     about = repr((_heads_of(module), layers, machine, torch.__version__))
     return compiled_dir() / f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.choices"
 

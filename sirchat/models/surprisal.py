@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sirchat.models.devices import has_vnni
 from sirchat.models.packed import Int8Linear, has_fast_bfloat16
 
 # Types of models whose logits are the product of the last hidden states and the output head.
@@ -71,7 +72,7 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         return -torch.cat(parts).clamp_max(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
-    is_fast = isinstance(head, Int8Linear) and torch.cpu._is_vnni_supported()
+    is_fast = isinstance(head, Int8Linear) and has_vnni()
     products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
     with _matmul_precision(products.precision):
         for start in range(0, head.out_features, _COLUMNS):

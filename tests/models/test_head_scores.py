@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import HELD, build, loaded
 from simulated_devices import DEVICES, move, simulated_devices
+from sirchat.models.devices import has_vnni
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
@@ -60,13 +61,30 @@ def test_blocks_of_rows_and_tokens_add_up(
         exact = q.double() * scale.double()[:, None]
     logits = hidden.double() @ exact.T + (layer.bias.double() if bias else 0)
     wanted = -torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
-    for has_vnni in {False, torch.cpu._is_vnni_supported()}:
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has=has_vnni: has)
-        close = 1e-5 if has_vnni else 1e-4
+    for is_fast in {False, has_vnni()}:
+        monkeypatch.setattr("sirchat.models.surprisal.has_vnni", lambda has=is_fast: has)
+        close = 1e-5 if is_fast else 1e-4
         for count in (rows, 7):
             found = surprisal_at(head, hidden[:count], ids[:count])
             torch.testing.assert_close(found, wanted[:count].float(), rtol=close, atol=close)
     assert torch.get_float32_matmul_precision() == "highest"  # as before
+
+
+@pytest.mark.parametrize(
+    ("most", "has"),
+    [
+        *(("", True), ("default", True), ("AVX2", False), ("AVX2_VNNI_2", False)),
+        *(("AVX512_CORE", False), ("AVX512_CORE_VNNI", True), ("AVX512_CORE_AMX", True)),
+    ],
+)
+def test_whole_numbers_are_multiplied_only_where_their_sums_do_not_overflow(
+    most: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert has_vnni() is has
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert not has_vnni()
 
 
 def test_surprisal_is_never_negative() -> None:

@@ -163,7 +163,8 @@ def test_a_model_uses_a_library_that_is_there_and_that_only_its_owner_can_write(
     library: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch, has_amx: bool, said: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
     there = private_dir(compiled_dir()) / library.name
     there.write_bytes(library.read_bytes())
     for mode, used in ((0o620, 0), (0o600, own_rows(packed().module))):

