@@ -40,11 +40,9 @@ settings.load_profile("sirchat")
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_quiet_thread() -> None:
-    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C, and
-    # `nohup pytest &` SIGQUIT; a prompt that was left by an exception leaves another handler, too.
+    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C; a prompt
+    # that was left by an exception leaves another handler, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform != "win32":
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
 
@@ -136,6 +134,8 @@ def data() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform != "win32":  # chats that tests start would inherit that `nohup .. &` ignores it
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if config.getoption("markexpr") != "gpu":  # what others find is compared with a CPU's float32
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -1,15 +1,10 @@
-"""Work that makes later starts faster, in processes that outlive a command: one at a time.
-
-As a program, `python -m sirchat.models.background FILE...` compiles: to the last file the pickled
-graph of standard input, unless that is empty, and to others the library of products.
-"""
+"""What makes later starts faster runs in processes that outlive a command, one at a time."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +15,6 @@ if sys.platform != "win32":
 
 LOWEST = 19  # niceness
 BACKGROUND = "background"  # the lock of what runs
-_LOOK = 0.2  # seconds between two looks whether a file is free
 
 
 def lower_priority(niceness: int) -> None:
@@ -75,22 +69,3 @@ def leave_parent(lock: int) -> None:
     os.closerange(3, lock)
     os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
     lower_priority(LOWEST)
-
-
-def main(paths: list[Path]) -> None:
-    """Compile, after what else runs in the background; but if another process does, end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
-    lower_priority(LOWEST)
-    pickled = sys.stdin.buffer.read()
-    if lock(lock_of(paths[-1])) is None:
-        return
-    while lock(BACKGROUND) is None:
-        time.sleep(_LOOK)
-    from sirchat.models.compiling import compile_missing
-
-    compile_missing(paths, pickled)
-
-
-if __name__ == "__main__":
-    os.umask(0o077)
-    main([Path(name) for name in sys.argv[1:]])

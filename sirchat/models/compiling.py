@@ -158,7 +158,7 @@ def _begin_compiling(missing: _Missing) -> subprocess.Popen[bytes] | None:
         pickled.write(missing.pickled)
         pickled.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "sirchat.models.background", *map(str, missing.paths)],
+            [sys.executable, "-P", "-m", "sirchat.models.compile_later", *map(str, missing.paths)],
             stdin=pickled,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -382,7 +382,7 @@ def test_one_process_at_a_time_compiles_and_each_file_once(tmp_path: Path) -> No
     code = """
 import sys, time
 from pathlib import Path
-from sirchat.models import background, compiling
+from sirchat.models import background, compile_later, compiling
 def compile(path, pickled, niceness):
     for what in ("begins", "ends"):
         with open("log", "a") as log:
@@ -391,7 +391,7 @@ def compile(path, pickled, niceness):
     return ""
 compiling._compile = compile
 background.lower_priority = lambda niceness: None  # the test would wait for all others
-background.main([Path(name) for name in sys.argv[1:]])
+compile_later.main([Path(name) for name in sys.argv[1:]])
 """
     environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
     environ["PYTHONPATH"] = str(Path(compiling.__file__).parents[2])
