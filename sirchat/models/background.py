@@ -67,5 +67,5 @@ def leave_parent(lock: int) -> None:
     for number in range(3):  # else who reads its output would wait for this process, too
         os.dup2(null, number)
     os.closerange(3, lock)
-    os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(lock + 1, 1 << 16)
     lower_priority(LOWEST)

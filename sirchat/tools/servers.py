@@ -105,7 +105,8 @@ class ToolServers:
         if self._hangs.get(name, 0) >= _MOST_HANGS:
             why = f"the server {name} does not answer, and was started again before"
             raise SirchatError(why, hint=f"/tools on {name} starts it once more")
-        logging.getLogger("mcp").propagate = False  # it would print tracebacks on the screen
+        # It would print tracebacks on the screen.
+        logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
         running = _Running(name, self.servers[name])
         self._running[name] = running
         try:
@@ -182,11 +183,7 @@ class ToolServers:
         self._running.pop(running.name, None)
 
     def _call(
-        self,
-        running: _Running,
-        tool: str,
-        arguments: dict[str, Any],
-        interrupted: Interrupted,
+        self, running: _Running, tool: str, arguments: dict[str, Any], interrupted: Interrupted
     ) -> str:
         call = running.call(tool, arguments)
         try:
