@@ -98,9 +98,14 @@ def program_name(graph: nn.Module) -> str:
 
 def pickle_without_weights(graph: nn.Module) -> bytes:
     """Pickle a graph for `compile_graph`: its weights have shapes, but no values."""
+    return pickle.dumps(without_weights(graph))
+
+
+def without_weights(graph: nn.Module) -> nn.Module:
+    """A copy of a graph whose weights have shapes, but no values."""
     tensors = [*graph.parameters(), *graph.buffers()]
     memo: dict[int, Any] = {id(tensor): _on_meta_device(tensor) for tensor in tensors}
-    return pickle.dumps(copy.deepcopy(graph, memo))
+    return copy.deepcopy(graph, memo)
 
 
 def compile_graph(pickled: bytes, path: Path) -> None:

@@ -7,6 +7,7 @@ user could have written it.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from filelock import FileLock, Timeout
 from sirchat.errors import ModelError
 from sirchat.models import background
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
-from sirchat.models.compiled_step import pickle_without_weights, program_name
+from sirchat.models.compiled_step import pickle_without_weights, program_name, without_weights
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.measuring import own_rows
 from sirchat.models.model import LoadedModel
@@ -125,13 +126,14 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
 
     Returns the thread that looks for them; None if `compile_for_later` would do nothing.
     """
-    missing, step = _missing_of(model), _step_of(model)
-    if missing is None:
+    if not _lacks_something(model):
         return None
+    step = _step_of(model)
 
     def work() -> None:
-        process = _begin_compiling(missing)
-        while process is not None and (process.poll() is None or missing.is_being_made):
+        missing = _missing_of(model)
+        process = _begin_compiling(missing) if missing is not None else None
+        while process and missing and (process.poll() is None or missing.is_being_made):
             time.sleep(_LOOK)
             _use_products(model)
         _use_products(model)
@@ -148,7 +150,7 @@ def compile_for_later(model: LoadedModel) -> None:
 
     Does nothing if there is no compiler, or if all is compiled, can't be, or failed before.
     """
-    if (missing := _missing_of(model)) is not None:
+    if _lacks_something(model) and (missing := _missing_of(model)) is not None:
         _begin_compiling(missing)
 
 
@@ -175,20 +177,28 @@ def compile_missing(paths: Sequence[Path], pickled: bytes) -> None:
 
 
 def _missing_of(model: LoadedModel) -> _Missing | None:
-    step, how = _step_of(model), matmul_method_of(model.module)
-    if model.device.type == "cuda" or not has_compiler():
-        return None
-    paths, pickled, library = list[Path](), b"", compiled_dir() / library_name()
-    if how is not None and _wants_products(model) and _is_to_be_made(library):
-        paths.append(library)
-        # The step is compiled for the library, which is not loaded yet.
-        set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
-    if step is not None and _is_step_to_be_made(step):
-        paths.append(_program_path(step))
-        pickled = pickle_without_weights(step.graph)
-    if how is not None:
-        set_matmul_method(model.module, how)
+    """What is to be compiled; the model, which may compute in another thread, stays as it is."""
+    step, how, library = _step_of(model), matmul_method_of(model.module), _missing_library(model)
+    paths, pickled = [library] if library else [], b""
+    if step is not None and (library or _is_step_to_be_made(step)):
+        graph = without_weights(step.graph)
+        if library and how is not None:  # the step is compiled for it, though it is not loaded yet
+            set_matmul_method(graph, how._replace(own=own_rows(model.module)))
+        if _is_to_be_made(path := compiled_dir() / program_name(graph)):
+            paths.append(path)
+            pickled = pickle.dumps(graph)
     return _Missing(paths, pickled) if paths else None
+
+
+def _missing_library(model: LoadedModel) -> Path | None:
+    library = compiled_dir() / library_name()
+    return library if _wants_products(model) and _is_to_be_made(library) else None
+
+
+def _lacks_something(model: LoadedModel) -> bool:
+    if model.device.type == "cuda" or not has_compiler():
+        return False
+    return _missing_library(model) is not None or _is_step_to_be_made(_step_of(model))
 
 
 def has_compiler() -> bool:
