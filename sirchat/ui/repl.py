@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from threading import Thread
 
 from sirchat.chat.events import Delta, Event, TurnDone
@@ -170,10 +171,11 @@ class Chat:
                 return self._do(self._commands.run(line.text), line)
             if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
                 return not self._ask_whether_to_leave()
-            text, files = attach_files(line.text, self._screen.note, line.pasted_signs)
-            if files:
-                self._screen.note(describe_size(files, self._session))
-            self._send(text, line)
+            with Interrupt() as interrupt:  # from here on Ctrl-C stops the reply: the message stays
+                text, files = attach_files(line.text, self._screen.note, line.pasted_signs)
+                if files:
+                    self._screen.note(describe_size(files, self._session))
+                self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))
         except SirchatError as error:
             self._screen.error(str(error))
         except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import chatting
+from sirchat.chat.session import Session
 from sirchat.ui import prompt, repl, startup, typed_input
 from sirchat.ui.prompt import Line
 from sirchat.ui.screen import Screen
@@ -79,14 +80,15 @@ def _press_ctrl_c() -> Line | None:
 
 
 @pytest.fixture
-def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    session = chatting.session(save=False)
+def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    session = chatting.session(save=False, max_new_tokens=3)
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     monkeypatch.setattr(typed_input, "Keyboard", _Keyboard)
 
-    def run(presses: _Presses) -> None:
+    def run(presses: _Presses) -> Session:
         monkeypatch.setattr(typed_input, "Prompt", lambda *_, **__: presses)
         startup.chat(lambda _: session, session.profile, Screen(is_quiet=True))
+        return session
 
     yield run
     sys.settrace(None)
@@ -96,7 +98,7 @@ def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     "answer", [_press_ctrl_c, lambda: Line("/nothing", is_command=True)], ids=["Ctrl-C", "command"]
 )
 def test_ctrl_c_at_any_moment_between_two_prompts_does_not_end_the_chat(
-    chat_with: Callable[..., None], answer: Callable[[], Line | None]
+    chat_with: Callable[..., Session], answer: Callable[[], Line | None]
 ) -> None:
     presses = _Presses(answer)
     chat_with(presses)
@@ -104,8 +106,18 @@ def test_ctrl_c_at_any_moment_between_two_prompts_does_not_end_the_chat(
     assert 5 < presses.rounds < _MOST
 
 
+def test_a_message_that_was_entered_is_in_the_conversation_whenever_ctrl_c_comes(
+    chat_with: Callable[..., Session],
+) -> None:
+    presses = _Presses(lambda: Line("Hello.", is_command=False))
+    turns = chat_with(presses).turns
+    assert presses.has_ended
+    lost = presses.rounds - sum(turn.role == "user" for turn in turns)
+    assert lost <= 6  # moments, before the chat has looked at what was entered
+
+
 def test_ctrl_c_at_any_moment_of_leaving_lets_the_chat_end_in_order(
-    chat_with: Callable[..., None],
+    chat_with: Callable[..., Session],
 ) -> None:
     raised = []
     for moment in range(1, 40):

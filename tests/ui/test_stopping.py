@@ -117,15 +117,16 @@ def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
     chat: Terminal, paged: Path
 ) -> None:
     moments = random.Random(7)
-    chat.ask("/set max_new_tokens 200")
-    chat.ask("/budget 4000")
+    chat.ask("/budget 4096")
+    chat.ask("/set max_new_tokens 2000")  # more than come before any of the moments
     for _ in range(10):
         chat.wait_prompt()
         chat.send("one two three four five six seven eight nine ten " * moments.choice([1, 12]))
         chat.submit(ENTER)
-        time.sleep(moments.uniform(0, 0.25))
+        time.sleep(moments.uniform(0, 0.12))
         chat.send(CTRL_C)
         chat.wait_prompt()
+    chat.ask("/set max_new_tokens 200")
     assert " 200 written" in chat.ask("Hello.")
     turns = re.split(r"<\|(?:user|assistant)\|>", _held(chat, paged))
     assert len(turns) == 1 + 2 * 11
