@@ -54,7 +54,8 @@ def save_babbler(folder: Path, sure: float = 1) -> Path:
 
 def session(model: LoadedModel | None = None, *, tokens: bool = False, **settings: Any) -> Session:
     """A session under the default profile with some settings changed."""
-    profile = Profile(**{"stop_loops": False, **settings})  # models without sense repeat themselves
+    # Models without sense repeat themselves; what is compiled would go on after the tests.
+    profile = Profile(**{"stop_loops": False, "compile": "off", **settings})
     return Session(model or tiny(), profile, rows_in_events=tokens)
 
 
