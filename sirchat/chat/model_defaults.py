@@ -69,9 +69,8 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
 
 def _can_recall(profile: Profile) -> bool:
     """Whether words are evicted, archived, and searched for the text of a new turn."""
-    searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
     evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
-    return evicts_words and searches_turns and profile.archive != "off"
+    return evicts_words and profile.recall_query == "turn" and profile.archive != "off"
 
 
 def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:

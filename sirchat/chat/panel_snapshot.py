@@ -68,7 +68,6 @@ class Snapshot:
     slots: tuple[int, ...]  # index of each of `rows` among all held tokens
     turns: tuple[HeldShare, ...]  # all turns of the chat
     histogram: Histogram | None  # null in a short snapshot
-    in_single_layers: int = 0  # held tokens that only some layers hold
     unit: str = ""  # of the scores, such as "nats"; empty for a plain number
     # Some words of `evicted_next`, most surprising first, and the role that wrote each.
     leaving_words: Mapping[str, str] = field(default_factory=dict)
@@ -78,14 +77,9 @@ class Snapshot:
     held_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def in_all_layers(self) -> int:
-        """Number of tokens that the caches of all layers hold."""
-        return self.resident - self.in_single_layers
-
-    @property
     def evicted(self) -> int:
-        """Number of tokens that were read, and that at least one layer no longer holds."""
-        return self.seen - self.in_all_layers
+        """Number of tokens that were read and are no longer held."""
+        return self.seen - self.resident
 
 
 def take_snapshot(
@@ -131,7 +125,6 @@ def take_snapshot(
         slots=tuple(slots.tolist()),
         turns=_held_shares(ledger, held, roles, with_means=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
-        in_single_layers=engine.cache.inserted_count,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
         recalled_turns=recalled_turns,
         held_by=_held_by(ledger, held),

@@ -14,7 +14,7 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Allowed, Continued, FixedIds, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
-from sirchat.errors import ModelError, SettingError, nearest
+from sirchat.errors import SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
@@ -121,7 +121,6 @@ def build_sampler(
 def check_profile(profile: Profile, model: LoadedModel) -> None:
     """Raise SettingError if a setting of the profile does not work with this model."""
     check_budget(profile, model, "budget")
-    check_recall(profile, model, "recall")
     check_policy(profile, model, "policy")
 
 
@@ -139,8 +138,6 @@ def updated_profile(
             hint = hint_for_fixed(name, getattr(after, name))
             raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
     check_budget(after, model, source)
-    if after.recall != before.recall:  # this check runs the model
-        check_recall(after, model, source)
     if any(
         getattr(after, name) != getattr(before, name)
         for name in ("policy", "policy_options", "attention")
@@ -164,23 +161,6 @@ def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
             f"allowed: {profile.sinks + 16} to {model.context_length}",
             hint=f"for example: {model.context_length}",
         )
-
-
-def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if recall is on, but does not work with `positions` or the model."""
-    if profile.recall == "off":
-        return
-    if profile.recall_scope == "layer" and profile.positions == "stream":
-        raise SettingError(
-            f"{source}: positions can't be 'stream' when recall_scope is 'layer'",
-            hint="set positions to 'cache', or recall_scope to 'token'",
-        )
-    if not retriever(profile.recall).needs_queries:
-        return
-    try:
-        model.require_comparable_queries()
-    except ModelError as error:
-        raise SettingError(f"{source}: recall can't be {profile.recall!r}: {error}") from None
 
 
 def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
@@ -257,7 +237,6 @@ def _recall(profile: Profile) -> RecallSettings | None:
         retriever=profile.recall,
         weight=profile.recall_weight if chosen.takes_weight else "none",
         n=None if profile.recall_n == "auto" else profile.recall_n,
-        scope=profile.recall_scope,
         query=profile.recall_query,
         focus=profile.focus if isinstance(profile.focus, int) else _FOCUS[profile.focus],
     )

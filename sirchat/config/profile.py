@@ -30,8 +30,8 @@ FIXED = (
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
 # Settings that are gone; in a saved chat or profile they do nothing.
-_RETIRED = {"recall_index", "recall_soft", "recall_span"}
-_FORMER_RETRIEVERS = {"bm25": "words", "hybrid": "words"}
+_RETIRED = {"recall_index", "recall_scope", "recall_soft", "recall_span"}
+_FORMER_RETRIEVERS = dict.fromkeys(("attention", "bm25", "hybrid", "random"), "words")
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
@@ -163,8 +163,6 @@ class Profile(BaseModel):
     says that it then answers better."""
     recall_weight: Literal["none", "surprisal"] = "surprisal"
     """surprisal multiplies a token's retrieval score by its surprisal, none leaves it unchanged."""
-    recall_scope: Literal["token", "layer"] = "token"
-    """Choose tokens once for all layers, or for each layer by itself."""
     recall_query: Literal["turn", "recent"] = "turn"
     """What recall searches for: your new message, which is read once more for this, or the most
     recent tokens."""
@@ -265,12 +263,9 @@ class Profile(BaseModel):
         if self.archive == "off":
             rule = "recall requires archive=ram or archive=disk"
             raise _conflict(rule, "recall", "archive")
-        if self.recall_query == "recent" and (retriever.needs_queries or retriever.finds_passages):
+        if self.recall_query == "recent" and retriever.finds_passages:
             rule = f"recall {self.recall} requires recall_query=turn"
             raise _conflict(rule, "recall", "recall_query")
-        if self.recall_scope == "layer" and retriever.finds_passages:
-            rule = f"recall {self.recall} finds passages, so it requires recall_scope=token"
-            raise _conflict(rule, "recall", "recall_scope")
 
 
 def _describe_settings() -> None:

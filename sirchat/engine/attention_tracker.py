@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -78,13 +77,8 @@ class AttentionTracker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        held = self._ledger.held_positions[: self._shared_slots]
+        held = self._ledger.held_positions[: self._cache.length]
         self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
-
-    @property
-    def _shared_slots(self) -> int:
-        """Number of slots with the same token in all layers, unlike those that recall inserted."""
-        return self._cache.length - self._cache.inserted_count
 
     def observer(self) -> PassWeights:
         """A new observer for the next forward pass."""
@@ -95,6 +89,5 @@ class AttentionTracker:
         """Add what a pass has shown; call this once its rows are committed to the cache."""
         weights = observed.mean()  # [m, n]
         if weights is not None:
-            shared = self._cache.slots_of(torch.arange(self._shared_slots)).numpy()
-            passed = PassAttention.from_weights(weights[:, shared], self._config.window)
-            self._passes.append(passed)
+            held = weights[:, : self._cache.length]
+            self._passes.append(PassAttention.from_weights(held, self._config.window))

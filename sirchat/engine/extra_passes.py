@@ -47,7 +47,7 @@ def record_repeat_attention(reader: Reader, rows: Tensor, layers: int, most: int
         if cache.absolute_positions and ledger.seen + len(part) > model.context_length:
             return
         cache.grow_to(cache.length + len(part))
-        observer = HighestWeights(observed, cache.slots_of(part))
+        observer = HighestWeights(observed, part)
         positions = reader.next_positions(len(part))
         model.read(ids[part.numpy()].tolist(), cache, positions=positions, observer=observer)
         highest = observer.mean()
@@ -72,7 +72,7 @@ def attention_from(
         return None
     cache.grow_to(cache.length + most)
     reader.drop_ahead()  # its rows are overwritten
-    slots, total = cache.slots_of(torch.arange(len(held))), np.zeros(len(held))
+    slots, total = torch.arange(len(held)), np.zeros(len(held))
     hidden = slots[torch.from_numpy(~visible)]
     for start in range(0, len(rows), most):
         part = rows[start : start + most]
@@ -175,7 +175,7 @@ def _forward_apart(reader: Reader, alternatives: Sequence[Sequence[int]]) -> Ten
 def _forward_singly(reader: Reader, ids: Sequence[int]) -> Tensor:
     """Read ids [m] one by one, then remove them; returns the logits [m, V] after each id."""
     cache, logits = reader.cache, list[Tensor]()
-    state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
+    state, rows = cache.state, torch.arange(cache.length)
     try:
         for at, token_id in enumerate(ids, reader.ledger.seen):
             positions = [at] if cache.absolute_positions else None

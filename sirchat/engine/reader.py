@@ -325,7 +325,7 @@ class Reader:
         visible = torch.from_numpy(np.flatnonzero((held >= begin) | (held < sinks)))
         mask = torch.ones(count, length + count, dtype=torch.bool).tril(length)
         mask[-1, :length] = False
-        mask[-1, self.cache.slots_of(visible)] = True
+        mask[-1, visible] = True
         return mask
 
     def _tracker(self, stats: AttentionStatsConfig) -> AttentionTracker:

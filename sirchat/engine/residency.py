@@ -6,7 +6,7 @@ Tokens move when room is needed, when settings or pins change, by undo and by re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +64,7 @@ class Residency:
         self.round = 0
         self._ledger, self._cache, self._store = reader.ledger, reader.cache, store
         self._reader = reader
-        self._layers: tuple[Positions, ...] = ()  # see `Selection`, as for the next two
-        self._aside, self._wanted = _NONE, _NONE
+        self._aside, self._wanted = _NONE, _NONE  # see `Selection`
         self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
         self.before_end: Selection | None = None
         # Noted by `switch`, so that switching back is exact; None if tokens moved otherwise.
@@ -73,20 +72,15 @@ class Residency:
 
     @property
     def recalled_count(self) -> int:
-        """Number of cache slots that recall has filled for this round."""
-        return self._cache.inserted_count + len(self._ledger.recalled)
-
-    @property
-    def recalled_positions(self) -> Positions:
-        """Stream positions, ascending, of the tokens that recall has restored in any layer."""
-        return np.unique(np.concatenate([self._ledger.recalled, *self._layers]))
+        """Number of tokens that recall has restored for this round."""
+        return len(self._ledger.recalled)
 
     @property
     def selection(self) -> Selection:
         """What the cache holds now."""
         ledger = self._ledger
         held = ledger.held_positions.copy()
-        return Selection(held, ledger.recalled, self._layers, self._aside, self._wanted)
+        return Selection(held, ledger.recalled, self._aside, self._wanted)
 
     def divide_budget(self) -> Division:
         """How the budget is divided now, with the settings in force."""
@@ -183,7 +177,6 @@ class Residency:
     def begin_recall(
         self,
         chosen: Positions,
-        layers: tuple[Positions, ...] = (),
         *,
         incoming: int,
         focused: bool = False,
@@ -191,22 +184,22 @@ class Residency:
     ) -> CacheUpdate:
         """Before a turn of `incoming` ids, hold the tokens `chosen` [n], even if they are lost.
 
-        Layer i alone also gets archived tokens at `layers[i]`. The policy's lowest tokens step
-        aside for them; with `focused`, all but sinks, pins, `chosen` and the newest round. The
-        lowest of the `scores` [n] leave first. Raises ValueError above the budget.
+        The policy's lowest tokens step aside for them; with `focused`, all but sinks, pins,
+        `chosen` and the newest round. The lowest of the `scores` [n] leave first. Raises ValueError
+        above the budget.
         """
         moves: CacheUpdate = [*self.end_recall()]
         division, ledger = self.divide_budget(), self._ledger
         held, to_come = ledger.held_positions.copy(), max(incoming, self._to_come)
-        layers = layers if layers and len(layers[0]) else ()
-        if not (len(chosen) or layers or focused):
+        if not (len(chosen) or focused):
             return moves
         stays = self.view_of(held).protected.numpy() | np.isin(held, chosen)
         restored = np.setdiff1d(chosen, held)
-        added = len(restored) + (len(layers[0]) if layers else 0)
-        most = division.total - added
+        most = division.total - len(restored)
         if stays.sum() > most:
-            raise ValueError(f"{added} tokens can't be recalled within budget {division.total}")
+            raise ValueError(
+                f"{len(restored)} tokens can't be recalled within budget {division.total}"
+            )
         if focused or self.settings.evict == "between-turns":  # when the turn may exceed the budget
             to_come = 0
         rounds = ledger.column("round")[held]
@@ -216,7 +209,7 @@ class Residency:
         aside = np.setdiff1d(held, own, assume_unique=True)
         self.reread(restored)
         self._last_pass, held = None, np.union1d(own, restored)
-        selection = Selection(held, restored, layers, aside, chosen[order])
+        selection = Selection(held, restored, aside, chosen[order])
         return moves + self._apply_selection(selection)
 
     def end_recall(self) -> list[EvictedRows]:
@@ -298,10 +291,9 @@ class Residency:
             self._cache.grow_to(settings.budget)
         moves = self._apply_selection(selection)
         is_moved = (settings.archive, settings.folder) != (old.archive, old.folder)
-        if is_moved or (self._layers and settings.absolute_positions):
-            moves += self._end_recall()  # what is aside is in the old archive
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
         if is_moved:
+            moves += self._end_recall()  # what is aside is in the old archive
             self._store.set_limit(settings.archive, settings.folder)
         if settings.policy.bounded:
             self._cache.shrink_to(settings.budget)
@@ -384,11 +376,8 @@ class Residency:
         """
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
-        self.round, self._layers = round, ()
+        self.round, self._last_pass = round, None
         self._note_recall(selection)
-        with suppress(LookupError):  # the archive may have dropped the rows of single layers
-            self._insert(selection.layers)
-        self._last_pass = None
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
         if not self._fits() or not self._holds_pins(self.selection):
@@ -399,8 +388,8 @@ class Residency:
         """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
         left = self._selection_without(positions)
         self._store.erase(positions)
-        self._layers, self.before_end = (), None
-        self._note_recall(replace(left, layers=()))
+        self.before_end = None
+        self._note_recall(left)
         self._ledger.erase(positions)
         self._last_pass = None
 
@@ -473,9 +462,7 @@ class Residency:
         self._store.keeps_all = not selection.is_plain
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
-            self._layers = ()
         self._note_recall(selection)
-        self._insert(selection.layers)
         moves: CacheUpdate = []
         if len(gone):
             moves.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
@@ -483,27 +470,13 @@ class Residency:
             moves.append(RestoredRows(came, self._cache.length, self._ledger.seen))
         return moves
 
-    def _insert(self, layers: tuple[Positions, ...]) -> None:
-        """Insert archived tokens, for layer i those at `layers[i]`, right after the sinks.
-
-        Tokens inserted earlier are removed; if `layers` is empty, nothing is inserted.
-        """
-        if layers is self._layers:
-            return
-        self._layers = layers
-        if layers:
-            sinks = int((self._ledger.held_positions < self.divide_budget().sinks).sum())
-            self._store.insert(sinks, layers)
-        else:
-            self._cache.remove_inserted()
-
     def _keep(self, rows: HeldRows, num_keep: int) -> EvictedRows:
         """Let the policy choose `num_keep` of the `rows`, all that are held; evict the others."""
         gone = self._store.keep(self._choose_rows(rows, num_keep))
         return EvictedRows(gone, self._cache.length, self._ledger.seen)
 
     def _note_recall(self, selection: Selection) -> None:
-        """Note what recall does for this round, but for single layers."""
+        """Note what recall does for this round."""
         self._ledger.mark_recalled(selection.recalled)
         self._aside, self._wanted = selection.aside, selection.wanted
         self._store.keeps_all = not selection.is_plain
@@ -528,9 +501,6 @@ class Residency:
         is_wanted = np.isin(own, self._wanted)
         stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)
         excess -= len(own) - len(stays)
-        layers = now.layers
-        if excess > 0 and layers:
-            excess, layers = excess - len(layers[0]), ()
         goes = now.wanted[~np.isin(now.wanted, own[fixed])][: max(0, excess)]
         if excess > len(goes):
             return None
@@ -538,7 +508,7 @@ class Residency:
         recalled = np.setdiff1d(now.recalled, goes, assume_unique=True)
         aside = np.union1d(now.aside, np.setdiff1d(own, held, assume_unique=True))
         wanted = now.wanted[~np.isin(now.wanted, goes)]
-        return Selection(held, recalled, layers, aside, wanted)
+        return Selection(held, recalled, aside, wanted)
 
     def _selection_without(self, positions: Positions) -> Selection:
         """What the cache holds and recall does now, without the tokens at these positions."""
@@ -546,7 +516,7 @@ class Residency:
         held, recalled, aside, wanted = (
             at[~np.isin(at, positions)] for at in (now.held, now.recalled, now.aside, now.wanted)
         )
-        return Selection(held, recalled, now.layers, aside, wanted)
+        return Selection(held, recalled, aside, wanted)
 
     def _keep_most(self, at: Positions, stays: NDArray[np.bool_], most: int) -> Positions:
         """Those of the tokens at positions `at` [n] that the policy keeps: at most `most`.

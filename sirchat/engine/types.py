@@ -29,8 +29,6 @@ class RecallSettings:
     # `surprisal` multiplies a score, less the lowest, by the token's surprisal in nats.
     weight: Literal["none", "surprisal"] = "none"
     n: int | None = None  # most tokens to restore for a turn; None: it depends on the budget
-    # `token` restores the same tokens in all layers, `layer` each layer's own.
-    scope: Literal["token", "layer"] = "token"
     # Whether tokens are compared with the new turn or with the newest tokens before it.
     query: Literal["turn", "recent"] = "turn"
     # Most tokens from which a question is answered; 0: all; None: as the model's encoder says.
@@ -175,9 +173,8 @@ class Selection:
     Between two rounds it has only `held`; the others are what recall does for the current round.
     """
 
-    held: Positions  # [n], in all layers
+    held: Positions  # [n]
     recalled: Positions = field(default_factory=_none)  # those of `held` that recall has restored
-    layers: tuple[Positions, ...] = ()  # for each layer, recalled tokens that it alone holds
     aside: Positions = field(default_factory=_none)  # archived until the round is complete
     # Those of `held` that recall wants, in the order in which they leave if room is needed.
     wanted: Positions = field(default_factory=_none)
@@ -185,7 +182,7 @@ class Selection:
     @property
     def is_plain(self) -> bool:
         """Whether recall has changed nothing."""
-        return not (self.layers or any(map(len, (self.recalled, self.aside, self.wanted))))
+        return not any(map(len, (self.recalled, self.aside, self.wanted)))
 
 
 @dataclass(frozen=True)

@@ -191,16 +191,11 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """Yield the limits of a model that sirchat can run, such as `no recall by attention`."""
+    """Yield the limits of a model that sirchat can run, such as `compressed keys`."""
     if not model.exposes_attention:
         yield "no attention weights"
     if model.caches_latents:
         yield "compressed keys"
-        return
-    try:
-        model.require_comparable_queries()
-    except ModelError:
-        yield "no recall by attention"
 
 
 def _largest_difference(model: LoadedModel) -> tuple[float, float]:

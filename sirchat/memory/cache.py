@@ -28,11 +28,10 @@ Store = Callable[[KeyValues], object]  # gets rows that leave the cache
 class BoundedCache:
     """A KV cache from which any row can be evicted.
 
-    Row number i is in slot i of every layer, unless `insert` put extra rows before it, different
-    ones in each layer. A forward pass writes its rows after the last one; only `commit` makes them
-    held. `layers` are all layers of the model, `row_layers` those with keys and values, which layer
-    numbers count and which `rotations` and `devices` describe. Without `dtype` and `devices`, those
-    of the first rows written are used.
+    Row number i is in slot i of every layer. A forward pass writes its rows after the last one;
+    only `commit` makes them held. `layers` are all layers of the model, `row_layers` those with
+    keys and values, which layer numbers count and which `rotations` and `devices` describe. Without
+    `dtype` and `devices`, those of the first rows written are used.
     """
 
     # Whether recurrent or convolution layers read only one token in a forward pass.
@@ -52,7 +51,6 @@ class BoundedCache:
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
-        self._inserted = range(0)  # slots of the inserted rows
         where: Sequence[torch.device | None] = devices or [None] * len(rotations)
         self._rows = RowBuffers(self.cursor, rotations, dtype, where)
         self.layers = self._new_layers([(self._rows, number) for number in range(len(where))])
@@ -68,13 +66,8 @@ class BoundedCache:
 
     @property
     def length(self) -> int:
-        """Number of slots that attention reads: held rows and the extra rows of `insert`."""
+        """Number of rows that are held."""
         return self.cursor.length
-
-    @property
-    def inserted_count(self) -> int:
-        """Number of extra rows that `insert` has put into each layer."""
-        return len(self._inserted)
 
     @property
     def capacity(self) -> int:
@@ -164,58 +157,14 @@ class BoundedCache:
 
     @torch.inference_mode()
     def keep(self, rows: Tensor, leaving: Tensor | None = None, store: Store | None = None) -> None:
-        """Remove all rows but those numbered `rows` [k] (int64, ascending) and inserted ones.
+        """Remove all rows but those numbered `rows` [k] (int64, ascending).
 
         Before, `store` gets a copy of the rows numbered `leaving`, as first written.
         """
-        before = int((rows < self._inserted.start).sum())
-        inserted = torch.arange(self._inserted.start, self._inserted.stop)
-        kept, leaving = self.slots_of(rows), self.slots_of(rows[:0] if leaving is None else leaving)
-        kept = torch.cat((kept[:before], inserted, kept[before:]))
-        moved = (kept != torch.arange(len(kept))).nonzero()
-        start = int(moved[0, 0]) if len(moved) else len(kept)
-        self._move(kept[start:], start, leaving, store)
-        self._inserted = range(before, before + len(inserted))
-        self.cursor.length = len(kept)
-
-    @torch.inference_mode()
-    def insert(self, start: int, layers: list[KeyValues]) -> None:
-        """Put extra rows, `layers[i]` into layer i, before row number `start`.
-
-        All layers get equally many; those inserted earlier are removed first.
-        """
-        self.remove_inserted()
-        end, count = self.length, len(layers[0])
-        self.grow_to(end + count)
-        moved = torch.arange(start, end)
-        self._move(moved, start + count, moved[:0])
-        slots, turns = torch.arange(start, start + count), dict[int, Tensor]()
-        for layer, rows in enumerate(layers):
-            every = self._turns(rows.written_at, slots, rows.positions)
-            turns |= {at: every[at] for at in (2 * layer, 2 * layer + 1) if at in every}
-        self._put(start, [one for rows in layers for one in rows.tensors], turns)
-        new = slice(start, start + count)
-        for part in self._rows.parts(count):
-            if part.rotation is not None:  # as each layer's were written at other positions
-                part.rows[:, 1, :, new] = part.rows[:, 0, :, new]
-        self._written_at[start : start + count] = slots.numpy()
-        self._stream[start : start + count] = -1  # inserted rows differ from layer to layer
-        self._inserted = range(start, start + count)
-        self.cursor.length = end + count
-
-    @torch.inference_mode()
-    def remove_inserted(self) -> None:
-        """Remove the extra rows that `insert` has put in, if any."""
-        rows = torch.arange(self.length - self.inserted_count)
-        slots, self._inserted = self.slots_of(rows), range(0)
-        if len(slots) < self.length:
-            self.keep(slots)
-
-    def slots_of(self, rows: Tensor) -> Tensor:
-        """The slots [k] of the rows numbered `rows` [k]."""
-        if not self._inserted:
-            return rows
-        return rows + (rows >= self._inserted.start) * self.inserted_count
+        moved = (rows != torch.arange(len(rows))).nonzero()
+        start = int(moved[0, 0]) if len(moved) else len(rows)
+        self._move(rows[start:], start, rows[:0] if leaving is None else leaving, store)
+        self.cursor.length = len(rows)
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> KeyValues:
@@ -223,9 +172,9 @@ class BoundedCache:
 
         `positions` [k] are their stream positions.
         """
-        found, slots = list[KeyValues](), self.slots_of(rows)
+        found = list[KeyValues]()
         self.layer_values(len(self.row_layers) - 1)  # an error before the first pass
-        self._move(slots[:0], 0, slots, found.append)
+        self._move(rows[:0], 0, rows, found.append)
         return replace(found[0], positions=positions)
 
     @torch.inference_mode()
@@ -242,7 +191,6 @@ class BoundedCache:
     def replace(self, rows: KeyValues) -> None:
         """Replace all rows by first-written `rows` [n], rotated to slots 0 to n - 1."""
         count = len(rows)
-        self._inserted = range(0)
         self.grow_to(count)
         for layer, tensors in enumerate(self._rows.layers):
             if tensors[0].buffer is None:
@@ -260,10 +208,8 @@ class BoundedCache:
             return
         self.absolute_positions = absolute_positions
         if self.length:
-            rows, inserted = torch.arange(self.length), self._inserted
-            self._inserted = range(0)
+            rows = torch.arange(self.length)
             self.replace(self.first_written(rows, self._stream[: self.length].copy()))
-            self._inserted = inserted
 
     @torch.no_grad()
     def grow_to(self, capacity: int) -> None:
@@ -292,11 +238,10 @@ class BoundedCache:
 
         The list has the keys of layer 0, its values, the keys of layer 1, and so on.
         """
-        slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]
-        if len(slots) == self.length:
+        if len(rows) == self.length:
             return views
-        on = {device: to_device([slots], device)[0] for device in self.devices}
+        on = {device: to_device([rows], device)[0] for device in self.devices}
         return [view.index_select(1, on[view.device]) for view in views]
 
     def layer_keys(self, layer: int) -> Tensor:
@@ -324,7 +269,7 @@ class BoundedCache:
     def _turns(self, written_at: Positions, slots: Tensor, stream: Positions) -> Turns:
         """What rotates rows with stream positions `stream` [n] to `slots` [n]."""
         old = torch.from_numpy(written_at)
-        new = torch.from_numpy(stream.clip(min=0)) if self.absolute_positions else slots
+        new = torch.from_numpy(stream) if self.absolute_positions else slots
         turns = dict[int, Tensor]()
         for rotation, numbers in self._rows.turned.items():
             turns |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))

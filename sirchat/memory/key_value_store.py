@@ -6,7 +6,7 @@ off, what a turn evicted is kept until the next turn begins, so that the turn ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -144,21 +144,12 @@ class KeyValueStore:
 
         `positions` [n] are ascending. Returns those of the evicted and of the restored tokens.
         """
-        self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
         self._archive_rows(np.flatnonzero(~stays))
         self._replace(np.flatnonzero(stays), positions)
         evicted, restored = self.ledger.hold(positions, self._evicted_state)
         self._shrink()
         return evicted, restored
-
-    def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Copy archived tokens into the cache, before its row `start`: `layers[i]` into layer i.
-
-        Raises LookupError, changing nothing, if one is not archived.
-        """
-        fetched = [self.archive.fetch(at, layer) for layer, at in enumerate(layers)]
-        self.cache.insert(start, fetched)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -201,7 +192,6 @@ class KeyValueStore:
         reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
         if not self.has(checkpoint.held) or np.isin(reread, checkpoint.held).any():
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
-        self.cache.remove_inserted()
         held = self.ledger.held_positions
         is_new = held >= checkpoint.seen
         stays = np.isin(held, checkpoint.held, assume_unique=True)
@@ -283,7 +273,6 @@ class KeyValueStore:
 
     def erase(self, positions: Positions) -> None:
         """Erase these tokens from the cache and from the archive."""
-        self.cache.remove_inserted()
         stays = torch.from_numpy(np.flatnonzero(~np.isin(self.ledger.held_positions, positions)))
         self.cache.keep(stays)
         self.ledger.keep(stays, State.GONE)

@@ -69,8 +69,8 @@ _PINNED = int(Flag.PINNED)
 class Ledger:
     """A table with one row for each token of the conversation, held or evicted.
 
-    Held tokens are in stream order: held token i is in slot i of the cache, unless recall inserted
-    tokens into a layer before it. Attributes, which only methods change:
+    Held tokens are in stream order: held token i is in slot i of the cache. Attributes, which only
+    methods change:
         seen: number of tokens ever read.
         held_count: number of tokens in the cache.
         recalled: positions, ascending, of the tokens that recall has restored for this round.

@@ -7,7 +7,8 @@ module is patched, and the logits do not change. A `Decoder` calls `report_atten
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -16,29 +17,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from sirchat.memory.cache import LayerRotation
-from sirchat.memory.rope import unrotated
-
 _NAME = "sirchat_hooked_"  # and the name of the usual attention function
 
 # Who receives each layer's attention now.
 OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
-
-
-@dataclass(frozen=True)
-class LayerQueries:
-    """The attention queries [H_q, m, D] that one layer computed for m tokens, not rotated.
-
-    `scale` multiplies the product of query and key; `heads` is the number of key heads.
-    """
-
-    queries: Tensor
-    scale: float
-    heads: int
-
-    def is_comparable_with(self, keys: Tensor) -> bool:
-        """Whether cached `keys` [H, n, D] have the number and the size of heads that these need."""
-        return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,36 +71,14 @@ class MeanObserver(Protocol):
         """Add weights [m, n], which are a sum over `layers`."""
 
 
-class QueryRecorder:
-    """Records every layer's queries in one or more forward passes."""
+class CallCounter:
+    """Counts the reports of each layer, by its number."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[tuple[Tensor, int]]] = {}  # by layer: queries, first slot
-        self._shape: dict[int, tuple[float, int]] = {}  # by layer: scale, number of key heads
-
-    @property
-    def passes(self) -> list[int]:
-        """The number of recorded passes for each layer that has any, in order."""
-        return [len(self._parts[layer]) for layer in sorted(self._parts)]
+        self.calls = Counter[int]()
 
     def observe(self, call: AttentionCall) -> None:
-        start = call.keys.shape[2] - call.queries.shape[2]
-        self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
-        self._shape[call.layer] = call.scale, call.keys.shape[1]
-
-    def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """Each layer's recorded queries, not rotated, up to the first layer of which none are."""
-        out = []
-        for layer, rotation in enumerate(rotations):
-            parts = [
-                unrotated(queries, torch.arange(start, start + queries.shape[1]), rotation.key)
-                for queries, start in self._parts.get(layer, [])
-            ]
-            if not parts:
-                break
-            scale, heads = self._shape[layer]
-            out.append(LayerQueries(torch.cat(parts, dim=1), scale=scale, heads=heads))
-        return out
+        self.calls[call.layer] += 1
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,9 +19,8 @@ from sirchat.memory.free_memory import trim_memory
 from sirchat.models.attention_hook import (
     OBSERVERS,
     AttentionObserver,
-    LayerQueries,
+    CallCounter,
     MeanObserver,
-    QueryRecorder,
     install_hook,
     observed_by,
 )
@@ -212,13 +210,6 @@ class LoadedModel:
             return additive(near)
         return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
 
-    @contextmanager
-    def recorded_queries(self) -> Iterator[QueryRecorder]:
-        """Context manager: yields a recorder of the queries of all passes within the block."""
-        recorder = QueryRecorder()
-        with observed_by(self.module, recorder, self.layer_numbers):
-            yield recorder
-
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """For each tensor of weights: its shape, and about 64 of its numbers, on the CPU."""
         weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
@@ -229,19 +220,6 @@ class LoadedModel:
             )
             for weight in weights
         ]
-
-    def require_comparable_queries(self) -> None:
-        """Raise ModelError if the model's queries can't be compared with its cached keys."""
-        cache, recorder = self.new_cache(1), QueryRecorder()
-        self.forward([0], cache, observer=recorder)
-        cache.commit(1)
-        queries = recorder.queries(self.rotations)
-        keys = cache.first_written(torch.arange(1), np.arange(1)).tensors[::2]
-        if len(queries) < len(keys) or not all(map(LayerQueries.is_comparable_with, queries, keys)):
-            raise ModelError(
-                f"the queries of {self.name} can't be compared with its KV cache",
-                hint="choose another retriever, such as words or mips",
-            )
 
     @property
     def vocab_size(self) -> int:
@@ -364,10 +342,11 @@ class LoadedModel:
     @cached_property
     def exposes_attention(self) -> bool:
         """Whether the model's attention weights can be observed; tested once, by a forward pass."""
-        recorder = QueryRecorder()
-        self.forward([0], self.new_cache(1), observer=recorder)
-        once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
-        return once if self.has_state else bool(recorder.passes)
+        counter = CallCounter()
+        self.forward([0], self.new_cache(1), observer=counter)
+        # Layers may share one attention.
+        once = counter.calls == dict.fromkeys(range(len(self.rotations)), 1)
+        return once if self.has_state else bool(counter.calls)
 
     @cached_property
     def anchors(self) -> Anchors | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,10 +19,9 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role, State
-from sirchat.models.attention_hook import LayerQueries, QueryRecorder
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
-from sirchat.recall.candidates import Candidates, Query
+from sirchat.recall.candidates import Candidates
 from sirchat.recall.passage_search import (
     FLOOR,
     PassageSearch,
@@ -178,7 +175,7 @@ class Recall:
         elif result is not None:
             restore(engine, result, len(ids))
         is_focused = found is not None and found.is_question
-        restored = engine.residency.recalled_positions
+        restored = engine.ledger.recalled
         if found is not None and is_focused:
             restored = found.result.positions
         scores = _scores_of(restored, result)
@@ -342,8 +339,7 @@ def search(
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
-    Returns None if no token can be restored; raises LookupError if the model's queries don't fit
-    its KV cache.
+    Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
     room = engine.residency.recall_room(len(ids))
@@ -357,18 +353,15 @@ def search(
     if not needs.needs_turn or recall.query == "recent":
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score_archived(engine, model, recent, start)
-    checkpoint, unused = engine.checkpoint(), nullcontext(QueryRecorder())
+    checkpoint = engine.checkpoint()
     with engine.store.unlimited():
         try:
-            with model.recorded_queries() if needs.needs_queries else unused as recorder:
-                for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
-                    pass
+            for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
+                pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
-            queries = recorder.queries(model.rotations)
-            result = _score_archived(engine, model, turn, start, queries)
+            return _score_archived(engine, model, turn, start)
         finally:
             engine.undo(checkpoint)
-    return _still_archived(engine, result) if recall.scope == "layer" else result
 
 
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
@@ -381,26 +374,19 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
 class SearchResult:
     """Archived tokens and their scores.
 
-    `positions` [n] are stream positions, ascending, `scores` [n] their scores. With the setting
-    `recall_scope: layer`, `layers` [layers, n] has the scores in each layer; else it is None.
+    `positions` [n] are stream positions, ascending, `scores` [n] their scores.
     """
 
     positions: Positions
     scores: Tensor
-    layers: Tensor | None = None
 
 
 def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
     """Restore the best of these tokens for a turn of `incoming` ids."""
-    residency = engine.residency
-    pick = partial(choose, positions=result.positions, n=residency.recall_room(incoming))
-    if result.layers is None:
-        chosen = pick(result.scores)
-        at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-        residency.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
-    else:
-        layers = tuple(pick(scores) for scores in result.layers)
-        residency.begin_recall(np.zeros(0, np.int64), layers, incoming=incoming)
+    room = engine.residency.recall_room(incoming)
+    chosen = choose(result.scores, result.positions, room)
+    at = torch.from_numpy(np.searchsorted(result.positions, chosen))
+    engine.residency.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
@@ -424,7 +410,6 @@ def _score_archived(
     model: LoadedModel,
     rows: NDArray[np.int64],
     start: int,
-    layer_queries: Sequence[LayerQueries] = (),
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
@@ -436,14 +421,11 @@ def _score_archived(
         return None
     positions = ledger.held_positions[rows]
     of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
-    of_template = ledger.column("role")[positions] == Role.TEMPLATE
-    query = Query(of_query, layer_queries, of_template, start)
-    candidates = Candidates(archive, archived, query, model.rotations, ledger)
+    candidates = Candidates(archive, archived, of_query, model.rotations)
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":
         scores = weighted(scores, ledger.surprisal_of(archived))
-    by_layer = scores.expand(len(model.rotations), -1) if recall.scope == "layer" else None
-    return SearchResult(archived, scores.mean(0), by_layer)
+    return SearchResult(archived, scores.mean(0))
 
 
 def _recent_rows(engine: Engine) -> NDArray[np.int64]:
@@ -451,14 +433,3 @@ def _recent_rows(engine: Engine) -> NDArray[np.int64]:
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))
-
-
-def _still_archived(engine: Engine, result: SearchResult | None) -> SearchResult | None:
-    # Reading the turn may have evicted tokens that undoing it has restored to all layers.
-    if result is None or result.layers is None:
-        return None
-    there = engine.ledger.column("state")[result.positions] == State.ARCHIVED
-    if not there.any():
-        return None
-    which = torch.from_numpy(there)
-    return SearchResult(result.positions[there], result.scores[which], result.layers[:, which])

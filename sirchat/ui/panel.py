@@ -380,7 +380,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
         yield from runs[1:]
         turn = first.turn
         position, slot = first.position + len(runs) - 1, at + len(runs) - 1
-    unseen = snapshot.in_all_layers - slot - 1
+    unseen = snapshot.resident - slot - 1
     yield from _gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
 
 
@@ -442,7 +442,7 @@ def _gaps(snapshot: Snapshot) -> list[int]:
     """The number of evicted tokens before each held token, and, at the end, after the last."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
-    pairs.append((snapshot.seen, snapshot.in_all_layers))
+    pairs.append((snapshot.seen, snapshot.resident))
     return [(b - a) - (slot_b - slot_a) for (a, slot_a), (b, slot_b) in pairwise(pairs)]
 
 

@@ -315,8 +315,6 @@ def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
     "settings",
     [
         {"policy": "h2o"},
-        {"recall": "attention", "recall_n": 8},
-        {"recall": "attention", "recall_n": 8, "recall_scope": "layer"},
         {"recall": "cosine", "recall_n": 8},
     ],
     ids=str,

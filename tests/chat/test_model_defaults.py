@@ -81,7 +81,6 @@ def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
         ({"policy": "full"}, "off"),
         ({"policy": "anchor"}, "off"),
         ({"archive": "off"}, "off"),
-        ({"recall_scope": "layer"}, "off"),
         ({"recall_query": "recent"}, "off"),
     ],
 )

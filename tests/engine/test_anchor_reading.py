@@ -253,8 +253,6 @@ def test_positions_and_lazy_are_settings() -> None:
             build_policy(Profile(policy="anchor", policy_options={"lazy": wrong}))
     with pytest.raises(SettingError, match="whole number"):
         build_policy(Profile(policy="reservoir", policy_options={"sample": True}))
-    with pytest.raises(SettingError, match="positions"):
-        session(positions="stream", recall="mips", recall_scope="layer")
 
 
 @given(st.text(alphabet="aB .!?\n\"'」。1", max_size=60))

@@ -21,7 +21,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, RecallSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
@@ -31,10 +31,9 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.sink import Sink
 from sirchat.memory.policies.snapkv import Snapkv
-from sirchat.models.attention_hook import QueryRecorder, observed_by
+from sirchat.models.attention_hook import CallCounter, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
-from sirchat.recall.recall import SearchResult, restore
 
 # Families whose attention implementation can't be set, so that it can't be tracked.
 UNTRACKED = {"falcon"}
@@ -95,13 +94,8 @@ class Sums:
         return sum(float(row[at.index(position)]) for at, row in newest if position in at)
 
 
-def talk(
-    family: str, policy: Policy, decay: float = 0.8, of_layers: int = 0, **more: Any
-) -> tuple[Engine, Sums]:
-    """Three rounds read and answered under a budget, and the expected sums.
-
-    In each round but the first, each layer has `of_layers` archived rows of its own.
-    """
+def talk(family: str, policy: Policy, decay: float = 0.8, **more: Any) -> tuple[Engine, Sums]:
+    """Three rounds read and answered under a budget, and the expected sums."""
     own = loaded(family)
     model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
     settings = CacheSettings(policy=policy, budget=48, decay=decay, archive=2**20, **more)
@@ -122,19 +116,10 @@ def talk(
             ),
         )
         for _ in records:
-            sinks, foreign = engine.settings.sinks, engine.cache.inserted_count
             for weights in model.passes:  # of the pass that this record reports
-                held = engine.ledger.held_positions.tolist()
-                every = range(len(held) + foreign)
-                mine = [row for row in every if not 0 <= row - sinks < foreign]
-                sums.add(held, [one[:, :, mine] for one in weights])
+                sums.add(engine.ledger.held_positions.tolist(), weights)
             model.passes.clear()
         engine.decay_at_round_end()
-        gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
-        if of_layers and len(gone):
-            scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            restore(engine, SearchResult(gone, scores.mean(0), scores), 0)
-            assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums
 
@@ -159,7 +144,6 @@ def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
     ("layers", "more"),
     [
         (0, {"absolute_positions": True}),
-        (0, {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6}),
         (0, {"evict": "before-turn"}),
         (2, {}),
     ],
@@ -309,12 +293,12 @@ def test_undo_works_however_often_rows_come_back() -> None:
 
 
 def test_two_recorders_observe_the_same_pass() -> None:
-    model, inner, outer = loaded("llama"), QueryRecorder(), QueryRecorder()
+    model, inner, outer = loaded("llama"), CallCounter(), CallCounter()
     with observed_by(model.module, outer):
         model.forward([5, 6, 7], model.new_cache(8), observer=inner)
     model.forward([5, 6, 7], model.new_cache(8))
-    for recorder in (inner, outer):
-        assert [one.queries.shape[1] for one in recorder.queries(model.rotations)] == [3] * 4
+    for counter in (inner, outer):
+        assert counter.calls == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def memory(policy: Policy, budget: int = 48) -> CacheSettings:

@@ -70,17 +70,10 @@ class Chat:
         if not (self.recalls and room and random.random() < 0.8):
             return
         chosen = drawn(random, among.tolist(), random.randint(0, room))
-        layers: tuple[Positions, ...] = ()
         scores = np.array([random.random() for _ in chosen])
-        is_absolute = self.chat.profile.positions == "stream"
-        archived = np.setdiff1d(among, [*self.chat.ledger.held_positions, *chosen]).tolist()
-        if random.random() < 0.3 and not is_absolute:
-            layers = tuple(
-                drawn(random, archived, room - len(chosen)) for _ in self.model.rotations
-            )
         self.before = self.chat.ledger.held_positions.copy()
         focused = random.random() < 0.4
-        residency.begin_recall(chosen, layers, incoming=len(ids), focused=focused, scores=scores)
+        residency.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
         self.ended = residency.selection.is_plain
 
@@ -214,8 +207,7 @@ class Chat:
         self.do(name, *given)
         if name == "switch" and self.chat.profile.archive == own.archive == "ram":
             changed = {key: getattr(own, key) for key in given[0]}
-            has_layers = bool(before[1].layers)  # which do not go with absolute positions
-            if "system" not in changed and not (has_layers and "positions" in changed):
+            if "system" not in changed:
                 self.chat.switch("/set", **changed)
                 assert digest_is(self.chat, before), f"there and back: {given}"
         self.before = None

@@ -33,7 +33,7 @@ OTHER = LayerRotation(None)  # a layer that is not rotated, so that all have buf
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["read", "keep", "restore", "insert", "remove", "reserve", "positions"]),
+        st.sampled_from(["read", "keep", "restore", "reserve", "positions"]),
         st.integers(0, 2**32),
     ),
     max_size=9,
@@ -56,12 +56,6 @@ def write(cache: BoundedCache, count: int, seed: int, at: Positions | None = Non
     cache.commit(count, at)
 
 
-def part_of(rows: KeyValues, layer: int, chosen: list[int]) -> KeyValues:
-    index = torch.tensor(chosen)
-    tensors = [one.cpu()[:, index] for one in rows.tensors[2 * layer : 2 * layer + 2]]
-    return KeyValues(rows.positions[chosen], rows.written_at[chosen], tensors)
-
-
 @dataclass
 class Held:
     """A cache, the stream positions of its rows, and first-written rows of an earlier step."""
@@ -75,7 +69,6 @@ class Held:
         """Carry out a step, if it is possible."""
         cache, draw, held = self.cache, Random(seed), len(self.positions)
         if step == "read":
-            cache.remove_inserted()
             new = np.arange(self.seen, self.seen + draw.randint(1, 5))
             cache.grow_to(held + len(new))
             write(cache, len(new), seed, new)
@@ -83,7 +76,10 @@ class Held:
         elif step == "reserve":
             cache.grow_to(cache.capacity + draw.randint(1, 9))
         elif step == "keep":
-            left, is_kept = list[KeyValues](), np.array([draw.random() < 0.7 for _ in range(held)])
+            left, is_kept = (
+                list[KeyValues](),
+                np.array([draw.random() < 0.7 for _ in range(held)], bool),
+            )
             kept, leaving = (torch.from_numpy(np.flatnonzero(one)) for one in (is_kept, ~is_kept))
             expected = cache.first_written(leaving, self.positions[~is_kept])
             cache.keep(kept, leaving, left.append)
@@ -93,15 +89,7 @@ class Held:
         elif self.stored is not None and step == "restore":
             cache.replace(self.stored)
             self.positions = self.stored.positions
-        elif self.stored is not None and step == "insert":
-            start, every = draw.randint(0, held), range(len(self.stored))
-            rows = [draw.choices(every, k=2) for _ in cache.layers]
-            parts = [part_of(self.stored, layer, chosen) for layer, chosen in enumerate(rows)]
-            cache.insert(start, parts)
-        elif step == "remove":
-            cache.remove_inserted()
         elif step == "positions":
-            cache.remove_inserted()
             cache.set_positions(absolute_positions=draw.random() < 0.5)
 
 
@@ -141,45 +129,6 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
                 assert cache.pool.shape == (3, 3, HEADS, cache.capacity, DIMS)
                 views = zip(all_read(cache), all_read(apart.cache), strict=False)
                 assert all(torch.equal(one.cpu(), other) for one, other in views)
-
-
-@pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
-def test_an_inserted_row_is_rotated_from_where_its_own_layer_wrote_it(
-    layers: list[LayerRotation],
-) -> None:
-    cache = new_cache(layers, torch.device("cpu"))
-    write(cache, 9, seed=0)
-    first = cache.first_written(torch.arange(9), np.arange(9))
-    cache.keep(torch.arange(4, 9))
-    cache.insert(2, [part_of(first, layer, [layer, 3 - layer]) for layer in range(len(layers))])
-    for layer, rotation in enumerate(layers):
-        written_at = torch.tensor([4, 5, layer, 3 - layer, 6, 7, 8])
-        keys, values = (one[:, written_at] for one in first.tensors[2 * layer : 2 * layer + 2])
-        assert torch.equal(cache.layer_keys(layer)[0], turned(keys, rotation, written_at))
-        assert torch.equal(cache.layer_values(layer)[0], values)
-
-
-def turned(keys: Tensor, rotation: LayerRotation, written_at: Tensor) -> Tensor:
-    """Keys [H, n, D], rotated from `written_at` [n] to slots 0 to n - 1."""
-    if rotation.key is None:
-        return keys
-    turn = rotation.key.cos_sin(written_at, torch.arange(len(written_at)))
-    return rotation.key.apply(keys, *turn).to(keys.dtype)
-
-
-@pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
-def test_an_inserted_row_then_moves_from_where_it_was_inserted(layers: list[LayerRotation]) -> None:
-    cache = new_cache(layers, torch.device("cpu"))
-    write(cache, 9, seed=0)
-    first = cache.first_written(torch.arange(9), np.arange(9))
-    cache.insert(4, [part_of(first, layer, [layer, 3 - layer]) for layer in range(len(layers))])
-    inserted = [cache.layer_keys(layer)[0, :, 4:6].clone() for layer in range(len(layers))]
-    cache.keep(torch.tensor([1, 3, 8]))
-    for layer, rotation in enumerate(layers):
-        keys = first.tensors[2 * layer]
-        keys = torch.cat([keys[:, [1, 3]], inserted[layer], keys[:, [8]]], 1)
-        expected = turned(keys, rotation, torch.tensor([1, 3, 4, 5, 8]))
-        assert torch.equal(cache.layer_keys(layer)[0], expected)
 
 
 def test_a_tensors_buffer_is_a_part_of_the_pool_and_looks_like_one_of_its_own() -> None:
@@ -302,15 +251,12 @@ def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
         assert again == {"upload": 1}
         with counted() as recall:
             store.hold(np.array([0, 1, 4, 6, *range(9, 20)]))
-        with counted() as insertion:
-            store.insert(1, [np.array([3, 5])] * len(layers))
         saved = cache.first_written(torch.arange(15), ledger.held_positions.copy()).to("cpu")
         with counted() as resume:
             cache.replace(saved)
         if layers is LAYERS:
             # indices of the evicted and of the held rows, the restored ones, what rotates them
             assert recall == {"upload": 4, "download": 1}
-            assert insertion == {"upload": 2}  # the rows, and what makes room for them
             assert resume == {"upload": 1}
 
 

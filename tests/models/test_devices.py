@@ -121,9 +121,8 @@ def rows_of(chat: Session) -> list[Tensor]:
 POLICIES = ("h2o", "snapkv", "kvzip", "vase", "keydiff")
 RECALLS: tuple[dict[str, Any], ...] = (
     {"recall": "cosine"},
-    {"recall": "attention"},
-    {"recall": "mips", "recall_scope": "layer", "recall_query": "recent"},
-    {"recall": "off", "recall_scope": "token", "recall_query": "turn"},
+    {"recall": "mips", "recall_query": "recent"},
+    {"recall": "off", "recall_query": "turn"},
 )
 
 

@@ -7,11 +7,9 @@ import io
 import pytest
 
 from chatting import babbler, session
-from families import loaded
 from held_rows import contents, same
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
-from sirchat.chat.settings import check_recall
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
@@ -152,22 +150,14 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     ("settings", "words"),
     [
         *(({"recall": name, "recall_query": "recent"}, "_query=turn") for name in BY_WORDS),
-        *(({"recall": name, "recall_scope": "layer"}, "finds passages, so") for name in BY_WORDS),
         *(({"recall": name, "archive": "off"}, "archive=ram") for name in ("mips", *BY_WORDS)),
-        ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall": "nonsense"}, "one of off, on, attention, cosine"),
+        ({"recall": "nonsense"}, "one of off, on, cosine"),
         ({"recall_n": 0}, "at least 1"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         changed_profile(Profile(), "/set", **settings)
-
-
-@pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
-@pytest.mark.parametrize("retriever", BY_WORDS)
-def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
-    check_recall(changed_profile(Profile(), "flag", recall=retriever), loaded(family), "--recall")
 
 
 def test_what_was_read_with_recall_off_is_found_once_it_is_on() -> None:

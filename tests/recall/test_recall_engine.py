@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
-from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from families import loaded
 from held_rows import contents, same
@@ -26,11 +22,8 @@ from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import restore
-from sirchat.recall.retrievers.attention import softened
 
-Scope = Literal["token", "layer"]
-
-RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise", "attention"]
+RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise"]
 
 
 def by_the_equations(
@@ -86,45 +79,23 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyVal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "deepseek-mla"])
-@pytest.mark.parametrize("scope", ["token", "layer"])
-@pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
-def test_what_comes_back_is_what_the_equations_choose(
-    family: str, scope: Scope, retriever: str
-) -> None:
-    engine, model = talked(memory(retriever=retriever, scope=scope), rounds=6, family=family)
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_what_comes_back_is_what_the_equations_choose(family: str, retriever: str) -> None:
+    engine, model = talked(memory(retriever=retriever), rounds=6, family=family)
     ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
     layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
-    still = np.flatnonzero(~np.isin(positions, engine.ledger.held_positions)).tolist()
     restore(engine, found, 6)
-    if scope == "token":
-        mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-        chosen = [positions.index(at) for at in engine.residency.selection.wanted.tolist()]
-        assert are_the_best(mean, chosen, 30)
-        return
-    for layer, scores in enumerate(layers):
-        block = engine.cache.layer_values(layer)[0, :, 4:34]  # behind the sinks
-        rotation = model.rotations[layer].value
-        turned = as_if_at_zero(theirs, 2 * layer + 1, rotation).float()[:, still]
-        chosen = []
-        for slot in range(30):
-            there = turned
-            if rotation is not None:
-                turn = rotation.cos_sin(
-                    torch.zeros(len(still)), torch.full((len(still),), slot + 4)
-                )
-                there = rotation.apply(turned, *turn)
-            gaps = (there - block[:, slot : slot + 1]).abs().amax((0, 2))
-            same_value = [n for n in range(len(still)) if gaps[n] < 1e-4 and n not in chosen]
-            chosen.append(max(same_value, key=lambda n: scores[still[n]]))
-        assert are_the_best([scores[n] for n in still], chosen, 30)
+    mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+    chosen = [positions.index(at) for at in engine.residency.selection.wanted.tolist()]
+    assert are_the_best(mean, chosen, 30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
+@pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
     held = engine.ledger.held_positions
@@ -142,40 +113,11 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
     np.testing.assert_allclose(found.scores[torch.from_numpy(at)], mean, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_is_what_the_queries_would_look_at() -> None:
-    engine, model = talked(memory(retriever="attention"))
-    ids = some_ids(99, 7)
-    asked: dict[int, Tensor] = {}
-
-    def note(layer: int, _: object, __: object, out: Tensor) -> None:
-        asked[layer] = out[0].reshape(len(ids), 4, -1).transpose(0, 1)  # [4, m, D], not turned yet
-
-    hooks = [
-        block.self_attn.q_proj.register_forward_hook(partial(note, n))
-        for n, block in enumerate(model.module.model.layers)
-    ]
-    _, theirs = searched(engine, model, ids)
-    for hook in hooks:
-        hook.remove()
-    found = find(engine, model, ids, 99)
-    assert found is not None
-    layers = []
-    for layer, queries in asked.items():
-        keys = as_if_at_zero(theirs, 2 * layer, model.rotations[layer].key).float()
-        heads = []
-        for head in range(4):
-            logits = queries[head] @ keys[head // 2].T / math.sqrt(queries.shape[-1])  # [m, n]
-            heads.append(logits.softmax(-1).amax(0))
-        layers.append(softened(torch.stack(heads).mean(0), found.positions))
-    torch.testing.assert_close(found.scores, torch.stack(layers).mean(0), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["token", "layer"])
-@pytest.mark.parametrize("retriever", [*RETRIEVERS, "random"])
+@pytest.mark.parametrize("retriever", RETRIEVERS)
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
-def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope: Scope) -> None:
-    engine, model = talked(memory(policy, retriever=retriever, scope=scope))
+def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str) -> None:
+    engine, model = talked(memory(policy, retriever=retriever))
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
     assert same(contents(engine), before)
@@ -185,7 +127,7 @@ def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope
     assert torch.equal(engine.logits, logits)
 
 
-@pytest.mark.parametrize("retriever", ["mips", "attention"])
+@pytest.mark.parametrize("retriever", ["mips", "cosine"])
 def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> None:
     small, model = talked(memory("sink", 64, n=1), rounds=6)
     never = Engine(model, CacheSettings(policy_class("sink")(), 1000))
@@ -213,10 +155,9 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
     torch.testing.assert_close(roomy.logits, never.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scope", ["token", "layer"])
-def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: Scope) -> None:
+def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn() -> None:
     """Sink goes by position alone: what it holds is the same with and without recall."""
-    with_recall, model = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
+    with_recall, model = talked(memory("sink", 96, n=30), rounds=9)
     without, _ = talked(replace(memory("sink", 96), recall=None), rounds=9)
     held = without.ledger.held_positions.tolist()
     assert with_recall.ledger.held_positions.tolist() == held
@@ -225,20 +166,8 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: S
     assert found is not None
     restore(with_recall, found, 20)
     recall = with_recall.residency.selection  # a turn may find tokens that it would evict
-    assert len(recall.wanted) + len(recall.layers[0] if recall.layers else ()) == 30
+    assert len(recall.wanted) == 30
     assert with_recall.resident <= 96 - 20
-
-
-def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
-    engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
-    before = contents(engine)
-    found = find(engine, model, some_ids(50, 10), 50)
-    assert found is not None
-    restore(engine, found, 10)
-    assert engine.resident == engine.ledger.held_count + 20
-    assert not same(contents(engine)[1:3], before[1:3])
-    engine.residency.end_recall()
-    assert same(contents(engine), before)
 
 
 @pytest.mark.slow
@@ -248,7 +177,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
     model = loaded("llama")
     engine = Engine(model, memory("entropy", 80))
     for turn in range(6):
-        change = data.draw(st.sampled_from(["say", "policy", "budget", "n", "scope", "off"]))
+        change = data.draw(st.sampled_from(["say", "policy", "budget", "n", "measure", "off"]))
         now = engine.settings
         recall = now.recall or RecallSettings("mips", n=10)
         if change == "policy":
@@ -258,8 +187,8 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
             now = replace(now, budget=data.draw(st.integers(20, 150)))
         elif change == "n":
             now = replace(now, recall=replace(recall, n=data.draw(st.integers(1, 200))))
-        elif change == "scope":
-            now = replace(now, recall=replace(recall, scope="layer", retriever="cosine"))
+        elif change == "measure":
+            now = replace(now, recall=replace(recall, retriever="cosine"))
         elif change == "off":
             now = replace(now, recall=None)
         engine.residency.switch(now)
@@ -269,26 +198,25 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         assert engine.residency.selection.is_plain
 
 
-@pytest.mark.parametrize("scope", ["token", "layer"])
-def test_there_and_back_and_undo_bring_what_came_back_too(scope: Scope) -> None:
-    first = memory("entropy", 96, scope=scope)
+def test_there_and_back_and_undo_bring_what_came_back_too() -> None:
+    first = memory("entropy", 96)
     engine, model = talked(first)
     found = find(engine, model, some_ids(59, 9), 59)
     assert found is not None
     restore(engine, found, 9)
-    before, recalled = contents(engine), engine.residency.recalled_positions.tolist()
+    before, recalled = contents(engine), engine.ledger.recalled.tolist()
     assert recalled
     engine.residency.switch(memory("sink", 50))
     engine.residency.switch(replace(first, recall=None))
     engine.residency.switch(first)
     assert same(contents(engine), before)
-    assert engine.residency.recalled_positions.tolist() == recalled
+    assert engine.ledger.recalled.tolist() == recalled
     checkpoint = engine.checkpoint()
     say(engine, model, 60)
     after = contents(engine)
     engine.undo(checkpoint)
     assert same(contents(engine), before)
-    assert engine.residency.recalled_positions.tolist() == recalled
+    assert engine.ledger.recalled.tolist() == recalled
     say(engine, model, 60)
     assert same(contents(engine), after)
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from chatting import answer, session
 from families import HELD, LATENT, loaded
-from held_rows import contents, same
-from recall_rounds import find, memory, some_ids, talked
+from recall_rounds import memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
-from sirchat.chat.settings import check_recall
-from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed_profile
-from sirchat.errors import SettingError
-from sirchat.models.attention_hook import QueryRecorder, observed_by
+from sirchat.memory.archive import Archive
+from sirchat.models.attention_hook import CallCounter, observed_by
 
 UNHEARD = {"falcon", *LATENT}
 
@@ -28,34 +24,18 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     model = loaded(family)
     ids = some_ids(3, 9)
     usual = model.forward(ids, model.new_cache(16))
-    recorder = QueryRecorder()
-    with observed_by(model.module, recorder):
+    counter = CallCounter()
+    with observed_by(model.module, counter):
         heard = model.forward(ids, model.new_cache(16))
     torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
-    queries = recorder.queries(model.rotations)
-    assert len(queries) == len(model.rotations)
-    assert all(one.queries.shape[1] == 9 for one in queries)
+    assert counter.calls == dict.fromkeys(range(len(model.rotations)), 1)
     assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
-    model.require_comparable_queries()
 
 
 @pytest.mark.parametrize("family", sorted(UNHEARD))
-def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> None:
-    model = loaded(family)
-    with pytest.raises(SettingError, match="recall can't be 'attention'") as error:
-        check_recall(changed_profile(Profile(), "flag", recall="attention"), model, "--recall")
-    assert "mips" in str(error.value)
+def test_a_model_whose_attention_is_not_heard_recalls_by_keys_and_values(family: str) -> None:
     engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)
     assert engine.residency.before_end is not None
-
-
-def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
-    engine, model = talked(memory(retriever="mips"), rounds=6, family="deepseek-mla")
-    engine.residency.switch(memory(retriever="attention"))
-    before = contents(engine)
-    with pytest.raises(LookupError, match="KV cache"):
-        find(engine, model, some_ids(9, 5), 9)
-    assert same(contents(engine), before)
 
 
 @pytest.mark.slow
@@ -67,7 +47,7 @@ def test_tiny_answers_from_what_came_back() -> None:
         list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
     assert answer(list(chat.ask("Where do I live?"))) != "You live in Lisbon."
     chat.undo()
-    chat.switch("/recall", recall="attention", budget=160, recall_n=64)
+    chat.switch("/recall", recall="cosine", budget=160, recall_n=64)
     before = set(chat.ledger.held_positions.tolist())
     events = list(chat.ask("Where do I live?"))
     assert answer(events) == "You live in Lisbon."
@@ -89,12 +69,12 @@ def test_tiny_answers_from_what_came_back() -> None:
     assert again[0].released == came.positions
 
 
-def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
-    chat = session(policy="sink", budget=64, recall="attention", recall_n=20)
+def test_a_search_for_tokens_that_are_lost_ends_with_a_notice_and_the_turn_goes_on() -> None:
+    chat = session(policy="sink", budget=64, recall="cosine", recall_n=20)
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.models.model.observed_by", lambda *_: nullcontext())
+        patch.setattr(Archive, "fetch", Mock(side_effect=LookupError("3 tokens are lost")))
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "no token can be restored" in notice.text
@@ -121,7 +101,7 @@ def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
 
 
 def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget() -> None:
-    chat = session(budget=40, sinks=1, recall="random", recall_n=24, max_new_tokens=14)
+    chat = session(budget=40, sinks=1, recall="mips", recall_n=24, max_new_tokens=14)
     for text in ("My name is Anna and I live in Oslo.", "My favourite colour is green.", "ok"):
         list(chat.ask(text))
     assert chat.recall.scores

@@ -27,13 +27,10 @@ from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 from sirchat.recall import retrievers
 from sirchat.recall.recall import choose, weighted
 from sirchat.recall.retrievers import retriever
-from sirchat.recall.retrievers.attention import softened
 
 
 def test_our_retrievers_are_found_by_the_names_of_their_files() -> None:
-    assert RETRIEVERS.names() == [
-        *("attention", "cosine", "cosine-pairwise", "meaning", "mips", "random", "words")
-    ]
+    assert RETRIEVERS.names() == [*("cosine", "cosine-pairwise", "meaning", "mips", "words")]
     assert BEST_RETRIEVER in RETRIEVERS.names()
     for name in RETRIEVERS.names():
         assert retriever(name).__doc__
@@ -52,7 +49,6 @@ class MyNewest(Retriever):
     \"\"\"The newest tokens.\"\"\"
 
     takes_weight = False
-    needs_queries = True
 
     def score(self, candidates):
         import torch
@@ -73,8 +69,7 @@ def my_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     """Settings, their checks and their help, a chat and the studies know it by its file alone."""
     assert my_newest in allowed_in_words("recall")
-    with pytest.raises(SettingError, match="recall my-newest requires recall_query=turn"):
-        changed_profile(Profile(), "/set", recall=my_newest, recall_query="recent")
+    assert changed_profile(Profile(), "/set", recall=my_newest).recall == my_newest
     rows = {cell.row for cell in cells(Retrieval(Profile(), retrievers=(my_newest,)))}
     assert my_newest in rows
     assert not any("surprisal" in row for row in rows)
@@ -101,15 +96,6 @@ def test_choice_takes_the_best(scores: list[float], n: int, data: st.DataObject)
     got = choose(torch.tensor(scores), np.array(positions), n).tolist()
     best = sorted(zip(scores, positions, strict=True), reverse=True)[:n]
     assert got == sorted(position for _, position in best)
-
-
-def test_a_soft_score_is_the_root_shared_with_its_neighbours() -> None:
-    rng = np.random.default_rng(5)
-    positions = np.array([3, 4, 5, 9, 10, 20, 22, 23])
-    scores = rng.normal(size=8)
-    root = dict(zip(positions, (scores - scores.min()) ** 0.5, strict=True))
-    plain = [root[p] / 2 + (root.get(p - 1, 0) + root.get(p + 1, 0)) / 4 for p in positions]
-    assert softened(torch.from_numpy(scores), positions).tolist() == pytest.approx(plain)
 
 
 def test_surprisal_multiplies_the_score_above_the_lowest() -> None:

@@ -173,9 +173,8 @@ def test_twelve_turns_equal_six_and_six_with_a_resume_between(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["token", "layer"])
-def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
-    settings = {**SMALL, "recall": "attention", "recall_n": 12, "recall_scope": scope}
+def test_a_resumed_chat_recalls_the_same_rows(folder: Path) -> None:
+    settings = {**SMALL, "recall": "cosine", "recall_n": 12}
     straight, first = session(babbler(), **settings), session(babbler(), **settings)
     saving = Autosave(first)
     talk(straight, None, MESSAGES[:12])

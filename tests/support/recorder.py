@@ -95,7 +95,7 @@ def play(number: int) -> list[dict[str, Any]]:
 
 def _settings(draw: random.Random, number: int) -> dict[str, Any]:
     policy, options = POLICIES[number % len(POLICIES)]
-    recall = draw.choice(["off", "off", "mips", "cosine", "attention", "random"])
+    recall = draw.choice(["off", "off", "mips", "cosine"])
     return {
         "policy": policy,
         "policy_options": options,
@@ -107,7 +107,6 @@ def _settings(draw: random.Random, number: int) -> dict[str, Any]:
         "temperature": draw.choice([0.0, 0.0, 0.9]),
         "recall": recall,
         "recall_n": 24,
-        "recall_scope": draw.choice(["token", "layer"]),
         "attention": draw.choice(["auto", "on"]),
         "protect": draw.random() < 0.8,
         "evict": draw.choice(["when-full", "when-full", "before-turn"]),
@@ -176,7 +175,7 @@ class _RunningSession:
         )
 
     def reset_recall(self) -> dict[str, Any]:
-        measure = self._draw.choice(["off", "mips", "cosine", "attention", "random"])
+        measure = self._draw.choice(["off", "mips", "cosine"])
         return self._either(f"/recall {measure}", {"recall": measure})
 
     def pin(self) -> dict[str, Any]:

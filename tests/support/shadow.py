@@ -113,8 +113,8 @@ class WatchedModel(LoadedModel):
 
         def commit(count: int, positions: int | Positions | None = None) -> None:
             committed(count, positions)
-            end = cache.length - cache.inserted_count
-            _note_rows(cache, np.arange(end - count, end), cache._stream[cache.length - count :])
+            start, end = cache.length - count, cache.length
+            _note_rows(cache, np.arange(start, end), cache._stream[start:])
 
         cache.commit = commit  # type: ignore[method-assign]
         return cache
@@ -193,12 +193,11 @@ def watching() -> Iterator[None]:
                 one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
                 one.behind = float(before.max() - before[token_id])
             shadow.tokens[seen + at] = one
-        if not self.cache.inserted_count:  # what is inserted differs by layer
-            ahead = self._ahead is not None and len(self._ahead.ids) > 1
-            observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
-            plain = not (ahead or observed or packed._SHARED.get() is not None)
-            last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
-            shadow.passes.append((found.logits, last))
+        ahead = self._ahead is not None and len(self._ahead.ids) > 1
+        observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
+        plain = not (ahead or observed or packed._SHARED.get() is not None)
+        last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
+        shadow.passes.append((found.logits, last))
         return surprisals
 
     with patch.object(Reader, "_record", record):
@@ -215,7 +214,7 @@ def check(chat: Session, theta: float) -> None:
     held, seen = ledger.held_positions.copy(), ledger.seen
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
-    assert cache.length == len(held) + cache.inserted_count, "cache and ledger differ"
+    assert cache.length == len(held), "cache and ledger differ"
     assert cache.length <= chat.divide_budget().hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
@@ -248,17 +247,10 @@ def _check_rows(shadow: Shadow, rows: KeyValues, what: str) -> None:
 
 def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) -> None:
     """Each key is where its slot is: rotated anew, in float64, from where it was written."""
-    engine = chat._engine
-    cache, layers = engine.cache, engine.residency.selection.layers
+    cache = chat._engine.cache
+    places, rows = shadow.taken(held)
+    new = held if cache.absolute_positions else np.arange(len(held))
     for layer in range(len(cache.row_layers)):
-        positions = held
-        if cache.inserted_count:
-            sinks = int((held < engine.residency.divide_budget().sinks).sum())
-            start = cache._inserted.start
-            assert start <= sinks, "inserted rows are not after the sinks"
-            positions = np.concatenate([held[:start], layers[layer], held[start:]])
-        places, rows = shadow.taken(positions)
-        new = positions if cache.absolute_positions else np.arange(len(positions))
         wanted = rotated(rows[2 * layer], np.asarray(places), new, theta)
         found, values = cache.layer_keys(layer)[0], cache.layer_values(layer)[0]
         # Angles of a whole turn are rounded to float32, by half a unit of 4 eps.

@@ -181,9 +181,7 @@ class Retrieval(NumberedStudy):
     bases: tuple[int, ...] = (72,)  # base budgets (without the recalled tokens), in tokens
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)  # numbers of recalled tokens
     # values to combine of the settings `recall` and `recall_weight`, if the retriever takes it
-    retrievers: tuple[str, ...] = (
-        *("mips", "cosine", "cosine-pairwise", "attention", "words", "random"),
-    )
+    retrievers: tuple[str, ...] = (*("mips", "cosine", "cosine-pairwise", "words"),)
     weights: tuple[str, ...] = ("none", "surprisal")
     data: str | None = None  # a file with conversations, used instead of those of `task`
 

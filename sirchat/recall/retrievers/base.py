@@ -24,16 +24,12 @@ class Retriever(ABC):
     """
 
     needs_turn: ClassVar[bool] = True  # reads the turn before the search, for its keys and values
-    needs_queries: ClassVar[bool] = False  # also records the queries of that reading
     finds_passages: ClassVar[bool] = False  # scores passages, not tokens
     takes_weight: ClassVar[bool] = True  # whether the setting `recall_weight` applies
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
-        """The scores of n archived tokens: [layers, n], or [1, n] for all layers.
-
-        Raises LookupError if the model can't provide the queries that the retriever needs.
-        """
+        """The scores of n archived tokens: [layers, n], or [1, n] for all layers."""
 
 
 class LayerRetriever(Retriever):

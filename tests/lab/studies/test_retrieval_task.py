@@ -32,15 +32,15 @@ FEW = Retrieval(
     task="facts-12",
     limit=2,
     counts=(50,),
-    retrievers=("attention", "random"),
+    retrievers=("cosine", "words"),
 )
 
 
 def test_every_variant_is_run_with_every_count() -> None:
     options = Retrieval(Profile())
     rows = {cell.row for cell in cells(options)}
-    assert {"mips", "cosine x surprisal", "attention x surprisal", "random"} <= rows
-    assert {row for row in rows if row.startswith("random")} == {"random"}
+    assert {"mips", "cosine x surprisal", "words"} <= rows
+    assert {row for row in rows if row.startswith("words")} == {"words"}
     by_row = {row: [cell.count for cell in cells(options) if cell.row == row] for row in rows}
     assert by_row.pop(BASE) == [0]
     assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())
@@ -134,22 +134,22 @@ def test_the_study_distinguishes_evicting_from_recalling() -> None:
     ends, table = FEW.report(found).tables
     assert [name for name, _ in ends.rows] == [FULL, EVERYTHING, BASE]
     shares = {row[0]: row[1] for row in table.rows}
-    assert shares["attention x surprisal"] == share([True, True])
+    assert shares["cosine x surprisal"] == share([True, True])
     assert min(one["tokens"] for one in found.values()) > 200
 
 
 @pytest.mark.slow
 def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
     arguments = [
-        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--retrievers", "random"),
+        *("eval", "retrieval", "--limit", "1", "--counts", "20", "--retrievers", "words"),
         *("--weights", "none", "--out", str(tmp_path / "out"), "--json"),
     ]
     first = run(*arguments)
     assert first.returncode == 0, first.stderr
     record = json.loads(first.stdout)
     assert record["task"] == "facts-12"
-    (_, random) = record["tables"]["facts-12"]["rows"]
-    assert random[1]["value"] in (0, 1)
+    (_, words) = record["tables"]["facts-12"]["rows"]
+    assert words[1]["value"] in (0, 1)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names > {"facts-12.jsonl", "facts-12.md", "facts-12.svg", "facts-12.json"}
     again = run(*arguments)
@@ -159,9 +159,7 @@ def test_the_command_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_recalled_tokens_reveal_the_private_answer() -> None:
-    study = Privacy(
-        Profile(recall="attention", recall_weight="surprisal"), limit=3, counts=(0, 100)
-    )
+    study = Privacy(Profile(recall="cosine", recall_weight="surprisal"), limit=3, counts=(0, 100))
     found = run_units(study, tiny())
     for one in found.values():
         assert one["100"]["nats"] < one["0"]["nats"]

@@ -23,7 +23,7 @@ from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
 OTHER: dict[str, Any] = yaml.safe_load("""
 {system: Talk like a pirate., pin_system: false, pin_instructions: false, evict_thinking: true,
 archive: disk,
-archive_limit: 64MiB, recall: words, recall_n: 20, recall_weight: none, recall_scope: layer,
+archive_limit: 64MiB, recall: words, recall_n: 20, recall_weight: none,
 recall_query: recent, temperature: 0.5, top_k: 5, top_p: 0.5,
 min_p: 0.1, repetition_penalty: 1.5, repetition_window: 8, max_new_tokens: 8, lookup: false,
 panel: "off", theme: dark, markdown: false, thinking: fold, attention: "on", save: false,
