@@ -22,7 +22,6 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
-from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import short_number
 from sirchat.errors import SettingError, UsageError, nearest
@@ -145,9 +144,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Summarize:
-    """Asks the chat for a summary; `way`: "extract" (the best sentences) or "model" (new text)."""
-
-    way: str
+    """Asks the chat for a summary of itself."""
 
 
 @dataclass(frozen=True)
@@ -433,12 +430,9 @@ class Commands:
             self._screen.note("you stated no facts" + " with these words" * bool(rest))
 
     def do_summarize(self, rest: str) -> Action:
-        """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or
-        in the model's words; if you keep it, it is read as a message and pinned, in place of the
-        former summary."""
-        way = rest or next(iter(WAYS))
-        _one_of("/summarize", way, tuple(WAYS))
-        return Summarize(way)
+        """-: sum up the whole chat, evicted or not, by its most telling sentences; if you keep the
+        summary, it is read as a message and pinned, in place of the former one."""
+        return Summarize()
 
     def do_why(self, rest: str) -> None:
         """[TEXT|last|turn N] [--all]: tell whether the last reply had these words and paid

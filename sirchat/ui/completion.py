@@ -12,7 +12,6 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
-from sirchat.chat.summary import WAYS
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import allowed_values, policy_choices
@@ -51,7 +50,6 @@ _VALUES: Mapping[str, Collection[Selection]] = {
         ("code", "the last code block of the last reply"),
         ("--osc52", "let the terminal copy; also works over ssh"),
     ),
-    "summarize": WAYS.items(),
     "export": FORMATS.items(),
     **dict.fromkeys(
         ("pin", "unpin", "why", "erase"),

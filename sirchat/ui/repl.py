@@ -211,8 +211,8 @@ class Chat:
                 self._turn(lambda stops: retry(self._session, asked, stops))
             case Edit(text):
                 self._edit(text)
-            case Summarize(way):
-                self._summarize(way)
+            case Summarize():
+                self._summarize()
             case SwitchSession(session, is_other_chat):
                 self._switch_to(session)
                 if is_other_chat:
@@ -246,13 +246,13 @@ class Chat:
         self._keyboard.keep_typed()
         return self._prompt.edit(text)
 
-    def _summarize(self, way: str) -> None:
+    def _summarize(self) -> None:
         """Make a summary of the chat, show it, and pin it, unless the user drops it."""
         text = ""
 
         def made(stops: Interrupted) -> Iterator[Event]:
             nonlocal text
-            text = yield from make_summary(self._session, way, stops)
+            text = make_summary(self._session)
             yield Delta(text)
 
         self._turn(made)

@@ -1,20 +1,19 @@
-"""A summary of the whole chat: taken from it or written by the model, then pinned as a turn."""
+"""A summary of the whole chat: its most telling sentences, pinned as a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from chatting import babbler, session, tiny
-from sirchat.chat.events import Event, Notice, Reading
+from sirchat.chat.events import Notice
 from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, undo_summaries
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
-from sirchat.chat.summary import WAYS, make_summary
+from sirchat.chat.summary import make_summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 
@@ -30,27 +29,6 @@ def told(model: LoadedModel | None = None, after: int = 12, **settings: Any) -> 
         list(chat.read_user(f"The weather is fine, and we walk in garden {number % 3}."))
         list(chat.read_reply("Oh, I see. That is nice to hear."))
     return chat
-
-
-def never() -> bool:
-    return False
-
-
-def made(
-    chat: Session, way: str = "extract", stops: Callable[[], bool] = never
-) -> tuple[str, list[Event]]:
-    """The summary, and the events on the way to it."""
-    events: list[Event] = []
-
-    def run() -> Generator[Event, None, str]:
-        return (yield from make_summary(chat, way, stops))
-
-    running = run()
-    while True:
-        try:
-            events.append(next(running))
-        except StopIteration as end:
-            return str(end.value), events
 
 
 def state(chat: Session) -> tuple[Any, ...]:
@@ -81,7 +59,7 @@ def pinned(chat: Session, turn: int) -> int:
 def test_a_fact_that_was_evicted_long_ago_stands_in_the_extract(archive: str) -> None:
     chat = told(archive=archive)
     assert "Halvorsen" not in "".join(row.text for row in chat.snapshot().rows)
-    text, _ = made(chat)
+    text = make_summary(chat)
     assert FACT in text
 
 
@@ -89,62 +67,32 @@ def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -
     chat = told(budget=320)
     list(chat.read_user("My code is tangerine77. Is it?"))
     list(chat.read_reply("<think>The zebra counts 999 quaggas.</think>It is tangerine77, yes."))
-    text, _ = made(chat)
+    text = make_summary(chat)
     assert text.index(FACT) < text.index("My code is tangerine77.")
     assert text.count("garden 1") <= 1
     assert "zebra" not in text
     chat.erase("Halvorsen")
-    assert "Halvorsen" not in made(chat)[0]
+    assert "Halvorsen" not in make_summary(chat)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [{}, {"recall": "words"}, {"archive": "off"}])
 def test_making_a_summary_leaves_the_conversation_bit_for_bit_as_it_was(
-    way: str, settings: dict[str, Any]
+    settings: dict[str, Any],
 ) -> None:
     chat = told(**settings)
     list(chat.ask("Where does Dr. Halvorsen live?"))
     before = state(chat)
-    assert made(chat, way)[0]
+    assert make_summary(chat)
     assert state(chat) == before
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", [128, 192, 1024])
-def test_a_summary_takes_at_most_a_quarter_of_the_budget(way: str, budget: int) -> None:
+def test_a_summary_takes_at_most_a_quarter_of_the_budget(budget: int) -> None:
     chat = told(budget=budget, after=24)
     turn = len(chat.turns)
-    list(pin_summary(chat, made(chat, way)[0]))
+    list(pin_summary(chat, make_summary(chat)))
     assert chat.turns[turn].is_summary
     assert 8 < pinned(chat, turn) <= budget // 4
-
-
-def test_the_model_reads_the_whole_chat_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, asked = told(after=120), list[str]()
-    usual = Session.ask
-
-    def ask(self: Session, text: str, *rest: Any, **more: Any) -> Any:
-        asked.append(text)
-        return usual(self, text, *rest, **more)
-
-    monkeypatch.setattr(Session, "ask", ask)
-    text, events = made(chat, "model")
-    assert text
-    first = [text for text in asked if "User: " in text]
-    assert len(first) > 2
-    assert FACT in first[0]
-    assert sum(text.count("garden") for text in first) == 120
-    shares = [event.done / event.total for event in events if isinstance(event, Reading)]
-    assert len(shares) == len(events)
-    assert shares[:2] == [0.0, sorted(shares[:3])[1]]
-    assert shares[-1] == 1.0
-
-
-def test_a_stopped_model_leaves_no_summary() -> None:
-    chat, count = told(), iter(range(10**6))
-    before = state(chat)
-    assert made(chat, "model", lambda: next(count) > 5)[0] == ""
-    assert state(chat) == before
 
 
 def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
@@ -169,10 +117,10 @@ def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
 def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat = told(budget=320)
     turn = len(chat.turns)
-    list(pin_summary(chat, made(chat)[0]))
+    list(pin_summary(chat, make_summary(chat)))
     list(chat.ask("My code is tangerine77."))
     second = len(chat.turns)
-    text, _ = made(chat)
+    text = make_summary(chat)
     assert FACT in text
     assert "Noted" not in text
     assert PREFIX not in text
@@ -202,10 +150,10 @@ def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() ->
 
 def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(UsageError, match="nothing to summarize"):
-        made(session(babbler()))
+        make_summary(session(babbler()))
     chat = told(tiny(), after=1, budget=64, recent=16)
     with pytest.raises(SettingError, match="a quarter of the budget; it needs at least"):
-        made(chat)
+        make_summary(chat)
     chat = told(after=2)
     chat.pin("turn 0")
     chat.pin("turn 2")

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from chatting import save_babbler
-from saved_chats import Chat, completions, refusal
-from sirchat.ui.commands import Summarize
 from terminal import Terminal, program
 
 QUESTION = "k or Enter keeps it, e edits, d drops:"
@@ -93,22 +90,6 @@ def test_it_is_edited_in_the_editor(tmp_path: Path) -> None:
         assert "name" not in shown
 
 
-def test_ctrl_c_while_the_model_writes_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    save_babbler(tmp_path / "babbler")
-    flags = ("--model", str(tmp_path / "babbler"), "--budget", "4096", "--max-new-tokens", "4")
-    with Terminal(*flags, home=tmp_path) as chat:
-        chat.wait_prompt()
-        for number in range(3):
-            chat.ask(f"{number} " + "some more words and others " * 60)
-        before = stats(chat)
-        chat.say("/summarize model")
-        chat.wait_screen("reading")
-        chat.send("\x03")
-        chat.wait_prompt()
-        assert DROPPED in chat.shown
-        assert stats(chat) == before
-
-
 def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> None:
     flags = ("--max-new-tokens", "4", "--no-save")
     with Terminal(*flags, home=tmp_path, environ={"TERM": "dumb"}) as chat:
@@ -118,12 +99,3 @@ def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> Non
             chat.wait(shown)
         assert QUESTION not in chat.everything
         assert chat.everything.count(TOLD) >= 2  # as it was typed, and in the summary
-
-
-def test_the_way_is_extract_or_model(own_home: Path) -> None:
-    chat = Chat()
-    run = chat.commands.run
-    assert run("/summarize") == run("/summarize extract") == Summarize("extract")
-    assert run("/summarize model") == Summarize("model")
-    assert "allowed: extract, model" in refusal(chat, "/summarize modle")
-    assert completions("/summarize ") == ["extract", "model"]

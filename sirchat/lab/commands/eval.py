@@ -131,8 +131,7 @@ def facts_in_dialogue(
     summary: Annotated[
         str,
         typer.Option(
-            help="Also make summaries, as /summarize does, and count the facts in them: extract, "
-            "model, or both.",
+            help="Also make summaries, as /summarize does, and count the facts in them: extract.",
             metavar="WAY,...",
         ),
     ] = "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from sirchat.chat.events import Event, TurnDone
+from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.summary import WAYS, make_summary
+from sirchat.chat.summary import make_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
@@ -71,7 +71,7 @@ class FactsInDialogue(Grid):
             raise SettingError(f"facts is {self.facts}, must be 1 to 12")
         if min(self.lengths) < 200:
             raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
-        refuse_unknown("summary", self.summary, WAYS)
+        refuse_unknown("summary", self.summary, ("extract",))
 
     name = "facts-in-dialogue"
 
@@ -107,7 +107,7 @@ class FactsInDialogue(Grid):
                 | {"closed": self._closed_book(session, fact)}
             )
         for way in self.summary:
-            text = _summary(session, way)
+            text = make_summary(session)
             for fact, answer in zip(talk.facts, answers, strict=True):
                 answer[f"in {way}"] = says(text, fact.value)
         return {
@@ -216,19 +216,6 @@ def ask_and_score(
             found["said"] = says(event.text, fact.value)
     session.undo()
     return found
-
-
-def _summary(session: Session, way: str) -> str:
-    """The summary text that `/summarize` would show, made in the way named `way`."""
-    text = ""
-
-    def events() -> Iterator[Event]:
-        nonlocal text
-        text = yield from make_summary(session, way)
-
-    for _ in events():
-        pass
-    return text
 
 
 def says(reply: str, value: str) -> bool:
