@@ -33,7 +33,7 @@ FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the pres
 _RETIRED = {"recall_index", "recall_scope", "recall_soft", "recall_span"}
 _FORMER_RETRIEVERS = dict.fromkeys(("attention", "bm25", "hybrid", "random"), "words")
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
-_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
+_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policy salience
 
 
 def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
         renamed["evict"] = _FORMER_EVICT.get(evict, evict)
-    if renamed.get("policy") in ("salience", "kvzip") and isinstance(options, Mapping):
+    if renamed.get("policy") == "salience" and isinstance(options, Mapping):
         options = {_FORMER_OPTIONS.get(name, name): value for name, value in options.items()}
         if isinstance(options.get("user_weight"), bool):
             options["user_weight"] = 1 + options["user_weight"]

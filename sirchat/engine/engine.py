@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Division
-from sirchat.engine.extra_passes import record_repeat_attention
 from sirchat.engine.reader import Reader
 from sirchat.engine.residency import CacheUpdate, Residency
 from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
@@ -229,16 +228,8 @@ class Engine:
         yield Stopped("length")
 
     def decay_at_round_end(self) -> None:
-        """End a round: multiply surprisal and attention by `decay`; `auto` spares this round.
-
-        Before that, a policy such as `kvzip` has the round's held tokens read a second time.
-        """
+        """End a round: multiply surprisal and attention by `decay`; `auto` spares this round."""
         settings, ledger, round = self.settings, self.ledger, self.residency.round
-        if settings.policy.repeat_layers is not None:
-            in_round = ledger.column("round")[ledger.held_positions] == round
-            rows = torch.from_numpy(np.flatnonzero(in_round))
-            most = self.residency.divide_budget().chunk_size
-            record_repeat_attention(self.reader, rows, settings.policy.repeat_layers, most)
         if settings.decay is not None:
             ledger.apply_decay(settings.decay)
         else:

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.attention_tracker import HighestWeights, PassWeights
+from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import ContinuationScore
-from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag
 from sirchat.models.surprisal import surprisal
@@ -25,34 +24,6 @@ from sirchat.models.surprisal import surprisal
 # before, 0.89 if the sinks are not read with them either, and 0.12 if they are not there. Keys
 # differ by 0.17 of their length with 16, and 0.09 with 64.
 _BEFORE = 16
-
-
-def record_repeat_attention(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
-    """Read the tokens of the held `rows` [k] a second time, after all that is held.
-
-    The highest attention weight that each gets is recorded (see `RepeatAttention`), as a mean over
-    heads and `layers` layers (0: all). One pass reads at most `most` ids. With absolute positions,
-    reading stops at the model's context length.
-    """
-    model, cache, ledger = reader.model, reader.cache, reader.ledger
-    held = ledger.held_positions
-    ids = ledger.column("token_id")[held]
-    observed = AttentionStatsConfig(layers).counted_layers(
-        len(cache.row_layers), model.sliding_layers
-    )
-    most = reader.pass_size(most, is_observed=True)
-    reader.drop_ahead()
-    for start in range(0, len(rows), most):
-        part = rows[start : start + most]
-        if cache.absolute_positions and ledger.seen + len(part) > model.context_length:
-            return
-        cache.grow_to(cache.length + len(part))
-        observer = HighestWeights(observed, part)
-        positions = reader.next_positions(len(part))
-        model.read(ids[part.numpy()].tolist(), cache, positions=positions, observer=observer)
-        highest = observer.mean()
-        if highest is not None:
-            ledger.attention.repeat.set(held[part.numpy()], highest)
 
 
 def attention_from(

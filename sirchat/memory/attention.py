@@ -61,40 +61,9 @@ class AttentionCheckpoint:
     total: Floats  # [n], the weights received, after the decays up to `log_decay`
     log_decay: Floats  # [n], the log of the ledger's decays when `total` was last changed
     window: tuple[QueryWindow, ...] = ()
-    repeated: Floats | None = None  # [n], see `RepeatAttention`; None if not copied
     # How often restored tokens had been noted, all between two checkpoints as one; None if no
     # attention had been recorded.
     restorations: int | None = 0
-
-
-class RepeatAttention:
-    """The highest weight that each token got when its round was read a second time; else 0.
-
-    A mean over heads and layers (KVzip, arXiv:2505.23416, section 3, has a number for each head).
-    """
-
-    def __init__(self) -> None:
-        self._highest = np.zeros(0)
-
-    def set(self, positions: Positions, highest: Floats) -> None:
-        """Set the weights `highest` [n] of the tokens at ascending `positions` [n]."""
-        rows = int(positions[-1]) + 1 if len(positions) else 0
-        self._highest = _grown(self._highest, rows)
-        self._highest[positions] = highest
-
-    def of(self, positions: Positions) -> Floats:
-        """The weights [n] of the tokens at stream `positions` [n]."""
-        known, out = positions < len(self._highest), np.zeros(len(positions))
-        out[known] = self._highest[positions[known]]
-        return out
-
-    def truncate(self, seen: int) -> None:
-        """Forget all but the first `seen` tokens."""
-        self._highest[seen:] = 0
-
-    def erase(self, positions: Positions) -> None:
-        """Forget the tokens at these positions."""
-        self._highest[positions[positions < len(self._highest)]] = 0
 
 
 class AttentionStats:
@@ -104,7 +73,6 @@ class AttentionStats:
     """
 
     def __init__(self) -> None:
-        self.repeat = RepeatAttention()
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
@@ -179,20 +147,17 @@ class AttentionStats:
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
         """A copy of the statistics of the tokens at `positions`, to which `undo` can go back."""
         self._is_checkpointed = True
-        repeated = self.repeat.of(positions)
         if not self.is_counted:
             zeros = np.zeros(len(positions))
-            return AttentionCheckpoint(positions, zeros, zeros, (), repeated, restorations=None)
+            return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
         return replace(
             self._copy_of(positions),
             window=self._window,
-            repeated=repeated,
             restorations=self._restorations,
         )
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
         """Undo all changes since the checkpoint `to`, when `seen` tokens had been read."""
-        self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
             self._total = self._log_decay = np.zeros(0)
             self._window = ()
@@ -212,8 +177,6 @@ class AttentionStats:
         if saved.total.any():
             self._write_back(saved)
             self._window = saved.window
-        if saved.repeated is not None:
-            self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
         """Let no past decay apply to the tokens from stream position `start` on."""
@@ -221,7 +184,6 @@ class AttentionStats:
 
     def erase(self, positions: Positions) -> None:
         """Forget the tokens at these positions."""
-        self.repeat.erase(positions)
         self._total[positions[positions < len(self._total)]] = 0
         windows = []
         for window in self._window:

@@ -21,8 +21,8 @@ class Role(IntEnum):
 
 # The name of a statistic of a token's key k and value v in one head: the L2 norm |k|; the cosine
 # between k, rotated as attention reads it, and the mean of k / |k| over all tokens that the policy
-# ranks; the L1 norm |v|; max(v) - min(v).
-KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
+# ranks; the L1 norm |v|.
+KeyValueStat = Literal["key_norm", "key_similarity", "value_norm"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,10 @@ class HeldRows:
     log_decayed_surprisal: Tensor  # log of the surprisal times these decays
     attention: Tensor  # received so far; 0 if attention is not recorded
     recent_attention: Tensor  # received from the newest queries alone
-    repeat_attention: Tensor  # highest weight while the token's round was read a second time
     learned_score: Tensor  # of the model's scorer, a natural log; NaN if read without one
-    key_norm: Tensor  # this and the next three: see `KeyValueStat`; 0 if the policy uses none
+    key_norm: Tensor  # this and the next two: see `KeyValueStat`; 0 if the policy uses none
     key_similarity: Tensor
     value_norm: Tensor
-    value_range: Tensor
     arrival_key: Tensor  # uniform in [0, 1), drawn when the token was read
     is_pinned: Tensor
     is_anchor: Tensor

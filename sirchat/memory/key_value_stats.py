@@ -42,8 +42,6 @@ def key_value_stats(
                     stat[block.rows] = _mean([_norm(key, 2) for key in keys])
                 elif name == "value_norm":
                     stat[block.rows] = _mean([_norm(value, 1) for value in values])
-                elif name == "value_range":
-                    stat[block.rows] = _mean([value.amax(-1) - value.amin(-1) for value in values])
     if "key_similarity" in wanted:
         # The cosine with the mean of the keys, each of length 1, equals that with their sum.
         sums = list[Tensor]()

@@ -305,7 +305,6 @@ class Ledger:
             "log_decayed_surprisal": self.log_decayed_surprisal_of(at),
             "attention": self.attention.totals(at, self.log_decay),
             "recent_attention": self.attention.recent(at),
-            "repeat_attention": self.attention.repeat.of(at),
             "learned_score": rows["learned_score"].astype(np.float64),
             "is_pinned": flags & Flag.PINNED != 0,
             "is_anchor": flags & Flag.ANCHOR != 0,
@@ -315,7 +314,7 @@ class Ledger:
         }
         for name in ("token_id", "turn", "round", "role", "arrival_key"):
             columns[name] = rows[name]
-        for name in ("key_norm", "key_similarity", "value_norm", "value_range"):
+        for name in ("key_norm", "key_similarity", "value_norm"):
             columns[name] = np.zeros(len(at))
         tensors: dict[str, Any] = {}
         for name, column in columns.items():

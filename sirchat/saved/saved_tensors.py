@@ -24,16 +24,13 @@ def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
     """The tensors to save for the attention that tokens have received; none if none was counted."""
-    counted = [received.total, received.repeated]
-    if not any(column is not None and column.any() for column in counted):
+    if not received.total.any():
         return {}
     named: dict[str, NDArray[Any]] = {
         "positions": received.positions,
         "total": received.total,
         "log_decay": received.log_decay,
     }
-    if received.repeated is not None:
-        named["repeated"] = received.repeated
     for number, part in enumerate(received.window):
         named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
     return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
@@ -80,17 +77,15 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
     count = sum(key.endswith(".weights") for key in named)
     window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
     return AttentionCheckpoint(
-        named["positions"], named["total"], named["log_decay"], tuple(window), named.get("repeated")
+        named["positions"], named["total"], named["log_decay"], tuple(window)
     )
 
 
 def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
     """Whether arrays of saved attention fit each other and a stream of `seen` tokens."""
-    columns = [received.total, received.log_decay, received.repeated]
-    shapes = {column.shape for column in columns if column is not None}
     return (
         _ascend(received.positions, seen)
-        and shapes == {received.positions.shape}
+        and received.total.shape == received.log_decay.shape == received.positions.shape
         and all(
             _ascend(part.positions, seen) and part.weights.shape[1:] == part.positions.shape
             for part in received.window

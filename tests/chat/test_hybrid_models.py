@@ -228,13 +228,6 @@ def test_a_pass_that_fails_leaves_the_state(name: str) -> None:
 
 
 @fast
-def test_a_second_reading_for_a_policy_leaves_the_state(name: str) -> None:
-    again, plain = (chat(name, *SAYINGS[:2], policy=p, budget=900) for p in ("kvzip", "entropy"))
-    assert again.ledger.attention.repeat is not None
-    assert same(memory(again), memory(plain))
-
-
-@fast
 def test_how_much_attention_a_reply_paid_is_not_told(name: str) -> None:
     talk = chat(name, SAYINGS[0])
     before = memory(talk)

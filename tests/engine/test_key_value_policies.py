@@ -52,7 +52,7 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 
-@pytest.mark.parametrize("policy", ["knorm", "keydiff", "vase"])
+@pytest.mark.parametrize("policy", ["knorm", "keydiff"])
 def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
     profile = changed_profile(Profile(), "flag", policy=policy)
     check_policy(profile, loaded("llama"), "policy")

@@ -19,7 +19,6 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError
-from sirchat.memory.policies.kvzip import Kvzip
 from sirchat.memory.policies.learned import Learned
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel
@@ -41,7 +40,7 @@ def ids_read(engine: Engine) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("policy", [Sink(), Kvzip(), Learned()])
+@pytest.mark.parametrize("policy", [Sink(), Learned()])
 def test_they_are_recorded_while_text_is_read_in_pieces_and_generated(policy: Any) -> None:
     engine = Engine(scored(), CacheSettings(policy=policy, budget=200))
     prefill(engine, some_ids(90))

@@ -118,38 +118,6 @@ def highest_keys(case: Case, recent: int, sample: int | None) -> list[int]:
     return case.highest(rank)
 
 
-def drawn_by_attention(case: Case, row: Row) -> float:
-    """u ** (1 / w): w the attention of five rows side by side, in means of all."""
-
-    def pooled(at: int) -> Fraction:
-        beside = case.rows[max(0, at - 2) : at + 3]
-        return sum((one.recent_attention for one in beside), Fraction(0)) / 5
-
-    of_all = [pooled(at) for at in range(len(case.rows))]
-    mean = sum(of_all) / len(of_all)
-    weight = float(of_all[case.rows.index(row)] / mean) if mean else 0.0
-    draw = random_draw(Purpose.EVICTION, row.position, case.held.seen)
-    return float(draw ** (1 / (weight + 1e-12)))
-
-
-def widest_and_drawn(case: Case, recent: int, percent: int) -> list[int]:
-    """Of the room for other than protected and recent rows, `percent` go to the widest values."""
-
-    def is_fixed(row: Row) -> bool:
-        return row.protected or case.is_recent(row, recent)
-
-    free = [row for row in case.rows if not is_fixed(row)]
-    room = max(0, case.num_keep - (len(case.rows) - len(free)))
-    widest = sorted(free, key=lambda r: (r.stats["value_range"], r.position), reverse=True)
-    stays = [row.position for row in widest[: room * percent // 100]]
-
-    def rank(row: Row) -> tuple[bool, float]:
-        sure = is_fixed(row) or row.position in stays
-        return sure, 0.0 if sure else drawn_by_attention(case, row)
-
-    return case.highest(rank)
-
-
 def sentence_ends(case: Case) -> list[int]:
     """The rows after the last sentence end, then sentence ends, then the others; newest first."""
     last = max((r.position for r in case.rows if r.is_anchor), default=-1)
@@ -167,13 +135,10 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
     ("reservoir", {"recent": 5}, lambda case: highest_keys(case, 5, None)),
     ("reservoir", {"recent": 5, "sample": 6}, lambda case: highest_keys(case, 5, 6)),
     ("anchor", {}, sentence_ends),
-    ("vase", {"recent": 5}, lambda case: widest_and_drawn(case, 5, 25)),
-    ("vase", {"recent": 0, "large": 60}, lambda case: widest_and_drawn(case, 0, 60)),
 ]
 
 
-STATS = ("key_norm", "key_similarity", "value_norm", "value_range", "repeat_attention",
-         "learned_score")  # fmt: skip
+STATS = ("key_norm", "key_similarity", "value_norm", "learned_score")
 
 
 def column(rows: list[Row], name: str) -> Any:
@@ -282,11 +247,6 @@ def age(case: Case, row: Row) -> int:
     return case.held.seen - row.position
 
 
-def looked_at(row: Row) -> float:
-    """The attention on repeating, which `kvzip` ranks by."""
-    return float(row.stats["repeat_attention"])
-
-
 def predicted(row: Row) -> float:
     """What the scorer predicts, which `learned` ranks by."""
     return math.exp(row.stats["learned_score"])
@@ -310,9 +270,6 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {"values": True}, lambda case, row: float(row.attention * row.stats["value_norm"])),
     ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
     ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
-    ("vase", {}, drawn_by_attention),
-    ("kvzip", {}, partial(by_word, looked_at)),
-    ("kvzip", {"whole_words": False, "template": False}, partial(by_token, looked_at)),
     ("learned", {}, partial(by_word, predicted)),
     ("learned", {"whole_words": False, "template": False}, partial(by_token, predicted)),
     (

@@ -217,7 +217,7 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
         assert (one.key.interleaved, one.key.offset, one.value) == (False, 0, None)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "kvzip"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
     policy: str, folder: Path
 ) -> None:

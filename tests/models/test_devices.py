@@ -118,7 +118,7 @@ def rows_of(chat: Session) -> list[Tensor]:
     return [one.cpu().clone() for one in [*views, *kept.tensors]]
 
 
-POLICIES = ("h2o", "snapkv", "kvzip", "vase", "keydiff")
+POLICIES = ("h2o", "snapkv", "keydiff")
 RECALLS: tuple[dict[str, Any], ...] = (
     {"recall": "cosine"},
     {"recall": "mips", "recall_query": "recent"},

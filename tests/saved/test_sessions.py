@@ -35,7 +35,7 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
-POLICIES = ["entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip", "learned", "salience"]
+POLICIES = ["entropy", "reservoir", "random", "snapkv", "keydiff", "learned", "salience"]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -146,8 +146,7 @@ class WatchedModel(LoadedModel):
                 return
         yield
         if chat is not None:
-            repeats = chat._engine.settings.policy.repeat_layers is not None
-            rows = cache.length + (0 if repeats else len(ids))
+            rows = cache.length + len(ids)
             most = chat.divide_budget().hard_bound
             assert rows <= most, f"{rows} rows of {most}"
 

@@ -91,7 +91,7 @@ def test_pins_sinks_and_fading_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "kvzip"])
+@pytest.mark.parametrize("policy", policy_names())
 def test_under_every_policy_the_sentence_agrees_with_the_state(policy: str) -> None:
     chat = session(tiny(), policy=policy, budget=64 if policy != "full" else 512)
     for text in SAID:

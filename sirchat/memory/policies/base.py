@@ -51,14 +51,6 @@ class Policy(ABC):
         """The statistics of keys and values that the policy uses; computed whenever it ranks."""
         return ()
 
-    @property
-    def repeat_layers(self) -> int | None:
-        """Layers whose attention is recorded when a finished round is read again; 0 means all.
-
-        None: the policy needs no second reading.
-        """
-        return None
-
     def newest_room(self, evictable: int) -> int:
         """How many of the `evictable` rows the newest tokens may take.
 
