@@ -475,7 +475,7 @@ class Commands:
         copy_reply(self._session, self._screen, rest)
 
     def do_export(self, rest: str) -> None:
-        """md|html|json|svg FILE [--force]: write the chat (svg: the panel) to a file."""
+        """md|html|json FILE [--force]: write the chat to a file."""
         export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:

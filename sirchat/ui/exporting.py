@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import os
 import re
 import shutil
@@ -13,8 +12,6 @@ from collections.abc import Mapping
 from textwrap import indent
 from typing import NamedTuple
 
-from rich.console import Console
-
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.errors import UsageError, format_value, nearest
@@ -22,19 +19,16 @@ from sirchat.paths import write_private
 from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
 from sirchat.ui.attaching import first_name
-from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable, displayable_line
-from sirchat.ui.theme import ROLE_NAMES, theme_named
+from sirchat.ui.theme import ROLE_NAMES
 
 FORMATS = {
     "md": "the chat as Markdown",
     "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
-    "svg": "the panel as a picture",
 }
 _FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
-_PANEL_WIDTH = 100  # columns
 _FLAG = "--osc52"
 _SECONDS = 3.0  # a clipboard tool that takes longer has failed
 
@@ -56,7 +50,7 @@ pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/export FORMAT FILE [--force]`: write the chat or the panel to a file.
+    """Run `/export FORMAT FILE [--force]`: write the chat to a file.
 
     Raises UsageError, with nothing written, for an unknown format and a file that exists or fails.
     """
@@ -73,13 +67,9 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
             "/export: expected the name of one file",
             hint=f'type /export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
         )
-    if format == "svg":
-        text = _picture(session)
-    elif _said(session):
-        text = _AS[format](session)
-    else:
+    if not _said(session):
         raise UsageError("there is nothing to export: the chat has no messages yet")
-    _write(name, without_surrogates(text), force=words != rest)
+    _write(name, without_surrogates(_AS[format](session)), force=words != rest)
     screen.note(f"{FORMATS[format]} was written to {name}")
 
 
@@ -207,17 +197,6 @@ def _page(session: Session) -> str:
 
 
 _AS = {"md": _markdown, "html": _page, "json": _json}
-
-
-def _picture(session: Session) -> str:
-    """The large panel as an SVG file, in dark colours, which loads no fonts."""
-    file = io.StringIO()
-    console = Console(
-        record=True, width=_PANEL_WIDTH, file=file, color_system="truecolor", no_color=False
-    )
-    console.print(draw_panel(session.snapshot(), theme_named("dark", {}), _PANEL_WIDTH))
-    drawn = console.export_svg(title="sirchat")
-    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
 
 
 def _said(session: Session) -> list[Turn]:

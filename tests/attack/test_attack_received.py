@@ -18,7 +18,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,22 +114,13 @@ def exported(chat: Session, format: str, folder: Path) -> str:
 def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
     def export(random: Random) -> None:
         chat = chat_of(random)
-        picture = exported(chat, "svg", tmp_path)
-        for element in ElementTree.fromstring(picture).iter():
-            name = element.tag.rpartition("}")[2]
-            if name not in ("svg", "style", "defs", "clipPath", "rect", "g", "text", "circle"):
-                raise ValueError(f"<{name}> in the picture")
-            if any(key.startswith("on") or "href" in key for key in element.attrib):
-                raise ValueError(f"{element.attrib} in the picture")
-        if re.search(r"url\((?!#)|@import", re.sub(r"<text.*?</text>", "", picture)):
-            raise ValueError("the picture loads something")
         if not any(turn.text.strip() for turn in chat.turns):
             return
         page = exported(chat, "html", tmp_path)
         Page().feed(page)
         if not page.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta '):
             raise ValueError("the page's policy does not come first")
-        for text in (page, picture, exported(chat, "md", tmp_path)):
+        for text in (page, exported(chat, "md", tmp_path)):
             refuse_odd_display(text)
         data = exported(chat, "json", tmp_path)
         if found := _CONTROLS.search(data):
@@ -295,7 +285,7 @@ def test_all_that_is_written_is_for_its_owner_alone(
     chat.say("Some words, and more of them. " * 9, "more")
     chat.session._engine.store.archive._files.wait()
     chat.do("/save good")
-    for format in ("md", "html", "json", "svg"):
+    for format in ("md", "html", "json"):
         chat.do(f"/export {format} out.{format}")
     chat.do("/branch other")
     note()

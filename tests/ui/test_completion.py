@@ -112,7 +112,7 @@ def _completed(text: str) -> set[str]:
         ("/read a", {'/read "a b.md"'}),
         ("/read docs/o", {"/read docs/one.md"}),
         ("/export md no", {"/export md notes.txt"}),
-        ("/export ", {"/export md", "/export html", "/export json", "/export svg"}),
+        ("/export ", {"/export md", "/export html", "/export json"}),
         ("/copy ", {"/copy code", "/copy --osc52"}),
         *((text, set()) for text in ("a@no", r"\@no", "@none", "@no x", '@"a b.md" ')),
         ("/read notes.txt no", set()),

@@ -1,16 +1,13 @@
-"""`/export`: the chat as Markdown, HTML and JSON, the panel as SVG; no file is lost by it."""
+"""`/export`: the chat as Markdown, HTML and JSON; no file is lost by it."""
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import os
-import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -135,18 +132,7 @@ def test_braces_and_links_in_a_reply_do_no_harm() -> None:
     assert "script" not in tags.names
 
 
-def test_the_picture_is_the_panel_and_loads_nothing(chat: Session) -> None:
-    assert exported(chat, "svg panel.svg") == "the panel as a picture was written to panel.svg"
-    picture = Path("panel.svg").read_text(encoding="utf-8")
-    ElementTree.fromstring(picture)
-    said = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)</text>", picture)))
-    assert "salience" in said.replace("\xa0", " ")
-    assert "Anna" in said
-    assert not re.search(r"url\(\s*[\"']?http|href=", picture)
-
-
-def test_a_picture_needs_no_turn_and_a_chat_does() -> None:
-    exported(session(), "svg panel.svg")
+def test_a_chat_without_turns_is_not_exported() -> None:
     assert "the chat has no messages yet" in refused(session(), "md chat.md")
 
 
@@ -185,7 +171,7 @@ def test_what_can_not_be_written_costs_one_line(chat: Session, folder: Path) -> 
     assert "can't be written" in refused(chat, "md a\0b")
     assert "expected the name of one file" in refused(chat, "md")
     assert "expected the name of one file" in refused(chat, "md my chat.md")
-    assert "allowed: md, html, json, svg (did you mean html?)" in refused(chat, "htm chat.html")
+    assert "allowed: md, html, json (did you mean html?)" in refused(chat, "htm chat.html")
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(
