@@ -182,7 +182,7 @@ def _settings(context: typer.Context, asked: bool) -> None:
 
 @app.callback(invoke_without_command=True)
 @with_settings
-def start(
+def chat_or_replay(
     context: typer.Context,
     flags: dict[str, Any],
     feed: Feed = False,

@@ -282,9 +282,9 @@ class CapturedStep:
         self.run = run
 
     @cached_property
-    def state(self) -> RunState:
+    def state(self) -> RunBuffers:
         """The numbers of the present run on the device."""
-        return RunState.on(self.device, self.body.vocab_size, self.readout.encoder.size)
+        return RunBuffers.on(self.device, self.body.vocab_size, self.readout.encoder.size)
 
     def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
         """What a step for so many conversations reads."""
@@ -340,7 +340,7 @@ class StepInputs(NamedTuple):
         return numbers[_ID], numbers[_LENGTH], numbers[_POSITION], numbers[_PLACE]
 
 
-class RunState(NamedTuple):
+class RunBuffers(NamedTuple):
     """The numbers of a run on the device; of logits and results, those of the last steps."""
 
     logits: Tensor  # float32 [slots, V]
@@ -354,7 +354,7 @@ class RunState(NamedTuple):
     host_encoded: Tensor  # `encoded` in main memory
 
     @classmethod
-    def on(cls, device: torch.device, vocab_size: int, size: int) -> RunState:
+    def on(cls, device: torch.device, vocab_size: int, size: int) -> RunBuffers:
         zeros = partial(torch.zeros, device=device)
         results = zeros(_SLOTS, len(Chosen._fields), dtype=torch.float64)
         encoded = zeros(_SLOTS, size)

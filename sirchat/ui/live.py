@@ -197,7 +197,7 @@ class LiveView:
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
         if self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
-            self._region.write(reply.end_style())
+            self._region.write(reply.closing_escape())
             self._markdown, self._line = None, reply.rest
             self._stream()
             return
@@ -214,7 +214,7 @@ class LiveView:
 
     def _go_on_as_written(self, reply: MarkdownReply) -> None:
         """After the reasoning, end the Markdown: the remaining text is shown as it is written."""
-        end, self._line = reply.end_style(), reply.rest
+        end, self._line = reply.closing_escape(), reply.rest
         if reply.has_gap:
             end += "\n" if reply.is_above_panel else "\n\n"
             self._line = self._line.lstrip("\n")

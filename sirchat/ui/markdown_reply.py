@@ -105,11 +105,11 @@ class MarkdownReply:
         if not self._thought and not self._only_reasoning:
             written += self._blocks(is_end=is_end)
         self._painter.freeze_rows_above(height)
-        return written + (self.end_style() if is_end else "")
+        return written + (self.closing_escape() if is_end else "")
 
-    def end_style(self) -> str:
+    def closing_escape(self) -> str:
         """What to write before any text that does not come from `frame`: the style ends."""
-        return self._painter.end_style()
+        return self._painter.closing_escape()
 
     def _reasoning(self, *, is_over: bool) -> str:
         """What to write so that the reasoning is shown, dimmed, or one line instead of it."""
@@ -293,9 +293,9 @@ class Painter:
             return ""
         self._y, self._x = len(self.rows), 0
         self._existing = len(self.rows) + 1
-        return self.end_style() + "\n"
+        return self.closing_escape() + "\n"
 
-    def end_style(self) -> str:
+    def closing_escape(self) -> str:
         """What to write before any text that does not come from `paint`: the style ends."""
         self._out = []
         self._set_style("")
