@@ -81,7 +81,7 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """Compiled programs that generate tokens; deleted ones are compiled again."""
+    """The folder of compiled decode steps; a chat compiles again what was deleted from it."""
     return state_dir() / "compiled"
 
 

@@ -245,7 +245,8 @@ class Session:
     def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Go on with the last reply, which was cut, as if it had not been.
 
-        Raises LookupError, changing nothing, if more was read since, or if a token is lost.
+        Raises LookupError if more was read since, or if a token is lost: memory and turns are then
+        as before, but this reply can no longer be gone on with.
         """
         cut, self._cut = self._cut, None
         if cut is None or self._at_reply[0] != self.seen or not self.undo_points:

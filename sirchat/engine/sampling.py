@@ -149,8 +149,8 @@ def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
 def candidates(scores: Tensor, sampling: Sampling) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """What top-k, top-p and min-p leave of the raw scores [V]: ids, ascending, and their chances.
 
-    int64 and float64 [n]; the scores' device is waited for once. None if all ids are left, or if
-    the likeliest 1,024 can't tell which are.
+    int64 and float64 [n]; the scores' device is waited for once. None if the limits leave all ids,
+    or more than can be found among the 1,024 likeliest ids alone.
     """
     if not _narrows(sampling):
         return None

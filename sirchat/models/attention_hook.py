@@ -63,7 +63,10 @@ class AttentionObserver(Protocol):
 
 @runtime_checkable
 class MeanObserver(Protocol):
-    """An observer that needs only the mean attention weights in some `layers`, or their sum."""
+    """An observer of the attention weights in some `layers`, as a mean over heads.
+
+    A step that computes these layers' sum itself may pass it to `add` in one call.
+    """
 
     layers: frozenset[int]
 

@@ -57,7 +57,10 @@ class HubStep:
         return ""
 
     def key(self, caches: Sequence[BoundedCache]) -> Hashable:
-        """Where the cache's rows are; sets the slots that are not in use to zero."""
+        """Identifies the graph for this cache, by the addresses and shapes of its buffers.
+
+        Also sets slots that are no longer used to zero, because attention reads all slots.
+        """
         (cache,) = caches
         return self._unused.clear(cache)
 

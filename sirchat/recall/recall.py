@@ -198,9 +198,10 @@ class Recall:
     ) -> FoundPassages:
         """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
 
-        If it asks by a time, what the user said then fits. If it asks for something else, those
-        that fit the first one's words, and those that fit less well, get what room is left. With a
-        number in the setting `recall_n`, the best come back however low they score.
+        A turn that asks by a time also finds what the user said then. A turn that asks for
+        anything else also finds, for the room that is left, passages that fit the words of the best
+        one, and passages that fit less well. With a number in `recall_n`, the best passages are
+        found however low they score.
         """
         search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
         generated = np.fromiter(generated, np.int64)  # once, as there may be very many

@@ -52,9 +52,9 @@ _VOLATILE = (
 
 
 def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """Make the head that saves the state of `session`.
+    """The head of a saved file: all of a session's state that is not in its turns and rows.
 
-    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
+    `saved` is the state of the session's engine; `stamp` identifies the file with keys and values.
     """
     conversation = session.state
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)

@@ -1,7 +1,8 @@
 """The one rule for what the fields of a request may be, as tables.
 
 A value that would change the answer, and can't be had, is refused by its name; every other is
-taken; what is nearly had is had as nearly as can be, which the header `X-Sirchat-Note` says.
+taken. Where sirchat can only come near a value, it takes the nearest that it can, and the header
+`X-Sirchat-Note` says which.
 """
 
 from __future__ import annotations

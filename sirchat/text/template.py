@@ -136,7 +136,10 @@ class Template:
         return TurnIds(turn.ids[:end], turn.roles[:end], turn.content, kept)
 
     def system(self, content: str) -> TurnIds:
-        """The ids of a system prompt after a reply, or of its text alone where none is allowed."""
+        """The ids of a system prompt that follows a reply.
+
+        Where the template allows no later system prompt, the ids of its text alone.
+        """
         try:
             ids, *others = (self._later_system(text) for text in (content, *OTHERS))
         except ModelError:
