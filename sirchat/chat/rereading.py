@@ -6,6 +6,7 @@ has other tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -269,7 +270,8 @@ class _SpelledTurn:
 
     @staticmethod
     def of(session: Session, index: int) -> _SpelledTurn:
-        at = np.flatnonzero(session.ledger.column("turn") == index)
+        turns = session.ledger.column("turn")  # ascending; numpy's search copies the column
+        at = np.arange(bisect_left(turns, index), bisect_right(turns, index))
         rows = without_template(session.tokens(at.tolist()))
         rows = [row for row in rows if "thinking" not in row.flags]
         pieces = ["".join(row.text.split()) for row in rows]

@@ -39,7 +39,7 @@ from sirchat.chat.state import (
 from sirchat.chat.statements import StatedFact, facts_in, pin_rules, sentences_at
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
-from sirchat.chat.turn import Interrupted, OpenTurn, flag_saved
+from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
@@ -254,7 +254,9 @@ class Session:
         self._engine.undo(cut[0].checkpoint, keep_pins=True)
         self.state = cut[0].restored_state(self.state, keep_pins=True)
         self.ledger.token_vectors = cut[1]
-        self.recall.search.truncate(self.undo_points[-1].checkpoint.cache.seen)
+        start = self.undo_points[-1].checkpoint.cache.seen
+        self.recall.search.truncate(start)
+        self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
         yield from self._answer(interrupted, turn=self._open_turn(self.state.reply))
 
     def retry(
@@ -281,7 +283,7 @@ class Session:
         """
         text, state, closing = without_surrogates(text), self.state, self.template.closing
         if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
-            state.pending_ids, state.turns, state.in_round = [], [], False
+            state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
             system, ids = self.template.opening(text, self.profile.system)
         else:
             is_unanswered = state.in_round and state.header == []
@@ -519,9 +521,9 @@ class Session:
         """The event that ends the session."""
         return self._events.ended(self.state)
 
-    def save(self) -> EngineState:
-        """The engine's state, without keys and values, to be saved in a file."""
-        return self._engine.save()
+    def save(self, start: int = 0) -> EngineState:
+        """The engine's state, without keys and values, and the ledger's rows from `start` on."""
+        return self._engine.save(start)
 
     def copy_key_values(
         self, limit: int | None = None, but: Positions | None = None
@@ -537,6 +539,10 @@ class Session:
     def archived(self) -> Positions:
         """Stream positions of the archived tokens that can be restored, ascending."""
         return self._engine.store.archived()
+
+    def archived_since(self, segment: int) -> tuple[Positions, int]:
+        """As `Archive.added_since` of this conversation's archive."""
+        return self._engine.store.archive.added_since(segment)
 
     def copy_archived(self, positions: Positions) -> KeyValues:
         """A copy on the CPU of the keys and values of archived tokens, as first written."""
@@ -559,9 +565,6 @@ class Session:
         self.reset()
         self._engine.load(saved, rows, attention, evicted)
         self.state, self.undo_points = state, list(undo_points)
-        for index, turn in enumerate(state.turns):
-            if turn.thinking:
-                flag_saved(self.ledger, index, self.template.reply_stream())
 
     def _begin_turn(self, role: str) -> OpenTurn:
         return self._open_turn(self.state.begin(role))

@@ -77,6 +77,7 @@ class ConversationState:
     """The state of a conversation, but for its tokens and KV cache, which the engine stores."""
 
     turns: list[Turn] = field(default_factory=list)  # the last may be incomplete
+    saved: int = 0  # the first turns, so many, are saved as they are; set by whoever saves
     round: int = 0  # number of user turns so far
     in_round: bool = False  # until the reply to the last user turn is complete
     system: range = range(0)  # stream positions of the current system prompt
@@ -126,6 +127,7 @@ class ConversationState:
         """End the turn that has the counts `stats`: store its text, and add to the totals."""
         turn = self.turns[stats.index]
         turn.text, turn.finish, turn.thinking = text, stats.finish, thinking
+        self.saved = min(self.saved, stats.index)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode
@@ -162,4 +164,5 @@ class UndoPoint:
         With `keep_pins`, what the user unpinned since then stays unpinned.
         """
         unpinned = now.unpinned if keep_pins else self.state.unpinned
-        return replace(self.state, turns=now.turns[: self.turns], unpinned=unpinned)
+        turns, saved = now.turns[: self.turns], min(now.saved, self.turns)
+        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned)

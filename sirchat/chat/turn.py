@@ -26,7 +26,7 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError
-from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.ledger import Flag, Role
 from sirchat.recall.recall import Recall
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
@@ -292,15 +292,6 @@ class OpenTurn:
         self._engine.decay_at_round_end()
         self._now.in_round = False
         return events
-
-
-def flag_saved(ledger: Ledger, turn: int, stream: ReplyStream) -> None:
-    """Flag the reasoning of a saved reply, which `stream` divides; older versions did not."""
-    is_said = (ledger.column("turn") == turn) & (ledger.column("role") == Role.ASSISTANT)
-    said = np.flatnonzero(is_said)
-    if not (ledger.column("flags")[said] & np.uint8(Flag.THINKING)).any():
-        stream.divide(ledger.column("token_id")[said].tolist())
-        ledger.flag(Flag.THINKING, said[stream.tokens("thinking")], True)
 
 
 def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:

@@ -287,11 +287,14 @@ class Engine:
                 cache.commit(len(at), at)
         self.cache.state = cache.state
 
-    def save(self) -> EngineState:
-        """The state that a saved conversation needs to continue, except keys and values."""
+    def save(self, start: int = 0) -> EngineState:
+        """The state that a saved conversation needs to continue, except keys and values.
+
+        Of the ledger, it has the rows from stream position `start` on.
+        """
         ledger, logits = self.ledger, self.logits
         return EngineState(
-            rows=ledger.rows(),
+            rows=ledger.rows(start),
             held=self.residency.held_without_recall(),
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,

@@ -199,7 +199,7 @@ class EngineCheckpoint:
 class EngineState:
     """The engine's state that a saved conversation needs to continue, except keys and values."""
 
-    rows: NDArray[np.void]  # the ledger's rows [seen], structured as `memory.ledger.ROW`
+    rows: NDArray[np.void]  # the ledger's, all or the newest, structured as `memory.ledger.ROW`
     held: Positions  # [n], ascending
     log_decay: float
     unknown_surprisal: float

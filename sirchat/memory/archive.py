@@ -44,6 +44,7 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number; the last one gets more tokens
+        self._count = 0  # of the segments made
         self.clear()
 
     @property
@@ -60,7 +61,6 @@ class Archive:
         """Remove everything."""
         for number in list(self._segments):
             self._drop(number)
-        self._count = 0  # of the segments made
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
         self._slots = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + place
 
@@ -90,6 +90,13 @@ class Archive:
         stored = np.zeros(len(positions), bool)
         stored[in_range] = self._slots[positions[in_range]] >= 0
         return stored
+
+    def added_since(self, segment: int) -> tuple[Positions, int]:
+        """The positions of the tokens in the segments from this number on, and the last number."""
+        last = max(0, self._count - 1)
+        numbers = (number for number in range(segment, self._count) if number in self._segments)
+        stored = [self._segments[number].stored for number in numbers]
+        return np.concatenate([np.zeros(0, np.int64), *stored]), last
 
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:

@@ -74,10 +74,14 @@ class Ledger:
         seen: number of tokens ever read.
         held_count: number of tokens in the cache.
         recalled: positions, ascending, of the tokens that recall has restored for this round.
+        pinned_positions: positions, ascending, of all pinned tokens, in the cache or not.
         log_decay: logarithm of the product of all decays.
         unknown_surprisal: nats, of the first token, which nothing predicts.
         attention: statistics of the attention that each token received.
         token_vectors: the encoder's numbers of the newest tokens, if they are wanted.
+
+    Whoever saves the table sets `saved`: all rows before this position are saved as they are, but
+    for the flags of the tokens at `flagged`.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
@@ -85,14 +89,15 @@ class Ledger:
         self.seen = 0
         self.held_count = 0
         self.recalled: Positions = np.zeros(0, np.int64)
+        self.pinned_positions: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
         self.token_vectors = TokenVectors()
+        self.saved, self.flagged = 0, set[int]()
         self._rows = np.zeros(1024, ROW)
         self._add_arrival_keys(0)
         self._held = np.zeros(1024, np.int64)
-        self._pinned: Positions | None = None  # None: must be computed again
 
     @property
     def held_positions(self) -> Positions:
@@ -113,14 +118,6 @@ class Ledger:
         column = self._rows[name][: self.seen]
         column.flags.writeable = False
         return column
-
-    @property
-    def pinned_positions(self) -> Positions:
-        """Stream positions, ascending, of all pinned tokens, in the cache or not."""
-        if self._pinned is None:
-            self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
-            self._pinned.flags.writeable = False
-        return self._pinned
 
     def append(
         self,
@@ -157,7 +154,8 @@ class Ledger:
         self.held_count += count
         self.seen = end
         if flags[0] & _PINNED if count == 1 else any(flag & _PINNED for flag in flags):
-            self._pinned = None
+            pinned = start + np.flatnonzero(np.asarray(flags) & _PINNED)
+            self.pinned_positions = np.concatenate([self.pinned_positions, pinned])
 
     def set_learned_score(self, score: float) -> None:
         """Set the newest token's score by the model's scorer, which is known after the next."""
@@ -218,6 +216,7 @@ class Ledger:
     def load(self, rows: NDArray[np.void], held: Positions, log_decay: float) -> None:
         """Replace the table by saved `rows`; those at `held` are in the cache, all others gone."""
         self.seen, self.log_decay = len(rows), log_decay
+        self.saved, self.flagged = len(rows), set()
         self.token_vectors.truncate(0)
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
@@ -226,7 +225,8 @@ class Ledger:
         self._held[: len(held)] = held
         self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self.recalled, self._pinned = np.zeros(0, np.int64), None
+        self.recalled = np.zeros(0, np.int64)
+        self.pinned_positions = np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def erase(self, positions: Positions) -> None:
         """Delete all that is known of the tokens at these positions except turn, round and role.
@@ -236,7 +236,8 @@ class Ledger:
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["learned_score"][positions] = math.nan
-        rows["flags"][positions], self._pinned = Flag.ERASED, None
+        rows["flags"][positions] = Flag.ERASED
+        self.pinned_positions = np.setdiff1d(self.pinned_positions, positions)
         self.attention.erase(positions)
         self.token_vectors.erase(positions)
         rows["state"][positions] = State.GONE
@@ -245,10 +246,9 @@ class Ledger:
         """Remove all but the first `seen` tokens, none of which may be held; set `log_decay`."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
-        self.seen, self.log_decay = seen, log_decay
+        self.seen, self.log_decay, self.saved = seen, log_decay, min(self.saved, seen)
         self.token_vectors.truncate(seen)
-        if self._pinned is not None:
-            self._pinned = self._pinned[self._pinned < seen]
+        self.pinned_positions = self.pinned_positions[self.pinned_positions < seen]
 
     def pin(self, positions: range | Positions, pinned: bool) -> None:
         """Pin the tokens at these stream positions, or unpin them."""
@@ -259,14 +259,15 @@ class Ledger:
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
+        self.flagged.update(at[at < self.saved].tolist())
         if flag & Flag.PINNED:
-            self._pinned = None
+            change = np.union1d if on else np.setdiff1d
+            self.pinned_positions = change(self.pinned_positions, at)
 
     def pin_only(self, positions: Positions) -> None:
         """Pin the tokens at these positions, and unpin all others."""
         self.pin(self.pinned_positions, False)
         self.pin(positions, True)
-        self._pinned = np.unique(positions)
 
     def apply_decay(self, decay: float, spared: int | None = None) -> None:
         """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1).
@@ -277,6 +278,7 @@ class Ledger:
         if spared is not None:
             start = bisect_left(self.column("round"), spared)  # numpy's search copies the column
             self._rows["birth_decay"][start : self.seen] = self.log_decay
+            self.saved = min(self.saved, start)
             self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: Positions) -> NDArray[np.float64]:

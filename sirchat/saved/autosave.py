@@ -1,7 +1,8 @@
 """Saves a running chat to its file after every turn.
 
-Each update compares the file with the chat and writes the differences, whatever has changed (a new
-turn, an undo). Keys and values are saved when the chat ends, or on request.
+What is new is appended. Ledger and session say how much of the past is as it was saved; where an
+undo, say, has changed it, the file is cut off there first. Keys and values are saved when the chat
+ends, or on request.
 """
 
 from __future__ import annotations
@@ -9,69 +10,48 @@ from __future__ import annotations
 import json
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat import paths
 from sirchat.chat.session import Session
 from sirchat.config.profile import parse_size
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
-from sirchat.memory.ledger import ROW
+from sirchat.memory.ledger import Flag, State
 from sirchat.saved.saved_state import make_head, passages_of, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
-from sirchat.saved.segments import FEWEST
+from sirchat.saved.segments import FEWEST, TEXT
 from sirchat.saved.session_list import make_room, remove_session, reveals_text
-from sirchat.saved.store import ALL, Head, SavedPassages, SavedTurn, SessionStore
+from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
 # those of evicted tokens that are saved before that.
 KV_BYTES = 256 * 2**20
 
-# Columns of the ledger: where one of them differs, another token stands at this position now.
-_COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a session's file contains; the session may have newer turns."""
-
-    turns: list[SavedTurn]
-    rows: NDArray[np.void]
-    head: Head | None
-    passages: NDArray[np.void]  # of `PASSAGE`
-
-
-_NOTHING = _Contents([], np.zeros(0, ROW), None, SavedPassages().rows)
-
 
 class Autosave:
     """Keeps one session's file up to date; no file is made before the first turn is finished.
 
-    `store` is the open file that the session was resumed from; a new one is made in `folder`, by
-    default that of the user's chats.
+    A session has one at a time. `store` is the open file that it was resumed from; a new one is
+    made in `folder`, by default that of the user's chats.
     """
 
     def __init__(
         self, session: Session, store: SessionStore | None = None, folder: Path | None = None
     ) -> None:
-        self.name = store.name if store else ""  # given by the user; the next update writes it
+        self.name = store.name if store else ""  # given by the user; the next `save` writes it
         self.more: dict[str, Any] = {}  # further values, as JSON, for the head
         self._session, self._store = session, store
         self._folder = folder or paths.sessions_dir()
         self._family = str(store.meta.get("family", "")) if store else ""
         self._epoch, self._erasures = session.epoch, session.erasures
-        self._is_replaced = False  # whether `replace_session` was called since the last update
-        self._file = _NOTHING
-        if store:
-            head, passages = store.head(), store.passages().rows
-            if head and head.fields.get("encoder") != session.model.passage_encoder.check_sum:
-                passages["turn"] = -1  # so that all are written again
-            self._file = _Contents(store.turns(), store.rows(ROW), head, passages)
+        self._is_replaced = False  # whether `replace_session` was called since the last save
+        self._head = store.head() if store else None  # as it is in the file
+        self._look_at_all_evicted()
 
     @property
     def id(self) -> str:
@@ -85,44 +65,51 @@ class Autosave:
         """The id of the chat from which this one was branched, in one or more steps, or its own."""
         return self._family or self.id
 
-    def update(self) -> None:
-        """Write to the file what has changed in the session since the last update.
+    def save(self) -> None:
+        """Write to the file what has changed in the session since it was last saved.
 
         Once this method has returned, a power loss can't undo the changes. Raises SessionError if
         writing fails.
         """
-        if self._epoch != self._session.epoch:
+        session = self._session
+        if self._epoch != session.epoch:
             self._leave_file()
-        saved, passages = self._session.save(), passages_of(self._session)
-        turns = _turns_of(self._session)
-        if not turns and self._store is None:
+        if not session.turns and self._store is None:
             return
         store = self._store = self._store or self._new()
         if store.name != self.name:
             store.rename(self.name)
-        if self._erasures != self._session.erasures or self._is_replaced:
-            facts = (
-                session_metadata(self._session.model, self._family) if self._is_replaced else None
-            )
-            rewrite(store, self._session, facts, self.more)
-            self._erasures, self._is_replaced = self._session.erasures, False
-            self._file = _Contents(turns, saved.rows, None, passages.rows)
-            self._save_evicted(store, saved.rows)
-            return
-        self._truncate(store, turns, saved)
-        head = self._head(saved)
-        new_turns, new_rows = turns[len(self._file.turns) :], saved.rows[len(self._file.rows) :]
-        before, count = self._file.passages, _common_count(self._file.passages, passages.rows)
-        kept = int(before["start"][count]) if count < len(before) else ALL
-        new = SavedPassages(passages.rows[count:], passages.vectors[count:])
-        if new_turns or len(new_rows) or len(new.rows) or kept != ALL:
-            store.append(new_turns, new_rows, head, new, kept)
-        elif _is_same_state(head, self._file.head):  # saved keys and values stay valid
+        if self._erasures != session.erasures or self._is_replaced:
+            facts = session_metadata(session.model, self._family) if self._is_replaced else None
+            self._head = rewrite(store, session, facts, self.more)
+            self._erasures, self._is_replaced = session.erasures, False
+            self._look_at_all_evicted()
+        else:
+            self._append(store)
+        self._save_evicted(store)
+
+    def _append(self, store: SessionStore) -> None:
+        """Write what is new, in place of what has changed."""
+        session, ledger, size, before = self._session, self._session.ledger, store.size, self._head
+        turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
+        encoder = before and before.fields.get("encoder")
+        is_encoder = encoder == session.model.passage_encoder.check_sum
+        passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
+        saved = session.save(start)
+        head = self._make_head(saved, turn)
+        turns, kept = _turns_of(session, turn), Kept(turn, start, end)
+        at = sorted(position for position in ledger.flagged if position < start)
+        flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
+        if turns or len(saved.rows) or len(passages.rows) or flags or kept != size:
+            store.append(turns, saved.rows, head, passages, kept, flags)
+        elif _is_same_state(head, before):  # saved keys and values stay valid
             store.check_place()
         else:
             store.save_state(head)
-        self._file = _Contents(turns, saved.rows, head, passages.rows)
-        self._save_evicted(store, saved.rows)
+        if start < size.rows:
+            self._look_at_all_evicted()
+        self._head = head
+        _note_saved(session)
 
     def save_kv(self) -> bool:
         """Save keys and values, if the setting `save_kv` allows it; returns whether they were."""
@@ -136,12 +123,11 @@ class Autosave:
             return False
         stamp = secrets.token_hex(8)
         received = self._session.ledger.attention.checkpoint(rows.positions)
-        saved = self._session.save()
+        saved = self._session.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
-        head = self._head(saved, stamp)
-        self._store.save_state(head)
-        self._file = replace(self._file, head=head)
+        self._head = self._make_head(saved, len(self._session.turns), stamp)
+        self._store.save_state(self._head)
         make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
 
@@ -149,7 +135,7 @@ class Autosave:
         """Save the session, including its keys and values, and close the file."""
         try:
             if self._epoch == self._session.epoch:
-                self.update()
+                self.save()
                 self.save_kv()
         finally:
             self.close_without_saving()
@@ -160,9 +146,9 @@ class Autosave:
             self._store.close()
 
     def begin(self) -> None:
-        """Create the session's file by a first update; after an error, there is no file."""
+        """Create the session's file by a first save; after an error, there is no file."""
         try:
-            self.update()
+            self.save()
         except BaseException:
             if self._store is not None and self.id:
                 store, self._store = self._store, None
@@ -179,8 +165,9 @@ class Autosave:
         return copy
 
     def keep_file_after_reset(self) -> None:
-        """After a reset, go on in this file; without this call, an update begins a new file."""
+        """After a reset, go on in this file; without this call, `save` begins a new one."""
         self._epoch = self._session.epoch
+        self._look_at_all_evicted()
 
     def replace_session(self, session: Session) -> None:
         """From now on, save `session`, which has the same conversation, in this file."""
@@ -195,50 +182,45 @@ class Autosave:
         self.name = ""
         return True
 
-    def _save_evicted(self, store: SessionStore, rows: NDArray[np.void]) -> None:
+    def _look_at_all_evicted(self) -> None:
+        """Let the next `_save_evicted` look at all of the archive, not at what came to it."""
+        self._segment, self._waiting = 0, np.zeros(0, np.int64)
+
+    def _save_evicted(self, store: SessionStore) -> None:
         """Write keys and values of tokens that were evicted since then, once they fill a file.
 
         Errors are ignored, for what was not written can be read again.
         """
-        session, mode = self._session, self._session.profile.save_kv
-        new = np.setdiff1d(session.archived, store.segments.written, assume_unique=True)
-        if mode != "off" and len(new) >= FEWEST:
+        session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
+        if mode == "off":
+            return
+        came, self._segment = session.archived_since(self._segment)
+        waiting = store.segments.unwritten(np.concatenate([self._waiting, came]))
+        is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
+        self._waiting = waiting = waiting[~is_excluded]
+        new = waiting[ledger.column("state")[waiting] == State.ARCHIVED]
+        if len(new) >= FEWEST:
+            text = {name: ledger.column(name) for name in TEXT}
+            limit = KV_BYTES if mode == "auto" else None
             with suppress(SessionError):
-                store.segments.add(
-                    new, session.copy_archived, rows, KV_BYTES if mode == "auto" else None
-                )
+                store.segments.add(new, session.copy_archived, text, limit)
 
     def _leave_file(self) -> None:
-        """Leave the file as it is; the next update begins a new one."""
+        """Leave the file as it is; the next `save` begins a new one."""
         self.close()
-        self._store, self._epoch, self._file = None, self._session.epoch, _NOTHING
+        self._store, self._epoch, self._head = None, self._session.epoch, None
+        self._look_at_all_evicted()
         self.name, self._family, self._is_replaced = "", "", False
 
     def _new(self) -> SessionStore:
         folder = paths.private_dir(self._folder)
         return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
-    def _head(self, saved: EngineState, stamp: str = "") -> Head:
-        head = make_head(saved, self._session, stamp)
+    def _make_head(self, saved: EngineState, since: int, stamp: str = "") -> Head:
+        """The head, if only turns from number `since` on have changed."""
+        known = self._head.fields["conversation"]["summaries"] if self._head else []
+        head = make_head(saved, self._session, stamp, [n for n in known if n < since], since)
         return replace(head, fields=head.fields | self.more)
-
-    def _truncate(self, store: SessionStore, turns: list[SavedTurn], saved: EngineState) -> None:
-        """Remove from the file the turns and rows that the session no longer has."""
-        seen = _common_length(self._file.rows, saved.rows)
-        same = [old == new for old, new in zip(self._file.turns, turns, strict=False)]
-        count = same.index(False) if False in same else len(same)
-        if (count, seen) == (len(self._file.turns), len(self._file.rows)):
-            return
-        held = saved.held[saved.held < seen]
-        fields = self._head(saved).fields
-        fields["pinned"] = [position for position in fields["pinned"] if position < seen]
-        fields["pins"] = [place for place in fields["pins"] if place[0] < count]
-        fields["conversation"] |= {"in_round": False, "pending_ids": []}
-        store.kv.drop()
-        store.truncate(count, seen, Head(seen, held, None, fields))
-        passages = self._file.passages
-        passages = passages[passages["end"] <= seen]
-        self._file = _Contents(self._file.turns[:count], self._file.rows[:seen], None, passages)
 
 
 def rewrite(
@@ -246,21 +228,30 @@ def rewrite(
     session: Session,
     facts: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
-) -> None:
+) -> Head:
     """Replace all contents of a session's file by those of `session`, and `facts` if given.
 
-    Nothing of the old contents stays in any file. `more` are further values for the head.
+    Nothing of the old contents stays in any file. `more` are further values for the head, which
+    is returned.
     """
-    saved = session.save()
+    passages, saved = passages_of(session)[0], session.save()
     head = make_head(saved, session)
     head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts, passages_of(session))
+    store.replace(_turns_of(session), saved.rows, head, facts, passages)
+    _note_saved(session)
+    return head
 
 
-def _turns_of(session: Session) -> list[SavedTurn]:
+def _note_saved(session: Session) -> None:
+    """Note in the session that all of it is saved."""
+    session.state.saved = len(session.turns)
+    session.ledger.saved, session.ledger.flagged = session.seen, set()
+
+
+def _turns_of(session: Session, start: int = 0) -> list[SavedTurn]:
     return [
         SavedTurn(index, turn.role, turn.text, turn.finish, turn.thinking, turn.time)
-        for index, turn in enumerate(session.turns)
+        for index, turn in enumerate(session.turns[start:], start)
     ]
 
 
@@ -271,20 +262,3 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
     fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
     return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
-
-
-def _common_count(passages: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """Count the passages that are equal in two arrays, up to the first difference."""
-    count = min(len(passages), len(other))
-    differs = passages[:count] != other[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
-def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """Count the rows that are equal in two ledgers, up to the first difference."""
-    count = min(len(rows), len(other))
-    differs = np.zeros(count, bool)
-    for name in _COLUMNS:
-        a, b = rows[name][:count], other[name][:count]
-        differs |= (a != b) & ~((a != a) & (b != b))  # two NaNs count as equal
-    return int(differs.argmax()) if differs.any() else count

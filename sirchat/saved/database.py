@@ -13,7 +13,7 @@ import platform
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,33 +27,24 @@ SUFFIX = ".sqlite"  # of a session's file
 # only, and stays after a crash; SQLite's lock decides whether the session is open.
 HOLDER = ".open"
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 4  # of the tables, as SQLite's user version; files of format 1 have no check sums
-_TIME = ", time INTEGER"  # a column that tables of formats 1 and 2 lack
-_PASSAGES = """CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
-    turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB)"""  # since format 4
+FORMAT = 5  # of the tables, as SQLite's user version; 4 is read, too, and converted when opened
+SUM = ", sum INTEGER"  # the last column of each table: `record_sum` of the others
 # All tables of a session's file; a file with other tables, or views, is damaged.
-TABLES = (
-    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    # The line break and the blanks are in older files, too.
-    "CREATE TABLE turns\n    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, text TEXT NOT NULL, "
-    f"finish TEXT NOT NULL{_TIME})",
-    "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL)",
-    """CREATE TABLE head (id INTEGER PRIMARY KEY,
-    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
-    _PASSAGES,
-)
+TABLES = {
+    "about": f"CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL{SUM})",
+    # The line break and the blanks are as in files of format 4.
+    "turns": "CREATE TABLE turns\n    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, "
+    f"text TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER{SUM})",
+    "rows": f"CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL{SUM})",
+    "head": f"""CREATE TABLE head (id INTEGER PRIMARY KEY,
+    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL{SUM})""",
+    "passages": f"""CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
+    turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB{SUM})""",
+}
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
-_SUMS = {  # by table, what its check sum covers
-    "about": "SELECT name, value FROM about WHERE name NOT IN ('sums', 'erasing') ORDER BY name",
-    "turns": "SELECT turn, role, text, finish, time FROM turns WHERE turn >= ? ORDER BY turn",
-    "rows": "SELECT start, data FROM rows WHERE start >= ? ORDER BY start",
-    "head": "SELECT id, seen, held, logits, fields FROM head",
-    "passages": """SELECT start, end, turn, role, vector FROM passages
-    WHERE start >= ? ORDER BY start""",
-}
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
@@ -116,45 +107,45 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
     if not is_session(connection):
         raise not_a_session(path)
     version = format_of(connection)
-    if version > FORMAT:
+    if not 4 <= version <= FORMAT:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads formats up to {FORMAT}",
-            hint="install a newer version of sirchat",
+            f"{path} has format {version}, but this sirchat reads formats 4 and {FORMAT}",
+            hint=f"install {'a newer' if version > FORMAT else 'an older'} version of sirchat",
         )
     tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    expected = [sql if version >= 3 else sql.replace(_TIME, "") for sql in TABLES]
-    if version < 4:
-        expected.remove(_PASSAGES)
+    expected = [sql if version == FORMAT else sql.replace(SUM, "") for sql in TABLES.values()]
     if sorted(str(sql) for (sql,) in tables) != sorted(expected):
         raise DamagedSessionError(path)
 
 
 def check_contents(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamagedSessionError if SQLite, or the check sums, find the file damaged."""
+    """Raise DamagedSessionError if SQLite, or a record's check sum, finds the file damaged."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
-    written, version = _saved_sums(connection), format_of(connection)
-    if written is None and version < 2:
-        return  # the first format has no sums
-    tables = [table for table in _SUMS if version >= 4 or table != "passages"]
-    if written != {table: _sum(connection, table) for table in tables}:
-        raise DamagedSessionError(path)
+    for table in TABLES:
+        for *values, total in connection.execute(f"SELECT * FROM {table}"):
+            if total != record_sum(values):
+                raise DamagedSessionError(path)
+
+
+def put(connection: sqlite3.Connection, table: str, *values: object) -> None:
+    """Write a new record, and its check sum."""
+    marks = ", ".join("?" * (len(values) + 1))
+    record = (*values, record_sum(values))
+    connection.execute(f"INSERT INTO {table} VALUES ({marks})", record)
+
+
+def record_sum(values: Iterable[object], before: int = 0) -> int:
+    """The CRC-32 of a record's values; of several records, if `before` is that of the others."""
+    for value in values:
+        data = value if isinstance(value, bytes) else str(value).encode()
+        before = crc32(data, crc32(b"%d:" % len(data), before))
+    return before
 
 
 def format_of(connection: sqlite3.Connection) -> int:
     """The format of a session's tables."""
     return int(_pragma(connection, "user_version"))
-
-
-def upgrade(connection: sqlite3.Connection) -> bool:
-    """Within a transaction, give a file the newest format; returns whether it had an older one."""
-    version = format_of(connection)
-    if version < 3:
-        connection.execute(f"ALTER TABLE turns ADD COLUMN {_TIME.lstrip(', ')}")
-    if version < 4:
-        connection.execute(_PASSAGES)
-    connection.execute(f"PRAGMA user_version={FORMAT}")
-    return version < FORMAT
 
 
 def refuse_missing(path: Path) -> None:
@@ -226,25 +217,6 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def put_sums(
-    connection: sqlite3.Connection, turns: int = 0, rows: int = 0, passages: int = 0
-) -> None:
-    """Write the check sums of all tables to the file after a change.
-
-    Only turns from index `turns` on, and rows and passages from positions `rows` and `passages` on
-    may have changed; earlier ones are not read again.
-    """
-    since = {"turns": turns, "rows": rows, "passages": passages}
-    before = _saved_sums(connection)
-    if before is None:  # a file of the first format has no sums
-        since, before = {}, {}
-    sums = {
-        table: _sum(connection, table, since.get(table, 0), before.get(table, 0)) for table in _SUMS
-    }
-    values = ("sums", json.dumps(sums))
-    connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
-
-
 def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
@@ -284,21 +256,3 @@ def _describe_holder(path: Path) -> str:
 
 def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
-
-
-def _saved_sums(connection: sqlite3.Connection) -> dict[str, int] | None:
-    record = connection.execute("SELECT value FROM about WHERE name = 'sums'").fetchone()
-    return None if record is None else dict(json.loads(record[0]))
-
-
-def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The CRC-32 of a table, if `before` is that of its records up to `since`."""
-    query = _SUMS[table]
-    if format_of(connection) < 3:
-        query = query.replace(", time", "")
-    total = before if since else 0
-    for values in connection.execute(query, (since,) if "?" in query else ()):
-        for value in values:
-            data = value if isinstance(value, bytes) else str(value).encode()
-            total = crc32(data, crc32(b"%d:" % len(data), total))
-    return total

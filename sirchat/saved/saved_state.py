@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sirchat import __version__
 from sirchat.chat.events import Finish
-from sirchat.chat.pinned_summary import PREFIX
 from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
-from sirchat.config.profile import Profile, rename_old_settings
+from sirchat.config.profile import Profile
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
@@ -51,21 +50,26 @@ _VOLATILE = (
 )
 
 
-def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head of a saved file: all of a session's state that is not in its turns and rows.
+def make_head(
+    saved: EngineState,
+    session: Session,
+    stamp: str = "",
+    summaries: Sequence[int] = (),
+    since: int = 0,
+) -> Head:
+    """Make the head that saves the state of `session`.
 
-    `saved` is the state of the session's engine; `stamp` identifies the file with keys and values.
+    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it, and
+    `summaries` are the numbers of the summaries among the turns before number `since`.
     """
     conversation = session.state
-    pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
+    newer = enumerate(conversation.turns[since:], since)
     fields = {
         "profile": session.profile.model_dump(),
         "log_decay": saved.log_decay,
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
-        "pinned": pinned.tolist(),
         "pins": [list(astuple(text)) for text in pinned_text(session)],
-        "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
         "encoder": session.model.passage_encoder.check_sum,
@@ -81,10 +85,10 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "totals": asdict(conversation.totals),
             "attempt": conversation.attempt,
             "unpinned": sorted(conversation.unpinned),
-            "summaries": [n for n, turn in enumerate(conversation.turns) if turn.is_summary],
+            "summaries": [*summaries, *(n for n, turn in newer if turn.is_summary)],
         },
     }
-    return Head(len(saved.rows), saved.held, saved.logits, fields)
+    return Head(session.seen, saved.held, saved.logits, fields)
 
 
 def decode_state(
@@ -99,21 +103,14 @@ def decode_state(
         fields, turns = _Fields.model_validate(head.fields), saved_turns(store, head)
         chat, rows = fields.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), fields.round, vocabulary)
-        pinned, excluded = (np.asarray(p, np.int64) for p in (fields.pinned, fields.excluded))
-        recalled = np.asarray(fields.recalled, np.int64)
-        require(bool((pinned < head.seen).all() and (excluded < head.seen).all()))
-        require(bool(np.isin(recalled, head.held).all() and (np.diff(recalled) > 0).all()))
         require(chat.system[0] <= chat.system[1] <= head.seen)
         require(head.logits is None or len(head.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
         require(max(chat.heads, default=-1) < head.seen)
         require(chat.round == fields.round)
-        rows["flags"] &= ~np.uint8(Flag.PINNED | Flag.EXCLUDED)
-        rows["flags"][pinned] |= np.uint8(Flag.PINNED)
-        rows["flags"][excluded] |= np.uint8(Flag.EXCLUDED)
         saved = EngineState(
             rows=rows,
-            held=np.setdiff1d(head.held, recalled, assume_unique=True),
+            held=head.held,
             log_decay=fields.log_decay,
             unknown_surprisal=fields.unknown_surprisal,
             logits=head.logits,
@@ -121,6 +118,7 @@ def decode_state(
         )
         conversation = ConversationState(
             turns=turns,
+            saved=len(turns),
             round=chat.round,
             in_round=chat.in_round,
             system=range(*chat.system),
@@ -137,15 +135,16 @@ def decode_state(
 
 
 def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
-    """The turns of a saved session; in a file of an old version, the text tells the summaries."""
+    """The turns of a saved session, with what its head says of them."""
     conversation = head.fields.get("conversation")
     listed = conversation.get("summaries") if isinstance(conversation, dict) else None
+    summaries = listed if isinstance(listed, list) else []
     return [
         Turn(
             turn.role,
             turn.text,
             turn.finish,  # type: ignore[arg-type]
-            turn.index in listed if isinstance(listed, list) else turn.text.startswith(PREFIX),
+            turn.index in summaries,
             turn.thinking,
             turn.time,
         )
@@ -153,13 +152,18 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
     ]
 
 
-def passages_of(session: Session) -> SavedPassages:
-    """The passages of all complete turns; none where none has a vector."""
+def passages_of(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
+    """The passages of complete turns that end after the stream position `saved`.
+
+    Also returns where those before them end. There are none where none has a vector.
+    """
     session.recall.update()
     passages = session.recall.search.passages
     if not passages.vectors.shape[1]:
-        return SavedPassages()
-    return SavedPassages(passages.rows.astype(PASSAGE), passages.vectors)
+        return SavedPassages(), 0
+    count = int(passages.rows["end"].searchsorted(saved, side="right"))
+    new = SavedPassages(passages.rows[count:].astype(PASSAGE), passages.vectors[count:])
+    return new, int(passages.rows["end"][count - 1]) if count else 0
 
 
 def load_passages(session: Session, store: SessionStore, head: Head) -> None:
@@ -190,7 +194,7 @@ def saved_pins(head: Head) -> list[PinnedText]:
 
 
 def saved_unpinned(head: Head) -> frozenset[tuple[int, str]]:
-    """`ConversationState.unpinned`; empty in old files, or if its format is not known."""
+    """`ConversationState.unpinned`; empty if its format is not known."""
     conversation = head.fields.get("conversation")
     listed = conversation.get("unpinned", []) if isinstance(conversation, dict) else []
     try:
@@ -208,8 +212,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     head = store.head()
     try:
         saved = head.fields.get("profile") if head else {}
-        values = rename_old_settings(saved) if isinstance(saved, dict) else saved
-        profile = Profile.model_validate(values)
+        profile = Profile.model_validate(saved)
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this version of sirchat does not know",
@@ -288,13 +291,13 @@ class _Conversation(BaseModel):
     in_round: bool
     system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
     prompt: str | None
-    tools: str = ""  # not in old files
-    heads: list[_Count] = []  # not in old files
+    tools: str
+    heads: list[_Count]
     reply: _TurnStats
-    pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
+    pending_ids: list[_Count]
     totals: _TurnStats
     attempt: _Count
-    summaries: list[_Count] | None = None  # indices of turns; not in old files
+    summaries: list[_Count]  # indices of turns
 
 
 class _Fields(BaseModel):
@@ -305,9 +308,6 @@ class _Fields(BaseModel):
     log_decay: Annotated[float, Field(le=0)]
     unknown_surprisal: float
     round: _Count
-    pinned: list[_Count]
-    excluded: list[_Count] = Field([], validation_alias=AliasChoices("excluded", "retired"))
-    recalled: list[_Count] = []
     kv: str
     conversation: _Conversation
 

@@ -7,10 +7,10 @@ which text it is, so that no file of another text is ever used.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -26,20 +26,30 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 FOLDER = ".kv"  # the ending of the folder's name
 FEWEST, _MOST = 512, 2048  # tokens in a file
 _STAMP = "evicted"
-_TEXT = ("token_id", "turn", "surprisal")  # columns of the ledger by which a text is known
+TEXT = ("token_id", "turn", "surprisal")  # columns of the ledger by which a text is known
 
 
 class SavedSegments:
     """The files in the folder beside the session at `path`, which the session's lock protects.
 
-    `written` are the positions, ascending, of all tokens that were written, even if their file was
-    deleted since then to make room.
+    A token counts as written even if its file was deleted since then to make room.
     """
 
     def __init__(self, path: Path) -> None:
         self._folder = path.with_suffix(FOLDER)
         self._files: dict[int, tuple[Positions, int]] = {}  # by number: tokens, bytes
-        self.written: Positions = np.zeros(0, np.int64)
+        self._is_written = np.zeros(0, bool)  # by position
+
+    @property
+    def written(self) -> Positions:
+        """The positions, ascending, of all tokens that were written."""
+        return np.flatnonzero(self._is_written)
+
+    def unwritten(self, positions: Positions) -> Positions:
+        """Those of the positions, ascending, whose tokens were not written."""
+        if len(positions) and (most := int(positions.max())) >= len(self._is_written):
+            self._is_written.resize(2 * most + 1, refcheck=False)
+        return np.unique(positions[~self._is_written[positions]])
 
     def load(self, rows: NDArray[np.void], like: KeyValues) -> Iterator[KeyValues]:
         """Yield the contents of each file; `rows` are the ledger rows of the chat's text.
@@ -68,18 +78,18 @@ class SavedSegments:
         self,
         new: Positions,
         fetch: Callable[[Positions], KeyValues],
-        rows: NDArray[np.void],
+        text: Mapping[str, NDArray[Any]],
         limit: int | None,
     ) -> None:
         """Write the tokens at the positions `new` [n]; over `limit` bytes, only the newest of all.
 
-        Raises SessionError if a file can't be written.
+        `text` are the ledger's columns `TEXT`. Raises SessionError if a file can't be written.
         """
         import torch
 
         from sirchat.saved.saved_tensors import key_value_tensors
 
-        size, before = 0, self.written
+        size = 0
         with as_session_errors(self._folder):
             paths.private_dir(self._folder)
         for end in range(len(new), 0, -_MOST):
@@ -89,10 +99,10 @@ class SavedSegments:
                 break
             number = max(self._files, default=0) + 1
             named = key_value_tensors(tokens)
-            named["text"] = torch.tensor(_text_sum(rows, tokens.positions))
+            named["text"] = torch.tensor(_text_sum(text, tokens.positions))
             KeysAndValues(self._folder / f"{number:06}").save(named, _STAMP)
             self._note(number, tokens)
-        self.written = np.union1d(before, new)  # after an error, the chat's end saves the others
+        self._is_written[new] = True  # after an error, the chat's end saves the others
         while limit is not None and sum(size for _, size in self._files.values()) > limit:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
 
@@ -100,19 +110,19 @@ class SavedSegments:
         """Delete the files that have tokens from position `seen` on."""
         for number, (positions, _) in list(self._files.items()):
             if positions[-1] >= seen:
-                self.written = np.setdiff1d(self.written, positions)
+                self._is_written[positions] = False
                 self._delete(number)
-        self.written = self.written[self.written < seen]
+        self._is_written[seen:] = False
 
     def drop(self) -> None:
         """Delete all files; raises SessionError if that fails."""
-        self._files, self.written = {}, self.written[:0]
+        self._files, self._is_written = {}, np.zeros(0, bool)
         with as_session_errors(self._folder):
             remove_segments(self._folder)
 
     def _note(self, number: int, tokens: KeyValues) -> None:
         self._files[number] = tokens.positions, tokens.nbytes
-        self.written = np.union1d(self.written, tokens.positions)
+        self._is_written[self.unwritten(tokens.positions)] = True
 
     def _delete(self, number: int) -> None:
         del self._files[number]
@@ -126,9 +136,9 @@ def remove_segments(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _text_sum(rows: NDArray[np.void], positions: Positions) -> int:
+def _text_sum(text: NDArray[np.void] | Mapping[str, NDArray[Any]], positions: Positions) -> int:
     """A check sum of the text and its surprisals at `positions`."""
     total = 0
-    for name in _TEXT:
-        total = crc32(rows[name][positions].tobytes(), total)
+    for name in TEXT:
+        total = crc32(text[name][positions].tobytes(), total)
     return total

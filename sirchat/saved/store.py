@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -34,20 +35,21 @@ from sirchat.saved.database import (
     locked,
     make_durable,
     new_file,
-    put_sums,
+    put,
     refuse_missing,
     remove_holder_file,
     require,
     sync,
-    upgrade,
 )
+from sirchat.saved.format_4 import convert
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
 _ROLES = get_args(RoleName)
-ALL = 2**62  # larger than every index, so that no turn or row is changed
+_ALL = 2**62  # larger than every index
+_BLOCK = 1024  # most ledger rows in a record
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
 _TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
@@ -91,7 +93,16 @@ class Head:
     fields: dict[str, Any]  # all other values of the state, as JSON values
 
 
-_NO_PASSAGES = SavedPassages()
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a change leaves: so many turns and rows, and the passages before a position."""
+
+    turns: int = _ALL
+    rows: int = _ALL
+    passages: int = _ALL
+
+
+_EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
 
 
 class SessionStore:
@@ -122,16 +133,15 @@ class SessionStore:
         SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
-        values = [(name, json.dumps(value)) for name, value in about.items()]
         path = new_file(folder, SUFFIX)
         try:
             with as_session_errors(path), locked(path) as connection:
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={FORMAT}")
-                for table in TABLES:
+                for table in TABLES.values():
                     connection.execute(table)
-                connection.executemany("INSERT INTO about VALUES (?, ?)", values)
-                put_sums(connection)
+                for name, value in about.items():
+                    put(connection, "about", name, json.dumps(value))
                 make_durable(connection)
                 sync(folder)
                 return cls(path, connection)
@@ -148,6 +158,8 @@ class SessionStore:
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
             check_format(connection, path)
+            if format_of(connection) < FORMAT:
+                convert(connection)
             check_contents(connection, path)
             make_durable(connection)
             store = cls(path, connection)
@@ -182,47 +194,50 @@ class SessionStore:
         if not is_there:
             raise SessionError(f"{self.path} was removed while it was in use")
 
+    @property
+    def size(self) -> Kept:
+        """The numbers of saved turns and ledger rows, and the position where the passages end."""
+        with as_session_errors(self.path):
+            ((turns,),) = self._all("SELECT max(turn) + 1 FROM turns")
+            ends = self._all("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
+            return Kept(turns or 0, self._count_rows(), ends[0][0] if ends else 0)
+
     def append(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
         head: Head,
         passages: SavedPassages = _NO_PASSAGES,
-        kept: int = ALL,
+        kept: Kept = _EVERYTHING,
+        flags: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Add turns, ledger rows [k] of the k tokens read since the last call, passages and a head.
+        """Add turns, ledger rows [k], passages and a head; before that, delete all but `kept`.
 
-        Of the saved passages only those that begin before stream position `kept` stay.
-        Saved rows never change: what can change, such as which rows are held, is in the head.
+        `flags` are new ones of earlier rows, by position; else, saved rows never change: what can
+        change, such as which rows are held, is in the head.
         """
-        self._add_columns(rows)
-        first = min((turn.index for turn in turns), default=ALL)
-        # A check sum goes on after what is saved, so where passages go, all are summed anew.
-        passage = int(passages.rows["start"].min(initial=ALL)) if kept == ALL else 0
-        with self._transaction(first, head.seen - len(rows), passage):
-            seen = self._count_rows()
-            _check_count(rows, head.seen - seen)
-            self._put_turns(turns)
-            self._put_rows(seen, rows)
-            self._connection.execute("DELETE FROM passages WHERE start >= ?", (kept,))
-            self._put_passages(passages)
-            self._put_head(head)
+        size = self.size
+        is_cut = kept.turns < size.turns or kept.rows < size.rows
+        if is_cut:
+            self.kv.drop()
+            self.segments.truncate(kept.rows)
+        with self._transaction():
+            self._put_flags(flags)
+            self._put(turns, rows, head, passages, kept)
+        if is_cut:
+            remove_from_index(self.path)
 
     def save_state(self, head: Head) -> None:
         """Replace the head, which has the state, and nothing else.
 
         Raises ValueError if tokens were read since ledger rows were last saved.
         """
-        with self._transaction(ALL, ALL, ALL):
-            if head.seen != self._count_rows():
-                raise ValueError(
-                    f"the state has {head.seen} tokens, but {self._count_rows()} rows are saved"
-                )
-            self._put_head(head)
+        with self._transaction():
+            self._put([], np.zeros(0), head, _NO_PASSAGES, _EVERYTHING)
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
-        with self._transaction(ALL, ALL, ALL):
+        with self._transaction():
             self._put_about("name", name)
         self.name = name
         remove_from_index(self.path)
@@ -230,16 +245,14 @@ class SessionStore:
     def branch(self, name: str, origin: str) -> None:
         """Mark this copy of the session `origin` (an id) as a branch called `name`."""
         meta = {"family": origin, **self.meta}
-        with self._transaction(ALL, ALL, ALL):
+        with self._transaction():
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
-            column = "time" if format_of(self._connection) >= 3 else "NULL"
-            query = f"SELECT turn, role, text, finish, {column} FROM turns ORDER BY turn"
-            records = self._all(query)
+            records = self._all("SELECT turn, role, text, finish, time FROM turns ORDER BY turn")
             for number, (index, role, text, finish, begun) in enumerate(records):
                 require(index == number and role in _ROLES)
                 require(isinstance(text, str) and isinstance(finish, str))
@@ -247,21 +260,15 @@ class SessionStore:
             return [_turn(*record) for record in records]
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The ledger rows [seen] as an array of `dtype`, whose last fields, if not saved, are NaN.
-
-        Raises SessionError if the saved rows have other fields.
-        """
+        """The ledger rows [seen] of `dtype`; SessionError if the saved ones have other fields."""
         with as_damage_errors(self.path):
-            saved = self._saved_fields(dtype)
             parts = self._all("SELECT data FROM rows ORDER BY start")
-            rows = np.frombuffer(b"".join(data for (data,) in parts), saved)
-            _check_count(rows, self._count_rows())
-            return _with_columns(rows, dtype)
+            saved = np.frombuffer(b"".join(data for (data,) in parts), self._fields(dtype))
+            _check_count(saved, self._count_rows())
+            return saved.astype(dtype)
 
     def passages(self) -> SavedPassages:
-        """The passages of the chat; none in a file of an older format."""
-        if format_of(self._connection) < 4:
-            return _NO_PASSAGES
+        """The passages of the chat."""
         with as_damage_errors(self.path):
             query = "SELECT start, end, turn, role, vector FROM passages ORDER BY start"
             records, seen = self._all(query), self._count_rows()
@@ -282,23 +289,8 @@ class SessionStore:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
             records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
+            require(bool(records) or not self.size.turns)
             return _head(*records[0]) if records else None
-
-    def truncate(self, turns: int, seen: int, head: Head) -> None:
-        """Delete all turns and rows from an index on; `head` is the state after those that stay."""
-        self.segments.truncate(seen)
-        with self._transaction() as connection:
-            if not head.seen == seen <= self._count_rows():
-                count = self._count_rows()
-                raise ValueError(
-                    f"can't cut {count} tokens to {seen}: the new state has {head.seen}"
-                )
-            connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
-            connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))
-            connection.execute("DELETE FROM passages WHERE end > ?", (seen,))
-            self._cut_last_rows(seen)
-            self._put_head(head)
-        remove_from_index(self.path)
 
     def replace(
         self,
@@ -312,17 +304,10 @@ class SessionStore:
 
         Keys and values, which were computed from the old text, are deleted, too.
         """
-        _check_count(rows, head.seen)
-        self._add_columns(rows)
         self.kv.drop()
         self.segments.drop()
-        with self._transaction() as connection:
-            for table in ("turns", "rows", "head", "passages"):
-                connection.execute(f"DELETE FROM {table}")
-            self._put_turns(turns)
-            self._put_rows(0, rows)
-            self._put_passages(passages)
-            self._put_head(head)
+        with self._transaction():
+            self._put(turns, rows, head, passages, Kept(0, 0, 0))
             self._put_about("erasing", True)
             if meta is not None:
                 self._put_about("meta", dict(meta))
@@ -331,17 +316,12 @@ class SessionStore:
         remove_from_index(self.path)
 
     @contextmanager
-    def _transaction(
-        self, turns: int = 0, rows: int = 0, passages: int = 0
-    ) -> Iterator[sqlite3.Connection]:
-        """A transaction, rolled back on an error; it may change only what `put_sums` says."""
+    def _transaction(self) -> Iterator[None]:
+        """A transaction, rolled back on an error."""
         self.check_place()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
-            if upgrade(self._connection):
-                turns = rows = passages = 0
-            yield self._connection
-            put_sums(self._connection, turns, rows, passages)
+            yield
 
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
@@ -351,72 +331,79 @@ class SessionStore:
         records = self._all("SELECT seen FROM head")
         return int(records[0][0]) if records else 0
 
-    def _put_turns(self, turns: Sequence[SavedTurn]) -> None:
-        values = [(turn.index, turn.role, _written(turn), turn.finish, turn.time) for turn in turns]
-        self._connection.executemany("INSERT INTO turns VALUES (?, ?, ?, ?, ?)", values)
-
-    def _put_rows(self, start: int, rows: NDArray[Any]) -> None:
-        if not len(rows):
-            return
-        if self._about("row") is None:
+    def _put(
+        self,
+        turns: Sequence[SavedTurn],
+        rows: NDArray[Any],
+        head: Head,
+        passages: SavedPassages,
+        kept: Kept,
+    ) -> None:
+        """Write what `append` says, in a transaction."""
+        connection, start = self._connection, min(kept.rows, self._count_rows())
+        _check_count(rows, head.seen - start)
+        connection.execute("DELETE FROM turns WHERE turn >= ?", (kept.turns,))
+        connection.execute("DELETE FROM passages WHERE start >= ?", (kept.passages,))
+        for turn in turns:
+            values = (turn.index, turn.role, _written(turn), turn.finish, turn.time)
+            put(connection, "turns", *values)
+        for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
+            known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
+            put(connection, "passages", *values, known)
+        self._cut_rows(start)
+        if len(rows) and not start:
             self._put_about("row", _packed(rows.dtype).descr)
-        data = rows.astype(_packed(rows.dtype)).tobytes()
-        self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
-
-    def _put_passages(self, passages: SavedPassages) -> None:
-        values = [
-            (*row, None if np.isnan(vector).any() else vector.astype("<f2").tobytes())
-            for row, vector in zip(passages.rows.tolist(), passages.vectors, strict=True)
-        ]
-        self._connection.executemany("INSERT INTO passages VALUES (?, ?, ?, ?, ?)", values)
-
-    def _add_columns(self, new: NDArray[Any]) -> None:
-        """Give saved rows of an older sirchat the fields that they lack, as NaN."""
-        if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
-            return
-        with self._transaction() as connection:
-            for start, data in self._all("SELECT start, data FROM rows"):
-                rows = _with_columns(np.frombuffer(data, saved), _packed(new.dtype))
-                connection.execute(
-                    "UPDATE rows SET data = ? WHERE start = ?", (rows.tobytes(), start)
-                )
-            self._put_about("row", _packed(new.dtype).descr)
-
-    def _put_head(self, head: Head) -> None:
+        for at in range(0, len(rows), _BLOCK):
+            data = rows[at : at + _BLOCK].astype(self._fields(rows.dtype)).tobytes()
+            put(connection, "rows", start + at, data)
+        connection.execute("DELETE FROM head")
         held = np.asarray(head.held, "<i8").tobytes()
         logits = None if head.logits is None else np.asarray(head.logits, "<f4").tobytes()
-        values = (head.seen, held, logits, json.dumps(head.fields))
-        self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
+        put(connection, "head", 0, head.seen, held, logits, json.dumps(head.fields))
 
-    def _cut_last_rows(self, seen: int) -> None:
-        """Shorten the last block of rows to the positions below `seen`."""
-        for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
-            size = np.dtype([(name, kind) for name, kind in self._about("row")]).itemsize
-            kept = data[: (seen - start) * size]
-            self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
+    def _put_flags(self, flags: Mapping[int, int]) -> None:
+        """Set the flags of saved rows, given by position."""
+        left = sorted(flags, reverse=True)
+        while left:
+            start, rows = self._block(left[-1])
+            while left and left[-1] < start + len(rows):
+                position = left.pop()
+                rows["flags"][position - start] = flags[position]
+            self._connection.execute("DELETE FROM rows WHERE start = ?", (start,))
+            put(self._connection, "rows", start, rows.tobytes())
+
+    def _cut_rows(self, seen: int) -> None:
+        """Remove the rows from position `seen` on."""
+        if seen < self._count_rows():
+            start, rows = self._block(seen)
+            self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))
+            if seen > start:
+                put(self._connection, "rows", start, rows[: seen - start].tobytes())
+
+    def _block(self, position: int) -> tuple[int, NDArray[Any]]:
+        """A copy of the saved rows that one record has with that at `position`, and its start."""
+        query = "SELECT start, data FROM rows WHERE start <= ? ORDER BY start DESC LIMIT 1"
+        ((start, data),) = self._all(query, position)
+        fields = np.dtype([(name, kind) for name, kind in self._about("row")])
+        return start, np.frombuffer(data, fields).copy()
 
     def _about(self, name: str) -> Any:
         records = self._all("SELECT value FROM about WHERE name = ?", name)
         return json.loads(records[0][0]) if records else None
 
     def _put_about(self, name: str, value: object) -> None:
-        values = (name, json.dumps(value))
-        self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
+        self._connection.execute("DELETE FROM about WHERE name = ?", (name,))
+        put(self._connection, "about", name, json.dumps(value))
 
-    def _saved_fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the saved rows: that of `dtype`, maybe without floats at its end.
-
-        Raises SessionError if it has other fields.
-        """
-        fields = [list(field) for field in _packed(dtype).descr]  # as JSON has them
-        written = self._about("row") or fields
-        missing = fields[len(written) :]
-        if [*written, *missing] != fields or not all(kind[1] == "f" for _, kind in missing):
+    def _fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """`dtype` as rows of it are saved; SessionError if the saved rows have other fields."""
+        packed = _packed(dtype)
+        if self._about("row") not in (None, [list(field) for field in packed.descr]):
             raise SessionError(
                 f"{self.path} has ledger rows with fields that this sirchat does not know",
                 hint="open the chat with the version of sirchat that wrote it",
             )
-        return np.dtype([(name, kind) for name, kind in written])
+        return packed
 
     def _finish_erasing(self) -> None:
         """Rewrite the file after text was deleted; a mark has this done even after a crash."""
@@ -427,11 +414,11 @@ class SessionStore:
 
 
 def _turn(index: int, role: str, written: str, finish: str, begun: int | None) -> SavedTurn:
-    """The turn with the saved text `written`; that of older versions has tags as models wrote."""
+    """The turn with the saved text `written`."""
     if role != "assistant":
         return SavedTurn(index, role, written, finish, time=begun)
     match = _TAGGED.fullmatch(written)
-    thinking, text = match.groups() if match else split_tagged(written)
+    thinking, text = match.groups() if match else ("", written)
     return SavedTurn(index, role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking), begun)
 
 
@@ -451,14 +438,6 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Little-endian and without padding, which would write arbitrary memory to the file."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
-
-
-def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert ledger rows to `dtype`; fields that they lack become NaN."""
-    converted = np.zeros(len(rows), dtype)
-    for name in dtype.names or ():
-        converted[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
-    return converted
 
 
 def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:

@@ -95,14 +95,8 @@ class SavedConversation:
         with as_damage_errors(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
             keys = tuple(map(bytes.fromhex, fields.keys))
-            turns = store.turns()
-            count = len(fields.roles)
-            if len(turns) != fields.turns:  # a crash came while turns were replaced
-                messages = sum(turn.role != "system" for turn in turns)
-                require(messages < count == fields.turns - (len(turns) - messages))
-                count = messages
-            require(len(keys) == len(fields.roles) + 1)
-        keys, roles = keys[: count + 1], tuple(fields.roles[:count])
+            turns, roles = store.turns(), tuple(fields.roles)
+            require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
         about = fields.settings, first_words(turns), fields.origin or fields.id, fields.is_branch
         return SavedConversation(fields.id, keys, roles, *about, _finished_future(store.path))
 
@@ -238,7 +232,7 @@ class SavedConversations:
                 saving.begin()
                 conversation.saving = saving
             else:
-                saving.update()
+                saving.save()
             path = self._folder / f"{saving.id}{SUFFIX}"
             self._files[conversation] = SavedConversation.of(conversation, _finished_future(path))
             conversation.is_outdated = False

@@ -480,7 +480,7 @@ class Commands:
 
     def do_save(self, rest: str) -> None:
         """[NAME]: save the chat now and after each reply; /load NAME finds the chat again."""
-        self._saved_chat.save(without_quotes(rest) if rest else None)
+        self._saved_chat.save_as(without_quotes(rest) if rest else None)
 
     def do_branch(self, rest: str) -> None:
         """NAME [N]: go on in a copy of this chat, without your last N messages and the replies."""

@@ -92,7 +92,7 @@ class Erasing:
             if not typed and not unnamed:
                 raise
             events = []
-        self._saved_chat.update()
+        self._saved_chat.save()
         for event in events:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"

@@ -117,7 +117,7 @@ class Chat:
                         self._screen.remark(UNFINISHED)
                     return
                 with Interrupt():  # ends only at the third Ctrl-C
-                    self.saved_chat.update()
+                    self.saved_chat.save()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")
             line = None
@@ -302,7 +302,7 @@ class Chat:
                 for event in events(lambda: stops() or self.tools.is_stopped):
                     view.show(event)
                     if isinstance(event, TurnDone) and event.role == "tool":
-                        self.saved_chat.update()
+                        self.saved_chat.save()
         finally:
             self._keyboard.mark_pastes(False)
 

@@ -87,7 +87,7 @@ class SavedChat:
         self._saving = Autosave(session, store)
         self._failure = ""  # why the last try to write failed
 
-    def update(self) -> None:
+    def save(self) -> None:
         """Write the new part of the chat to disk, and what earlier calls could not write."""
         is_known = bool(self._failure)
         if not self._try_to_write() and not is_known:
@@ -109,7 +109,7 @@ class SavedChat:
 
     def _write_new(self) -> None:
         if self._saving.id:
-            self._saving.update()
+            self._saving.save()
         else:
             self._saving.begin()
         if self._failure:
@@ -157,7 +157,7 @@ class SavedChat:
         if is_saved and self._saving.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: {self._resume_command}")
 
-    def save(self, name: str | None) -> None:
+    def save_as(self, name: str | None) -> None:
         """Save the chat now, with its KV cache, under a new `name`, and from now on each turn.
 
         Raises SessionError, with nothing changed, if the name is invalid or writing fails.
@@ -168,7 +168,7 @@ class SavedChat:
         former = self._saving.name
         if name is not None:  # checked again: a file given up meanwhile keeps its name
             self._saving.name = check_name(sessions_dir(), name, self._saving.id)
-            self._saving.update()
+            self._saving.save()
         self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
@@ -256,7 +256,7 @@ class SavedChat:
         """From now on, save `session`, another session of this conversation, in the same file."""
         self._session = session
         self._saving.replace_session(session)
-        self.update()
+        self.save()
 
     def choose(self, words: str) -> str:
         """The id or name of the chat that `/load WORDS` should load; "" if the user picks none.

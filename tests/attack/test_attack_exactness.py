@@ -201,7 +201,7 @@ class Talk:
         """Save, close, and go on in another session."""
         before, chat = digest(self.chat), self.chat
         saving = Autosave(chat, folder=self.folder)
-        saving.update()
+        saving.save()
         if not saving.id:
             return
         path = self.folder / f"{saving.id}{SUFFIX}"

@@ -76,7 +76,7 @@ def test_memory_descriptors_and_threads_stay_as_they_are(
     for part in range(1, PARTS + 1):
         while chat.seen < part * TOKENS // PARTS:
             say(chat, random)
-            saving.update()
+            saving.save()
             assert chat.resident <= chat.budget
         chat._engine.store.archive._files.wait()
         gc.collect()

@@ -140,7 +140,7 @@ def test_a_saved_chat_can_not_control_the_terminal_that_it_is_exported_to(tmp_pa
         for text in ("before\x9b2J", "\x9d0;owned\x9c", "\u202eafter", "\x1b]52;c;eA==\x07"):
             list(chat.session.read_user(text))
             list(chat.session.read_reply(text))
-        chat.saved_chat.update()
+        chat.saved_chat.save()
         chat.saved_chat.close()
         for words in (("export", "last"), ("list",), ("show", "last"), ("search", "after")):
             done = run("sessions", *words, SIRCHAT_HOME=str(tmp_path), NO_COLOR="1")

@@ -121,14 +121,14 @@ def test_no_saved_file_has_erased_words_and_the_chat_resumes(own_home: Path) -> 
     saving = Autosave(chat)
     for text in (f"The word is {SECRET}.", "other words " * 20, f"{SECRET} again"):
         list(chat.ask(text))
-        saving.update()
+        saving.save()
     assert saving.save_kv()
     assert files_with(own_home, SECRET)
     chat.erase(SECRET)
-    saving.update()
+    saving.save()
     assert files_with(own_home, SECRET) == []
     list(chat.ask("and on"))
-    saving.update()
+    saving.save()
     saving.close()
     assert files_with(own_home, SECRET) == []
     store = SessionStore.open(find_session(own_home / "data" / "sessions", "last"))
@@ -166,11 +166,11 @@ def test_erase_finds_text_that_was_never_read(own_home: Path) -> None:
     saving = Autosave(chat)
     list(chat.ask("red"))
     list(chat.ask("word " * 300 + SECRET, lambda: True))
-    saving.update()
+    saving.save()
     assert SECRET not in everything_seen(chat)
     assert files_with(own_home, SECRET)
     chat.erase(SECRET)
-    saving.update()
+    saving.save()
     assert files_with(own_home, SECRET) == []
     saving.close()
 

@@ -238,7 +238,7 @@ def test_how_much_attention_a_reply_paid_is_not_told(name: str) -> None:
 def resumed(talk: Session, **settings: Any) -> Session:
     """The same chat, saved and resumed."""
     saved = Autosave(talk)
-    saved.update()
+    saved.save()
     assert saved._store is not None
     path = saved._store.path
     saved.close()

@@ -85,7 +85,7 @@ def stopped_at(events: Iterator[Event], number: int, *, in_replies: bool) -> Non
 
 def saved_and_resumed(chat: Session) -> Session:
     saving = Autosave(chat)
-    saving.update()
+    saving.save()
     saving.save_kv()
     saving.close()
     again = calling()

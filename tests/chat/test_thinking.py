@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,14 +16,13 @@ from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Sampler
-from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import export_session, find_session
+from sirchat.saved.session_list import find_session
 from sirchat.saved.store import Head, SavedTurn, SessionStore
-from sirchat.text.reply_marks import Marks
 from speaking import saying
 
 THOUGHT = "<think>She is called Anna, so I greet her.</think>"
@@ -92,7 +89,7 @@ def test_reasoning_stays_evicted_after_a_resume(
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     saving = Autosave(chat)
-    saving.update()
+    saving.save()
     saving.close()
     again = session(tiny(), budget=256, evict_thinking=True)
     with SessionStore.open(find_session(sessions_dir(), "last")) as store:
@@ -157,29 +154,3 @@ def test_a_reply_and_its_reasoning_are_saved_as_they_are(tmp_path: Path) -> None
     with SessionStore.create(tmp_path, {}) as store:
         store.append(turns, np.zeros(0), Head(0, np.zeros(0, np.int64), None, {}))
         assert store.turns() == turns
-
-
-@pytest.mark.parametrize("text", ["<think>why?</think>\n\nYes.", "why?\n</think>Yes."])
-def test_the_reply_of_an_older_version_is_divided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr("sirchat.saved.store._written", lambda turn: text)  # as it was written
-    chat = session(tiny(), budget=256)
-    list(chat.read_user("Is it?"))
-    list(chat.read_reply(text))
-    chat.ledger.flag(Flag.THINKING, range(chat.seen), False)
-    marks = Marks("<think>", "</think>", is_open=not text.startswith("<think>"))
-    monkeypatch.setattr("sirchat.text.template.Template.marks", marks)
-    Autosave(chat).close()
-    again = session(tiny(), budget=256)
-    with SessionStore.open(find_session(sessions_dir(), "last")) as store:
-        resume_session(again, store)
-        file = io.BytesIO()
-    export_session(store.path, file)
-    assert (again.turns[1].text, again.turns[1].thinking) == ("Yes.", "why?")
-    rows = again.tokens(range(again.seen))
-    assert "Yes" not in "".join(row.text for row in rows if "thinking" in row.flags)
-    assert "why?" in "".join(row.text for row in rows if "thinking" in row.flags)
-    last = json.loads(file.getvalue().splitlines()[-1])
-    assert last == {"role": "assistant", "content": "Yes.", "reasoning_content": "why?"}

@@ -274,7 +274,7 @@ def test_paths_say_what_lies_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     chat = session(tiny(), max_new_tokens=4)
     list(chat.ask("Hello."))
     saving = Autosave(chat)
-    saving.update()
+    saving.save()
     saving.close()
     told = run("paths").stdout
     (line,) = (one for one in told.splitlines() if one.startswith("saved chats"))

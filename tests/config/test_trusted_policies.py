@@ -12,7 +12,7 @@ import pytest
 from chatting import babbler
 from command import Done, run
 from saved_chats import Chat
-from session_files import without_sums
+from session_files import sum_again
 from sirchat import paths
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -115,7 +115,7 @@ def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
     session = Session(babbler(), Profile(policy="sink", max_new_tokens=4))
     list(session.ask("Hello."))
     saving = Autosave(session)
-    saving.update()
+    saving.save()
     ident = saving.id
     saving.close()
     path = paths.sessions_dir() / f"{ident}.sqlite"
@@ -132,13 +132,13 @@ def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
 
 def plant(path: Path, policy: str) -> None:
     """Put another policy into a saved chat."""
-    without_sums(path)
     with sqlite3.connect(path) as database:
         ((fields,),) = database.execute("SELECT fields FROM head").fetchall()
         changed = json.loads(fields)
         changed["profile"]["policy"] = policy
         database.execute("UPDATE head SET fields = ?", (json.dumps(changed),))
     database.close()
+    sum_again(path)
 
 
 @pytest.mark.parametrize("name", [".a:B", "..a:b", "a:b:c", ":"])

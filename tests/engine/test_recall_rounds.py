@@ -172,7 +172,7 @@ class Chat:
         """The file has what is held when the round is over; saving changes nothing."""
         assert self.autosave is not None
         before, held = digest(self.chat), self.chat.save().held
-        self.autosave.update()
+        self.autosave.save()
         assert digest_is(self.chat, before), "changed by saving"
         if (store := self.autosave._store) is not None:
             head = store.head()

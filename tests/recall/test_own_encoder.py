@@ -63,7 +63,7 @@ def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceE
     chat = session(usual, max_new_tokens=8, recall="meaning")
     saving = Autosave(chat)
     list(chat.ask("My name is Anna. I live in Rome."))
-    saving.update()
+    saving.save()
     saving.close_without_saving()
     assert saving._store is not None
     with SessionStore.open(saving._store.path) as store:

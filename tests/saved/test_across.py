@@ -117,7 +117,7 @@ def test_saved_passages_are_found_by_meaning_if_the_same_encoder_made_them() -> 
         list(chat.read_reply("Fine."))
         chat.recall.update()
         chat.recall.search.passages.vectors[:] = np.eye(8)[2 * number : 2 * number + 2]
-        saving.update()
+        saving.save()
         saving.close_without_saving()
     # Not a word is shared, but the vector is that of the second chat's message.
     vector = np.eye(8, dtype=np.float32)[2]

@@ -1,23 +1,27 @@
-"""Chats of an older sirchat open and go on as they did there.
+"""Chats of format 4 open and go on as they did there.
 
-`golden/saved-chats` was written by version 0.1.0 in November 2026: two chats with evictions, recall
-and pins, and the search index. That of `tiny` has a name and a summary, that of `babbler` has keys
-and values.
+`golden/saved-chats` was written in November 2026: two chats with evictions, recall and pins, and
+the search index. That of `tiny` has a name, a summary and two system prompts, and its program was
+killed; that of `babbler` has keys and values.
 """
 
 from __future__ import annotations
 
 import json
-import time
+import sqlite3
 import zipfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import pytest
 
 from chatting import answer, babbler, tiny
-from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
+from sirchat.errors import DamagedSessionError
+from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
@@ -42,43 +46,51 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
     folder: Path, model: str
 ) -> None:
     expected = CHATS[model]
-    with SessionStore.open(folder / f"{expected['id']}.sqlite") as store:
-        head = store.head()
-        assert head is not None
-        assert (store.kv.load(head.fields["kv"]) is not None) == (model == "babbler")
-        session = Session(MODELS[model](), saved_profile(store))
-        resume_session(session, store)
-    assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]
-    assert session.seen == expected["seen"]
-    rows, recalled = session.snapshot().rows, head.fields["recalled"]
-    assert [row.position for row in rows] == [at for at in expected["held"] if at not in recalled]
-    assert [row.position for row in rows if "pinned" in row.flags] == expected["pinned"]
-    # Recall was not as it is now: the next reply is version 0.1.0's without it, once the policy had
-    # chosen anew from all rows.
-    budget = session.budget
-    session.switch("/set", recall="off", budget=400)
-    session.switch("/set", budget=budget)
+    path = folder / f"{expected['id']}.sqlite"
+    for _ in range(2):  # as it was written, then converted
+        with SessionStore.open(path) as store:
+            head = store.head()
+            assert head is not None
+            assert (store.kv.load(head.fields["kv"]) is not None) == (model == "babbler")
+            session = Session(MODELS[model](), saved_profile(store))
+            resume_session(session, store)
+        assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]
+        rows, flags = session.save().rows, session.ledger.column("flags")
+        assert session.seen == expected["seen"]
+        assert session.save().held.tolist() == expected["held"]
+        assert session.ledger.pinned_positions.tolist() == expected["pinned"]
+        assert np.flatnonzero(flags & Flag.EXCLUDED).tolist() == expected["excluded"]
+        assert {name: crc32(rows[name].tobytes()) for name in expected["rows"]} == expected["rows"]
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
-    held = {row.position for row in session.snapshot().rows}
-    assert set(expected["pinned"]) <= held <= set(expected["held_after"])
-    assert len(expected["held_after"]) - len(held) < 8, "but for a part of what a reply evicts"
+    assert session.save().held.tolist() == expected["held_after"]
 
 
-def test_an_older_chat_has_no_times_and_new_messages_get_theirs(folder: Path) -> None:
-    chat, before = CHATS["tiny"], time.time()
-    with SessionStore.open(folder / f"{chat['id']}.sqlite") as store:
+def test_an_older_chat_is_saved_on_with_its_pins(folder: Path) -> None:
+    path = folder / f"{CHATS['tiny']['id']}.sqlite"
+    with SessionStore.open(path) as store:
         session = Session(tiny(), saved_profile(store))
         resume_session(session, store)
-        assert {turn.time for turn in session.turns} == {None}
-        autosave, old = Autosave(session, store), len(session.turns)
+        saving = Autosave(session, store)
+        list(session.pin("Oslo"))
         list(session.read_user("Where does Anna live now?"))
-        autosave.update()
-    with SessionStore.open(folder / f"{chat['id']}.sqlite") as store:
-        times = [turn.time for turn in store.turns()]
-    assert times[:old] == [None] * old
-    assert len(times) == old + 1
-    assert before - 1 <= (times[old] or 0) <= time.time()
-    assert [turn.time for turn in read_whole(session).turns] == times
+        saving.save()
+    with SessionStore.open(path) as store:
+        again = Session(tiny(), saved_profile(store))
+        resume_session(again, store)
+    assert again.turns == session.turns
+    flags = [chat.ledger.column("flags") & ~np.uint8(Flag.RECALLED) for chat in (again, session)]
+    assert flags[0].tolist() == flags[1].tolist()
+
+
+@pytest.mark.parametrize("table", ["turns SET text = text || '.'", "rows SET data = zeroblob(60)"])
+def test_damage_of_an_older_chat_is_found(folder: Path, table: str) -> None:
+    path = folder / f"{CHATS['tiny']['id']}.sqlite"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE {table}")
+    before = path.read_bytes()
+    with pytest.raises(DamagedSessionError):
+        SessionStore.open(path)
+    assert path.read_bytes() == before
 
 
 def test_older_chats_are_listed_and_found_by_their_names_and_words(folder: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from session_files import ROW, columns, head_at, new, refusal, rows_at, said
 from sirchat.saved import database as files
 from sirchat.saved import keys_values
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
 
 texts = st.text(max_size=40)
 numbers = st.floats(width=32, allow_nan=False).filter(lambda one: one < np.inf)  # as logits are
@@ -30,7 +30,7 @@ steps = st.lists(
         st.tuples(st.just("append"), st.lists(texts, max_size=3), st.integers(0, 9)),
         st.tuples(st.just("truncate"), st.integers(0, 9), st.integers(0, 30)),
         st.tuples(st.just("replace"), st.lists(texts, max_size=3), st.integers(0, 9)),
-        st.tuples(st.just("save_state"), st.none(), st.none()),
+        st.tuples(st.just("save_head"), st.none(), st.none()),
         st.tuples(st.just("reopen"), st.none(), st.none()),
     ),
     max_size=8,
@@ -60,14 +60,14 @@ def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopeni
             case "truncate":
                 turns, seen = turns[:what], min(seen, count)
                 head = head_at(seen, logits, **fields, number=number)
-                session.truncate(what, seen, head)
+                session.append([], rows_at(range(0)), head, kept=Kept(what, seen))
             case "replace":
                 turns, seen = said(*what), count
                 head = head_at(seen, logits, **fields, number=number)
                 session.replace(turns, rows_at(range(seen)), head)
-            case "save_state":
+            case "save_head":
                 head = head_at(seen, logits, **fields, number=number)
-                session.save_state(head)
+                session.append([], rows_at(range(0)), head)
             case "reopen":
                 session.close()
                 session = SessionStore.open(session.path)
@@ -111,45 +111,15 @@ def test_rows_of_other_fields_are_refused(tmp_path: Path) -> None:
         assert len(session.rows(ROW)) == 3
 
 
-WIDER = np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("more", np.float32)])
-
-
-def wider(rows: Any, more: float) -> Any:
-    found = np.zeros(len(rows), WIDER)
-    for name in ROW.names or ():
-        found[name] = rows[name]
-    found["more"] = more
-    return found
-
-
-def test_a_column_that_an_older_sirchat_did_not_save_is_unknown_and_saved_from_now_on(
-    tmp_path: Path,
-) -> None:
-    path = new(tmp_path, "one")
-    with SessionStore.open(path) as session:
-        assert np.isnan(session.rows(WIDER)["more"]).all()
-        assert columns(session.rows(ROW)) == columns(rows_at(range(3)))  # reading changes nothing
-        session.append(said("two", start=1), wider(rows_at(range(3, 5)), 2.5), head_at(5))
-    with SessionStore.open(path) as session:
-        rows = session.rows(WIDER)
-        assert np.isnan(rows["more"][:3]).all()
-        assert rows["more"][3:].tolist() == [2.5, 2.5]
-        assert columns(rows[list(ROW.names or ())]) == columns(rows_at(range(5)))
-        session.truncate(1, 4, head_at(4))
-        assert session.rows(WIDER)["more"][3:].tolist() == [2.5]
-    with SessionStore.open(new(tmp_path, "one")) as session:
-        session.replace(said("two"), wider(rows_at(range(2)), 1.0), head_at(2))
-        assert session.rows(WIDER)["more"].tolist() == [1.0, 1.0]
-
-
 def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
+        none = rows_at(range(0))
         misfits: list[Callable[[], object]] = [
             lambda: session.append(said("two", start=1), rows_at(range(3, 5)), head_at(4)),
-            lambda: session.truncate(0, 4, head_at(4)),
-            lambda: session.truncate(0, 1, head_at(2)),
+            lambda: session.append([], none, head_at(4), kept=Kept(0, 4)),
+            lambda: session.append([], none, head_at(2), kept=Kept(0, 1)),
             lambda: session.replace(said("two"), rows_at(range(5)), head_at(4)),
-            lambda: session.save_state(head_at(2)),
+            lambda: session.append([], none, head_at(2)),
         ]
         for act in misfits:
             with pytest.raises(ValueError, match=r"rows|tokens"):
@@ -304,7 +274,8 @@ def test_erased_text_is_in_no_file(
             session.append(said(text, start=index), rows, head)
             session.kv.save({"keys": torch.ones(2)}, text)
         kept = max(0, len(texts) - undone)
-        session.truncate(kept, 3 * kept, head_at(3 * kept, text=SECRET))
+        head = head_at(3 * kept, text=SECRET)
+        session.append([], rows_at(range(0)), head, kept=Kept(kept, 3 * kept))
         assert SECRET.encode() in everything_in(folder)
         clean = [text.replace(SECRET, "") for text in texts[:kept]]
         session.replace(said(*clean), rows_at(range(3 * kept)), head_at(3 * kept))
@@ -317,7 +288,7 @@ def test_erased_text_is_in_no_file(
 def test_undone_turns_are_overwritten(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
-        session.truncate(1, 3, head_at(3))
+        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
         assert SECRET.encode() not in everything_in(tmp_path)
 
 

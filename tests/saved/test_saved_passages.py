@@ -21,7 +21,7 @@ from sirchat.errors import DamagedSessionError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, Kept, SavedPassages, SessionStore
 
 
 def passages(*spans: tuple[int, int]) -> SavedPassages:
@@ -48,7 +48,7 @@ def test_passages_are_saved_with_their_turn_and_go_with_it(tmp_path: Path) -> No
     with SessionStore.open(path) as session:
         assert_saved(session, every)
         assert every.vectors[2].tobytes() in path.read_bytes()
-        session.truncate(1, 3, head_at(3))
+        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3, 3))
         assert every.vectors[2].tobytes() not in path.read_bytes()
     with SessionStore.open(path) as session:
         assert_saved(session, passages((0, 2), (2, 3)))
@@ -66,7 +66,7 @@ def test_a_passage_that_gives_way_to_a_longer_one_leaves_a_file_that_opens(tmp_p
         session.append(said("one"), rows_at(range(3)), head_at(3), passages((0, 1), (1, 3)))
         longer = passages((0, 1), (1, 5))
         added = SavedPassages(longer.rows[1:], longer.vectors[1:])
-        session.append([], rows_at(range(3, 5)), head_at(5), added, kept=1)
+        session.append([], rows_at(range(3, 5)), head_at(5), added, kept=Kept(passages=1))
     with SessionStore.open(path) as session:
         assert_saved(session, longer)
 
@@ -102,7 +102,7 @@ def talk(model: LoadedModel, *texts: str) -> tuple[Session, Autosave]:
     saving = Autosave(chat)
     for text in texts:
         list(chat.ask(text))
-        saving.update()
+        saving.save()
     return chat, saving
 
 
@@ -136,14 +136,14 @@ def test_vectors_go_with_an_undone_turn_and_with_an_erased_word() -> None:
     chat, saving = talk(encoding(), "My name is Anna. I live in Rome.", "Tell me a joke.")
     before = found(chat)[1].copy()
     chat.undo()
-    saving.update()
+    saving.save()
     chat.erase("Anna")
-    saving.update()
+    saving.save()
     assert saving._store is not None
     content = saving._store.path.read_bytes()
     assert not [one for one in (before[0], before[-1]) if one.tobytes() in content]
     list(chat.ask("Who am I?"))
-    saving.update()
+    saving.save()
     rows, vectors = found(chat)
     again = found(resumed(saving, encoding()))
     assert again[0] == rows
@@ -161,7 +161,7 @@ def test_vectors_of_another_encoder_are_not_used_and_soon_gone() -> None:
     with SessionStore.open(saving._store.path) as store:
         saving = Autosave(again, store)
         list(again.ask("Tell me a joke."))
-        saving.update()
+        saving.save()
         rows, vectors = found(again)
         saved = store.passages()
         assert saved.rows.tolist() == rows

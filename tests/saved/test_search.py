@@ -15,7 +15,7 @@ from sirchat.errors import SessionError, UsageError
 from sirchat.saved.index import NAME
 from sirchat.saved.search import Hit, search_sessions
 from sirchat.saved.session_list import branches_of, check_name, find_session, remove_session
-from sirchat.saved.store import SessionStore
+from sirchat.saved.store import Kept, SessionStore
 
 SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
 
@@ -137,7 +137,7 @@ def erase(path: Path) -> None:
 
 def undo(path: Path) -> None:
     with SessionStore.open(path) as session:
-        session.truncate(1, 3, head_at(3))
+        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
 
 
 def lose(path: Path) -> None:
@@ -244,7 +244,7 @@ for n in range(5):
         s.append(said("rome", "soon undone"), rows_at(range(6)), head_at(6))
     search_sessions(path, "rome")
     with SessionStore.open(s.path) as s:
-        s.truncate(1, 3, head_at(3))
+        s.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
 print(len(search_sessions(path, "undone").hits) < 3)
 """
     others = [Elsewhere(code, tmp_path) for _ in range(3)]

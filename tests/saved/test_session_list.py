@@ -210,7 +210,7 @@ def test_a_process_killed_while_it_created_a_chat_leaves_nothing_in_the_list(
 
     path = new(tmp_path, "a chat")
     with monkeypatch.context() as patch:
-        patch.setattr("sirchat.saved.store.put_sums", killed)
+        patch.setattr("sirchat.saved.store.put", killed)
         with pytest.raises(SystemExit):
             SessionStore.create(tmp_path, {})
     assert len([*tmp_path.glob("*.sqlite")]) == 2

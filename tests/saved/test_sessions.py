@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from chatting import babbler, random_model, session, tiny
 from scorers import random_scorer
-from session_files import without_sums
 from sirchat.chat.pinned_summary import PREFIX, pin_summary
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -44,7 +39,7 @@ def talk(chat: Session, saving: Autosave | None, messages: list[str]) -> None:
     for text in messages:
         list(chat.ask(text))
         if saving:
-            saving.update()
+            saving.save()
 
 
 def saved(messages: list[str], model: LoadedModel | None = None, **settings: Any) -> Session:
@@ -109,42 +104,6 @@ def scored() -> LoadedModel:
     return replace(babbler(), scorer=random_scorer(babbler(), (1, 2)))
 
 
-def forget_scores(path: Path) -> None:
-    """Make it a file of a sirchat that had no learned scores, and no check sums."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        (written,) = connection.execute("SELECT value FROM about WHERE name = 'row'").fetchone()
-        *fields, last = json.loads(written)
-        assert last == ["learned_score", "<f4"]
-        row = np.dtype([(name, kind) for name, kind in json.loads(written)])
-        for start, data in connection.execute("SELECT start, data FROM rows").fetchall():
-            rows = np.frombuffer(data, np.uint8).reshape(-1, row.itemsize)
-            connection.execute(
-                "UPDATE rows SET data = ? WHERE start = ?", (rows[:, :-4].tobytes(), start)
-            )
-        connection.execute("UPDATE about SET value = ? WHERE name = 'row'", (json.dumps(fields),))
-    without_sums(path)
-
-
-def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
-    folder: Path,
-) -> None:
-    chat = saved(MESSAGES[:3], scored(), policy="learned")
-    seen = chat.seen
-    forget_scores(find_session(folder, "last"))
-    again, store = reopened(folder, scored())
-    assert np.isnan(again.save().rows["learned_score"]).all()
-    saving = Autosave(again, store)
-    talk(again, saving, MESSAGES[3:6])
-    saving.close()
-    scores = again.save().rows["learned_score"]
-    known = np.isfinite(scores)
-    assert not known[:seen].any()
-    assert known[seen:].all()
-    last = resumed(folder, scored())
-    assert state(last) == state(again)
-    assert np.array_equal(last.save().rows["learned_score"], scores, equal_nan=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"), [*((name, "float32") for name in POLICIES), ("salience", "bfloat16")]
@@ -207,11 +166,11 @@ def test_undone_turns_are_not_on_disk_and_the_new_ones_are(folder: Path) -> None
     talk(chat, saving, MESSAGES[:4])
     list(chat.undo())
     list(chat.undo())
-    saving.update()
+    saving.save()
     assert b"3 some words and 9" not in b"".join(p.read_bytes() for p in folder.iterdir())
     talk(chat, saving, ["something else"])
     list(chat.retry())
-    saving.update()
+    saving.save()
     saving.close()
     again = resumed(folder, babbler())
     assert state(again) == state(chat)
@@ -222,11 +181,11 @@ def test_undone_turns_are_not_on_disk_and_the_new_ones_are(folder: Path) -> None
 def test_a_reset_begins_another_session_and_one_without_turns_is_not_saved(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    saving.update()
+    saving.save()
     assert not folder.exists() or not list(folder.iterdir())
     talk(chat, saving, MESSAGES[:2])
     chat.reset()
-    saving.update()
+    saving.save()
     talk(chat, saving, MESSAGES[2:3])
     saving.close()
     found = list_sessions(folder).sessions
@@ -270,9 +229,7 @@ def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> N
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_summary_is_one_after_a_resume(folder: Path, is_old: bool, rebuild: bool) -> None:
-    """The files of old versions list no summaries: there, the text tells them."""
+def test_a_summary_is_one_after_a_resume(folder: Path, rebuild: bool) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     talk(chat, saving, MESSAGES[:2])
@@ -280,15 +237,10 @@ def test_a_summary_is_one_after_a_resume(folder: Path, is_old: bool, rebuild: bo
     list(chat.read_user(PREFIX + "so I say."))
     saving.close()
     with SessionStore.open(find_session(folder, "last")) as store:
-        head = store.head()
-        assert head is not None
-        if is_old:
-            del head.fields["conversation"]["summaries"]
-            store.save_state(head)
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)
     summaries = [turn.is_summary for turn in again.turns]
-    assert summaries == [*(turn.is_summary for turn in chat.turns[:-1]), is_old]
+    assert summaries == [*(turn.is_summary for turn in chat.turns[:-1]), False]
 
 
 def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(

@@ -163,13 +163,13 @@ def test_a_change_during_a_reply_waits_for_its_end() -> None:
 def test_changes_at_the_same_time_are_made_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = Autosave.update
+    usual = Autosave.save
 
     def slow(saving: Autosave) -> None:
         sleep(0.03)
         usual(saving)
 
-    monkeypatch.setattr(Autosave, "update", slow)
+    monkeypatch.setattr(Autosave, "save", slow)
     with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
         _, ident = asked(server, SECRET)
         changes = [{"erase": "Zebulon"}, {"erase": "Oslo"}, {"policy": "sink"}, {"decay": 0.9}]

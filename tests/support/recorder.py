@@ -224,7 +224,7 @@ class _RunningSession:
     def resume(self) -> dict[str, Any]:
         """Save, close, and resume as another session."""
         saving = Autosave(self.session)
-        saving.update()
+        saving.save()
         path = None if saving._store is None else saving._store.path
         saving.close()
         if path is None:

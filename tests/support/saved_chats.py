@@ -45,7 +45,7 @@ class Chat:
         for text in texts:
             self.models.drop_former()
             list(self.session.ask(text))
-            self.saved_chat.update()
+            self.saved_chat.save()
 
     def do(self, line: str) -> str:
         """Run a command; returns what it shows."""
@@ -54,7 +54,7 @@ class Chat:
         if isinstance(action, SwitchSession):
             self.session = action.session
             self.commands = self._new_commands()
-        self.saved_chat.update()
+        self.saved_chat.save()
         return self.out.getvalue()[before:]
 
     def _new_commands(self) -> Commands:

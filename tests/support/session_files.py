@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from forked_chat import fork
 from sirchat.errors import SessionError
+from sirchat.saved.database import TABLES, record_sum
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 ROW = np.dtype(
@@ -72,13 +73,13 @@ def new(folder: Path, *texts: str, model: str = "tiny") -> Path:
         return session.path
 
 
-def without_sums(path: Path) -> None:
-    """Make it a file of the first format, which had no check sums, so that it can be changed."""
+def sum_again(path: Path) -> None:
+    """Give changed records the check sums that they would have if they had been saved so."""
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DELETE FROM about WHERE name = 'sums'")
-        connection.execute("ALTER TABLE turns DROP COLUMN time")
-        connection.execute("DROP TABLE passages")
-        connection.execute("PRAGMA user_version = 1")
+        for table in TABLES:
+            for rowid, *values, _ in connection.execute(f"SELECT rowid, * FROM {table}").fetchall():
+                new = (record_sum(values), rowid)
+                connection.execute(f"UPDATE {table} SET sum = ? WHERE rowid = ?", new)
         connection.commit()
 
 

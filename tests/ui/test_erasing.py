@@ -115,7 +115,7 @@ def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> 
             [f"sirchat.ui.typed_input.InMemory.{name}" for name in ("lines", "erase")],
             "the typed lines could not be erased from",
         ),
-        (["sirchat.saved.autosave.Autosave.update"], ".sqlite"),
+        (["sirchat.saved.autosave.Autosave.save"], ".sqlite"),
     ],
     ids=["history", "unreadable history", "saved chat"],
 )

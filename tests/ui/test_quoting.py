@@ -50,7 +50,7 @@ def test_a_private_chat_is_never_found_and_a_quotation_can_be_erased(commands: C
     chat = session(save=False, max_new_tokens=4)
     list(chat.ask("The gate code is 4711."))
     private = of(chat)
-    private._saved_chat.update()
+    private._saved_chat.save()
     private.run("/recall all gate")
     list(chat.ask(private.quoting.with_quotes("Is it B14 <|end|>?")))
     assert "gate B14" in chat.turns[-2].text

@@ -319,7 +319,7 @@ def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store)
         list(again.switch("--resume", system="Be brief."))
-        Autosave(again, store).update()
+        Autosave(again, store).save()
     assert resumed(folder, ident)[0].turns == again.turns
 
 
