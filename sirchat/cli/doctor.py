@@ -45,10 +45,6 @@ def doctor(
     device_map: Annotated[
         str, typer.Option(metavar="auto|balanced|FILE", help="Spread the model over devices.")
     ] = "off",
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Measure anew what is fastest here, for later starts."),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
@@ -62,7 +58,7 @@ def doctor(
         from sirchat.models.doctor import run_checks
 
     results = []
-    for result in run_checks(model, device_map, profile.recall_encoder, measures=measure):
+    for result in run_checks(model, device_map, profile.recall_encoder):
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

@@ -82,10 +82,10 @@ class Profile(BaseModel):
     them unpacked, as dtype."""
     unpack_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number type to which a CPU unpacks packed weights where many tokens are read at once; auto is
-    the one that is measured to be faster here."""
+    the one that is faster with the processor's features."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of keys and values in the cache; auto is that of dtype. If the weights are
-    packed, auto on a CPU is float16 or bfloat16, whichever is measured to be faster here."""
+    packed, auto on a CPU is bfloat16."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether a CPU generates tokens with a compiled program: auto uses one that exists; if there
     is none, a chat compiles it in the background; on compiles it before the start. On a GPU, off

@@ -27,9 +27,9 @@ from sirchat.models import background
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import pickle_without_weights, program_name, without_weights
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.measuring import own_rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import ANY_ROWS, matmul_method_of, set_matmul_method
+from sirchat.models.processor import own_rows
 from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
@@ -183,7 +183,7 @@ def _missing_of(model: LoadedModel) -> _Missing | None:
     if step is not None and (library or _is_step_to_be_made(step)):
         graph = without_weights(step.graph)
         if library and how is not None:  # the step is compiled for it, though it is not loaded yet
-            set_matmul_method(graph, how._replace(own=own_rows(model.module)))
+            set_matmul_method(graph, how._replace(own=own_rows()))
         if _is_to_be_made(path := compiled_dir() / program_name(graph)):
             paths.append(path)
             pickled = pickle.dumps(graph)
@@ -270,7 +270,7 @@ def _use_products(model: LoadedModel) -> str:
         return ""
     problem = _load(path, lambda: load_library(path))
     if not problem and path.exists():
-        set_matmul_method(model.module, how._replace(own=own_rows(model.module)))
+        set_matmul_method(model.module, how._replace(own=own_rows()))
     return problem
 
 

@@ -22,9 +22,9 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import compiled_in_words, products_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
-from sirchat.models.measuring import choices_for, choose_matmul_method, measure_choices, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.packed import ANY_ROWS, matmul_method_of
+from sirchat.models.processor import processor
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
@@ -51,16 +51,9 @@ class Finding:
 
 
 def run_checks(
-    model_name: str,
-    device_map: str = "off",
-    recall_encoder: str = "auto",
-    *,
-    measures: bool = False,
+    model_name: str, device_map: str = "off", recall_encoder: str = "auto"
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last.
-
-    If `measures`, what is fastest on this processor is measured, and kept for later starts.
-    """
+    """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -72,7 +65,7 @@ def run_checks(
         yield _folder(f"{name} folder", folder)
     if recall_encoder != "auto":
         yield _own_encoder(recall_encoder)
-    yield from _model(model_name, device_map, measures)
+    yield from _model(model_name, device_map)
 
 
 def _version(distribution: str) -> str:
@@ -107,7 +100,7 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str, device_map: str, measures: bool) -> Iterator[Finding]:
+def _model(name: str, device_map: str) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(name, device_map=device_map, rows=MOST_ROWS)
@@ -124,7 +117,7 @@ def _model(name: str, device_map: str, measures: bool) -> Iterator[Finding]:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)
     use_compiled(model, "auto")
-    yield from _choices(model, measures)
+    yield from _choices(model)
     yield from _memory(model)
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
@@ -142,13 +135,8 @@ def _own_encoder(name: str) -> Finding:
     return Finding("recall encoder", f"{name}, {encoder.size} numbers, {took:.0f} ms a sentence")
 
 
-def _choices(model: LoadedModel, measures: bool) -> Iterator[Finding]:
-    """What was chosen by speed, and the times by which it was chosen."""
-    is_packed = matmul_method_of(model.module) is not None
-    if is_packed and measures:
-        measure_choices(model.module)
-        choose_matmul_method(model.module, "auto")
-        use_compiled(model, "auto")
+def _choices(model: LoadedModel) -> Iterator[Finding]:
+    """What was chosen because it is fastest on this processor."""
     yield Finding("cache", str(model.cache_dtype).removeprefix("torch."))
     how = matmul_method_of(model.module)
     if how is None:
@@ -157,13 +145,6 @@ def _choices(model: LoadedModel, measures: bool) -> Iterator[Finding]:
     most = max(how.few_4, how.own)
     reading = "not to read" if most >= ANY_ROWS else f"to read more than {most} tokens at once"
     yield Finding("unpacked weights", f"{how.dtype}, {reading}")
-    times = choices_for(model.module).times
-    shown = (
-        f"{work}: {', '.join(f'{way} {ms:.3g}' for way, ms in ways.items())}"
-        for work, ways in times.items()
-    )
-    usual = "nothing yet, the processor's features decide; sirchat doctor --measure measures"
-    yield Finding("measured, in ms", "; ".join(shown) or usual)
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:

@@ -31,7 +31,6 @@ from sirchat.models.devices import (
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
 from sirchat.models.hub import must_use_cache
-from sirchat.models.measuring import CacheTypeName, UnpackName, choose_matmul_method
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
@@ -44,6 +43,7 @@ from sirchat.models.probe import (
     refuse_other_weights,
     refuse_unsupported_layers,
 )
+from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import refuse_larger_config, weights_in_folder
@@ -106,7 +106,7 @@ def load_model(
     threads: int = 0,
     quantize: Quantize = "auto",
     unpack: UnpackName = "auto",
-    cache_type: CacheTypeName = "auto",
+    cache_type: DtypeName = "auto",
     for_hub: bool = False,
     device_map: str = "off",
     rows: int = 0,

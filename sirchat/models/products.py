@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sirchat.models.measuring import cpuinfo, processor
 from sirchat.models.packed import (
     GROUP,
     Int4Linear,
@@ -34,6 +33,7 @@ from sirchat.models.packed import (
     has_own_products,
     packing_layout,
 )
+from sirchat.models.processor import cpuinfo, processor
 
 SOURCE = Path(__file__).with_name("products.cpp")
 

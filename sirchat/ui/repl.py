@@ -14,7 +14,6 @@ from sirchat.chat.summary import make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.devices import threads_in_words
-from sirchat.models.measuring import check_in_background
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
@@ -85,7 +84,6 @@ class Chat:
         )
         self._debug = debug
         self._has_asked_to_leave = False
-        self._is_checked = screen.terminal is None  # whether choices by speed need no check
         self.tools = ToolUse(
             tools or ToolFlags(),
             screen,
@@ -286,9 +284,6 @@ class Chat:
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
-        if not self._is_checked:  # now, while the user reads the reply
-            self._is_checked = True
-            check_in_background(self._session.model.module)
 
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False

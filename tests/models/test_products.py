@@ -21,7 +21,6 @@ from sirchat.memory.ledger import Ledger
 from sirchat.models import compiling, products
 from sirchat.models.compiling import products_in_words, use_compiled
 from sirchat.models.load import load_model
-from sirchat.models.measuring import own_rows
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     ANY_ROWS,
@@ -33,6 +32,7 @@ from sirchat.models.packed import (
     matmul_method_of,
     set_matmul_method,
 )
+from sirchat.models.processor import own_rows
 from sirchat.paths import compiled_dir, private_dir
 
 pytestmark = pytest.mark.skipif(
@@ -167,7 +167,7 @@ def test_a_model_uses_a_library_that_is_there_and_that_only_its_owner_can_write(
         monkeypatch.delenv(name, raising=False)
     there = private_dir(compiled_dir()) / library.name
     there.write_bytes(library.read_bytes())
-    for mode, used in ((0o620, 0), (0o600, own_rows(packed().module))):
+    for mode, used in ((0o620, 0), (0o600, own_rows())):
         there.chmod(mode)
         model = packed()
         use_compiled(model, "auto")
@@ -195,7 +195,7 @@ def test_a_chat_has_it_made_in_the_background_and_multiplies_by_it(
     thread = compiling.compile_in_background(model)
     assert thread is not None
     thread.join(60)
-    assert model_rows(model) == own_rows(model.module)
+    assert model_rows(model) == own_rows()
     after = model.forward(ids, model.new_cache(60))
     assert not torch.equal(after, before)
     assert (after - before).norm() < 0.06 * before.norm()

@@ -13,7 +13,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import UsageError
 from sirchat.models.devices import physical_cores
-from sirchat.models.measuring import cpuinfo, processor
+from sirchat.models.processor import cpuinfo, processor
 
 # CPU instruction sets that make matrix products and attention faster, the newest first
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")

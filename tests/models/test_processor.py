@@ -1,0 +1,125 @@
+"""The cache's type, and how packed weights are multiplied, suit the processor's features."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from chatting import tiny
+from command import run
+from gguf_file import write_gguf
+from sirchat.config.profile import Profile
+from sirchat.models import processor
+from sirchat.models.doctor import run_checks
+from sirchat.models.load import load_model, load_model_of
+from sirchat.models.packed import ANY_ROWS, MatmulMethod, matmul_method_of
+from sirchat.models.processor import Features, fastest_method, features, own_rows
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+AVX2, AVX512 = Features("AVX2", False, False), Features("AVX512", False, False)
+BFLOAT16, AMX = Features("AVX512", True, False), Features("AVX512", True, True)
+IN_FLOAT32 = MatmulMethod("float32", 64, 32, 32, ANY_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("found", "method"),
+    [
+        (BFLOAT16, MatmulMethod("bfloat16", 32, 8, 8, ANY_ROWS)),
+        (AMX, MatmulMethod("bfloat16", 32, 8, 8, 64)),
+        (AVX512, MatmulMethod("float32", 64, 64, 64, ANY_ROWS)),
+        (AVX2, IN_FLOAT32),
+        (Features("DEFAULT", False, False), IN_FLOAT32),  # as on ARM without bfloat16
+        (Features("DEFAULT", True, False), MatmulMethod("bfloat16", 32, 8, 8, ANY_ROWS)),
+    ],
+)
+def test_the_features_decide_how_packed_weights_are_multiplied(
+    found: Features, method: MatmulMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These were the fastest ways where all were measured: AVX2, AVX-512 with and without BF16."""
+    assert fastest_method(found) == method
+    monkeypatch.setattr(processor, "features", lambda: found)
+    assert own_rows() == method.own
+    model = load_model("tiny", device="cpu", quantize="int4")
+    assert matmul_method_of(model.module) == method._replace(own=0), "products.cpp is not loaded"
+
+
+@pytest.mark.parametrize(
+    ("machine", "answers", "most", "wanted"),
+    [
+        ("x86_64", {"bf16", "onednn"}, "", BFLOAT16),
+        ("AMD64", {"amx", "onednn"}, "DEFAULT", AMX),
+        ("x86_64", {"bf16", "amx", "onednn"}, "AVX512_CORE_AMX", AMX),
+        ("x86_64", {"bf16", "amx", "onednn"}, "AVX512_CORE_BF16", BFLOAT16),
+        ("x86_64", {"bf16", "amx", "onednn"}, "AVX512_CORE_VNNI", AVX512),
+        ("x86_64", {"bf16", "amx"}, "AVX2", AVX512),
+        ("x86_64", {"onednn"}, "", AVX512),
+        ("aarch64", {"onednn"}, "", BFLOAT16),
+        ("aarch64", set[str](), "", AVX512),
+    ],
+)
+def test_features_are_those_that_torch_and_onednn_may_use(
+    machine: str, answers: set[str], most: str, wanted: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "bf16" in answers)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx" in answers)
+    monkeypatch.setattr(processor, "has_fast_bfloat16", lambda: "onednn" in answers)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert features() == wanted
+
+
+def test_the_cache_of_packed_weights_has_two_bytes_a_number_or_what_is_set() -> None:
+    model = load_model("tiny", device="cpu", quantize="int4")
+    assert model.cache_dtype == torch.bfloat16
+    for kind in ("float16", "bfloat16", "float32"):
+        assert replace(model, cache_type=kind).cache_dtype == getattr(torch, kind)
+    assert tiny().cache_dtype == torch.float32, "other weights keep their own type"
+
+
+def test_doctor_says_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+
+    def doctor(found: Features) -> dict[str, str]:
+        monkeypatch.setattr(processor, "features", lambda: found)
+        early = takewhile(lambda finding: finding.name != "memory", run_checks(str(model)))
+        return {finding.name: finding.value for finding in early}
+
+    assert doctor(BFLOAT16)["unpacked weights"] == "bfloat16, to read more than 32 tokens at once"
+    found = doctor(AVX2)
+    assert found["unpacked weights"] == "float32, to read more than 64 tokens at once"
+    assert found["cache"] == "bfloat16"
+
+
+def test_the_setting_reaches_the_cache_and_the_list_of_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_model_of(Profile(device="cpu", cache_dtype="bfloat16", compile="off"))
+    cache = model.new_cache(4)
+    model.forward([5], cache)
+    cache.commit(1)
+    assert cache.layer_keys(0).dtype == torch.bfloat16
+    sizes = [
+        json.loads(run("models", "--json", SIRCHAT_CACHE_DTYPE=kind).stdout)[0]["kv_cache_bytes"]
+        for kind in ("float32", "bfloat16")
+    ]
+    assert sizes[0] == 2 * sizes[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_setting_fixes_the_type_to_which_weights_are_unpacked(
+    dtype: Literal["bfloat16", "float32"],
+) -> None:
+    profile = Profile(device="cpu", quantize="int4", unpack_dtype=dtype, compile="off")
+    how = matmul_method_of(load_model_of(profile).module)
+    assert how is not None
+    assert how.dtype == dtype
+    assert matmul_method_of(tiny().module) is None
