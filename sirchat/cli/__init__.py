@@ -3,12 +3,10 @@
 import os
 import sys
 from contextlib import suppress
-from threading import Thread
 
-from sirchat.cli.registry import command_index, overview
+from sirchat.cli.registry import overview
 from sirchat.cli.signals import prepare_streams
-from sirchat.errors import SirchatError
-from sirchat.models.importing import defer_parts_of_torch, preload_torch
+from sirchat.models.importing import defer_parts_of_torch
 
 __all__ = ("main",)
 
@@ -42,20 +40,6 @@ def _run() -> None:
     except OSError:  # torch could not be loaded
         sys.exit("sirchat: the working folder was deleted (cd to another one)")
     defer_parts_of_torch()
-    # A chat does it when its prompt is there.
-    typed = sys.argv[1:]
-    if typed[command_index(typed) :][:1] == ["ask"] and not {"--help", "-h"} & set(typed):
-        Thread(target=_preload, daemon=True).start()
     from sirchat.cli.app import main as run
 
     run()
-
-
-def _preload() -> None:
-    from sirchat.paths import server_file
-
-    with suppress(SirchatError, OSError):
-        if not any(
-            server_file("").parent.glob("*.port")
-        ):  # else a server may answer, without torch
-            preload_torch()

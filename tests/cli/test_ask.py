@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from io import BytesIO, StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ import uvicorn
 from chatting import babbler, tiny
 from command import Done, refused, run
 from serving import Served, served
-from sirchat import cli
 from sirchat.cli.asking import _events, _print
 from sirchat.cli.own_server import own_port
 from sirchat.engine.sampling import Sampler
@@ -321,29 +319,6 @@ def test_a_server_that_another_user_may_have_named_is_not_asked(asked: list[str]
     server_file("tiny").chmod(0o620)
     assert run("ask", JOKE).stdout
     assert not asked
-
-
-@pytest.mark.parametrize(
-    ("line", "is_ask"),
-    [
-        ("ask hi", True),
-        ("-m tiny --resume ask hi", True),
-        ("ask --help", False),
-        ("sessions search ask", False),
-        ("replay ask", False),
-        ("--policy=ask", False),
-    ],
-)
-def test_torch_is_loaded_beforehand_for_the_command_ask(
-    line: str, is_ask: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str] = []
-    monkeypatch.setattr(cli, "_preload", lambda: begun.append(line))
-    monkeypatch.setattr(cli, "Thread", lambda target, daemon: SimpleNamespace(start=target))
-    monkeypatch.setattr("sirchat.cli.app.main", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["sirchat", *line.split()])
-    cli.main()
-    assert begun == [line] * is_ask
 
 
 @contextmanager
