@@ -11,7 +11,6 @@ import typer
 
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
-from sirchat.cli.registry import lab_module
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
@@ -254,26 +253,6 @@ def models_prepared(
     _say(
         f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
     )
-
-
-@models_app.command("families")
-def models_families(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Families to check; default: all in transformers.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a Markdown table, one row per result.")
-    ] = False,
-    debug: Debug = False,
-) -> None:
-    """Check which families of models sirchat can run; takes a minute for all, downloads nothing.
-
-    A family is what `model_type` names in a model's config.json. For each family, a small model
-    with random weights is built. It reads 200 tokens under a budget of 64 tokens; then its cache is
-    compared with what transformers computes. The exit code is 1 if a family computes wrongly.
-    """
-    lab_module("families").print_checks(names, as_json=json, as_markdown=markdown)
 
 
 def _fit_devices(

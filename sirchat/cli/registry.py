@@ -5,11 +5,8 @@ The module is imported only when the command is used, and this one imports nothi
 """
 
 import textwrap
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
-
-from sirchat.errors import UsageError
 
 TEXT = """\
 Usage: sirchat [SETTINGS]              open a chat
@@ -60,7 +57,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compare": "run a transcript under several settings, side by side",
         "eval": "measure what a model remembers under a policy",
         "bench": "measure speed and memory",
-        "train": "train bundled models, or a model for policy anchor or learned",
+        "train": "train bundled models, a model with anchors, or an encoder",
         "doctor": "check versions, machine, files and a model, for bug reports",
         "completion": "complete commands and names in bash, zsh or fish",
         "man": "print a manual page of all commands and settings",
@@ -84,7 +81,6 @@ EXAMPLES: dict[str, str] = {
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
     "models prepared": "sirchat models prepared --remove",
-    "models families": "sirchat models families llama qwen3",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",
     "sessions search": "sirchat sessions search green door",
@@ -100,8 +96,6 @@ EXAMPLES: dict[str, str] = {
     "profiles path": "sirchat profiles path default",
     "profiles init": "sirchat profiles init mine",
     "eval": "sirchat eval facts-in-dialogue --help",
-    "eval facts": "sirchat eval facts --policies entropy,sink --budgets 256 --out facts",
-    "eval policies": "sirchat eval policies --policies entropy,sink,h2o --budgets 128,256",
     "eval focus": "sirchat eval focus -m smollm2 --data talk.jsonl",
     "eval facts-in-dialogue": "sirchat eval facts-in-dialogue -m smollm2 --data talk.jsonl",
     "eval dailydialog": "sirchat eval dailydialog --data SirLLM/data --scoring text --limit 60",
@@ -110,30 +104,16 @@ EXAMPLES: dict[str, str] = {
     "eval perplexity": "sirchat eval perplexity --text book.txt --policies full,sink --budgets 512",
     "eval locomo": "sirchat eval locomo -m smollm2 --data locomo10.json --budgets 512 --limit 20",
     "eval context": "sirchat eval context --policies anchor,full --limit 20",
-    "eval demonstrations": "sirchat eval demonstrations -m tiny-anchor --limit 20",
-    "eval anchor-attention": "sirchat eval anchor-attention --limit 20",
-    "eval attention": "sirchat eval attention --limit 20",
-    "eval uniformity": "sirchat eval uniformity --budgets 128",
     "eval retrieval": "sirchat eval retrieval --limit 20",
     "eval privacy": "sirchat eval privacy --limit 20",
-    "eval lm-eval": "sirchat eval lm-eval --tasks arc_easy -m smollm2 --limit 20",
     "bench": "sirchat bench decode --model smollm2",
     "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
     "bench start": "sirchat bench start --model smollm2",
-    "bench all": "sirchat bench all --model smollm2 --json",
-    "bench compare": "sirchat bench compare here.json there.json",
     "bench gpu": "sirchat bench gpu --json gpu.json",
     "bench make-model": "sirchat bench make-model 1b 1b.gguf",
-    "bench memory": "sirchat bench memory --model smollm2",
-    "bench panel": "sirchat bench panel",
-    "bench attention": "sirchat bench attention",
-    "bench recall": "sirchat bench recall --model smollm2 --archived 4000",
-    "bench archive": "sirchat bench archive --tokens 100000",
-    "bench training": "sirchat bench training --tokens 1024",
     "train": "sirchat train anchor --help",
     "train tiny": "sirchat train tiny --help",
     "train tiny-anchor": "sirchat train tiny-anchor --help",
-    "train scorer": "sirchat train scorer --model smollm2 --data talk.txt",
     "train encoder": "sirchat train encoder --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
@@ -174,13 +154,6 @@ def lazy_commands() -> dict[str, str]:
         **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
     }
     return {name: module for name, module in modules.items() if name in commands()}
-
-
-def lab_module(name: str) -> Any:
-    """A module of `sirchat.lab`; raises UsageError if that package is not installed."""
-    if find_spec("sirchat.lab") is None:
-        raise UsageError("this command needs the package sirchat.lab, which is not installed")
-    return import_module(f"sirchat.lab.{name}")
 
 
 def overview() -> str:

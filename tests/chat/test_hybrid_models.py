@@ -24,7 +24,6 @@ from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
-from sirchat.lab.small_models import build_small, causal_families
 from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
@@ -34,6 +33,7 @@ from sirchat.recall.recall import search
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
+from small_models import build_small, causal_families
 
 SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(4)]

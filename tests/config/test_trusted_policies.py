@@ -70,7 +70,7 @@ def test_a_profile_cannot_run_code(here: Path, planted: str, where: str) -> None
 def test_no_command_runs_it(here: Path, planted: str, command: str) -> None:
     (here / "talk.txt").write_text("Hello.\n", encoding="utf-8")
     assert was_refused(run(command, "talk.txt", "--profile", "theirs.yaml"), here, planted)
-    assert was_refused(run("eval", "facts", "--profile", "theirs.yaml"), here, planted)
+    assert was_refused(run("eval", "perplexity", "--profile", "theirs.yaml"), here, planted)
 
 
 def test_profiles_are_listed_without_running_it(here: Path, planted: str) -> None:
@@ -143,7 +143,7 @@ def plant(path: Path, policy: str) -> None:
 
 @pytest.mark.parametrize("name", [".a:B", "..a:b", "a:b:c", ":"])
 def test_what_is_no_path_of_a_class_is_refused_in_one_line(here: Path, name: str) -> None:
-    for words in (("--policy",), ("policies", "check"), ("eval", "facts", "--policies")):
+    for words in (("--policy",), ("policies", "check"), ("eval", "perplexity", "--policies")):
         done = run(*words, name)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1

@@ -1,10 +1,9 @@
-"""`sirchat bench`: its subcommands, records, and the model that it makes."""
+"""`sirchat bench`: its subcommands, and the model that it makes."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,8 @@ import torch
 from chatting import babbler, tiny
 from command import hostile_modules, run
 from gguf_file import write_gguf
-from sirchat.lab.bench import everything
 from sirchat.lab.bench.made_model import CONTEXT, write_model
-from sirchat.lab.bench.peers import SirLLM
-from sirchat.lab.bench.ratio import SHAPES, BenchOptions, Ratio, bench_model, some_ids
+from sirchat.lab.bench.ratio import SHAPES
 from sirchat.models.load import load_model
 from warm_python import fresh_once, warm_program
 
@@ -46,67 +43,18 @@ def test_decode_is_measured_by_default(command: list[str], endless: str) -> None
     assert re.fullmatch(r"\d+ MiB of weights a token: .* \d+\.\d GB/s, .* GB/s", found[2]["note"])
 
 
-@pytest.mark.slow
-def test_panel_says_what_it_writes(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("sirchat.lab.bench.panel.BLOCK_SECONDS", 0.2)
-    (found,) = results("panel", "--model", endless, "--cache", "64", "--rounds", "2")
-    assert found["median"] > 0
-    assert "kB/s to the terminal" in found["note"]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert run("bench", "panel", "--rounds", "2").returncode == 2
-
-
-def test_training_compares_masks() -> None:
-    (found,) = results("training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
-    assert found["name"] == "a training step of 64 tokens, mask dense against none"
-    assert found["low"] <= found["median"] <= found["high"]
-
-
-@pytest.mark.slow
-def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
-    sizes = ["--archived", "300,900", "--retrievers", "words,meaning", "--cache", "64"]
-    found = results("recall", "--model", endless, *sizes, "--rounds", "2", "--device", "cpu")
-    names = [
-        re.fullmatch(r"turn with recall (\w+) against a turn without, ([\d,]+) .*", r["name"])
-        for r in found
-    ]
-    archived = [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one]
-    assert archived == [("words", 1), ("meaning", 1), ("words", 3), ("meaning", 3)]
-    for one in found:
-        assert one["ours_ms"] > 0 < one["other_ms"]
-        search = re.search(r"search ([\d.]+) ms", one["note"])
-        assert search
-        assert 0 < float(search[1]) < one["ours_ms"] * 3
-
-
-@pytest.mark.slow
-def test_archive_says_what_it_took(endless: str) -> None:
-    sizes = ("--tokens", "4000", "--archive-limit", "1MiB")
-    ram, disk = results("archive", "--model", endless, *sizes)
-    assert (ram["place"], disk["place"]) == ("ram", "disk")
-    assert ram["disk"] == 0 < disk["disk"] <= 2**20
-    assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 2**20 for one in (ram, disk))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--panel", "--rounds", "24"], ["--panel", "sirchat bench panel"]),
-        (["--attention"], ["--attention", "sirchat bench attention"]),
-        (["--json", "--limits=9", "--archive-limit", "1MiB"], ["sirchat bench archive --tokens"]),
-        (["--training", "4096"], ["--training", "sirchat bench training --tokens"]),
-        (["--rounds", "5", "panel"], ["--rounds", "panel"]),
-        (["--json", "panel"], ["--json", "panel"]),
-        (["panel", "--seen", "100,300"], ["--seen"]),
+        (["--rounds", "5", "start"], ["--rounds", "start"]),
+        (["--json", "start"], ["--json", "start"]),
+        (["start", "--seen", "100,300"], ["--seen"]),
         (["decode", "--seen", "much"], ["--seen", "EARLY,LATE"]),
         (["--seen", "100,300"], ["--seen", "--cache", "1024"]),
         (["--cache", "63"], ["--cache", "64"]),
-        (["attention", "--rounds", "1"], ["--rounds", "2"]),
-        (["archive"], ["--tokens"]),
-        (["archive", "--tokens", "9", "--archive-limit", "much"], ["--archive-limit", "much"]),
-        (["training", "--tokens", "1"], ["--tokens", "2"]),
-        (["panel", "--device", "gpu"], ["--device", "gpu", "cuda"]),
+        (["decode", "--rounds", "1"], ["--rounds", "2"]),
+        (["start", "--tokens", "much"], ["tokens", "much"]),
+        (["decode", "--device", "gpu"], ["--device", "gpu", "cuda"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -143,56 +91,6 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
     assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
-
-
-SIR_LLM = """
-from types import SimpleNamespace
-log = open({log!r}, "w", buffering=1)
-
-class Cache:
-    def evict_for_space_token_entropy(self, past, entropy, coming):
-        print("evict", len(past), entropy, coming, file=log)
-        return past[1:], entropy[1:]
-
-class Evaluator:
-    def __init__(self, model, tokenizer, options): ...
-    def _greedy_generate_token_entropy(self, ids, continue_len, past, entropy):
-        (ids,) = ids.tolist()
-        print("read", ids, continue_len, file=log)
-        return (past or []) + ids, [8.0] * len(ids), None
-
-def enable_streaming_llm(model, start_size, recent_size, token_entropy_size):
-    print("load", model.vocab_size, start_size, recent_size, token_entropy_size, file=log)
-    print("printed by the library")
-    return Cache()
-"""
-"""In the place of SirLLM's code: it evicts the first token, and notes what it is called with."""
-
-
-@pytest.mark.slow
-def test_sirllms_code_evicts_and_decays_before_each_turn(endless: str, tmp_path: Path) -> None:
-    package = tmp_path / "sir_llm"
-    package.mkdir()
-    text = SIR_LLM.format(log=str(tmp_path / "log"))
-    for name in ("__init__", "enable_streaming_llm"):
-        (package / f"{name}.py").write_text(text if name != "__init__" else "", encoding="utf-8")
-    (package / "eval_utils.py").write_text(
-        "from sir_llm.enable_streaming_llm import Evaluator", encoding="utf-8"
-    )
-    model = bench_model(endless, "cpu", "float32")
-    with SirLLM(warm_program(tmp_path / "python")) as code:
-        code.load(model, held=20)
-        blocks = code.time_reading(model, BenchOptions(cache=16, rounds=2))
-        assert next(blocks) > 0
-    ids = some_ids(model, 16)
-    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
-        f"load {model.vocab_size} 4 0 16",
-        f"read {ids[:8]} 1",
-        f"evict 8 {[8.0] * 8} 8",
-        f"read {ids[8:]} 1",
-        f"evict 15 {[7.2] * 7 + [8.0] * 8} 8",
-        f"read {ids[:8]} 1",
-    ]
 
 
 @pytest.mark.slow
@@ -248,38 +146,24 @@ def test_a_start_that_fails_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("model", "flag", "python", "words"),
+    ("model", "python", "words"),
     [
-        ("tiny", "--sirllm", "/no/such/python", ["/no/such/python"]),
-        ("tiny", "--sirllm", "/bin/false", ["/bin/false", "transformers==4.33.0"]),
-        ("tiny", "--llama-cpp", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
-        ("GGUF", "--llama-cpp", "/no/such/python", ["/no/such/python"]),
-        ("GGUF", "--llama-cpp", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
+        ("tiny", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
+        ("GGUF", "/no/such/python", ["/no/such/python"]),
+        ("GGUF", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
     ],
 )
 def test_without_the_peers_code_there_is_one_line(
-    model: str, flag: str, python: str, words: list[str], tmp_path: Path
+    model: str, python: str, words: list[str], tmp_path: Path
 ) -> None:
     if model == "GGUF":
         pytest.importorskip("gguf")
         model = str(write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0"))
-    done = run("bench", "decode", "--model", model, flag, python, "--device", "cpu")
+    done = run("bench", "decode", "--model", model, "--llama-cpp", python, "--device", "cpu")
     assert done.returncode != 0
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_model_is_within_a_tenth_of_what_is_said() -> None:
-    # In a process of its own: in this one, memory that other tests freed would be used again.
-    command = [sys.executable, "-m", "sirchat", "bench", "memory", "--model", "tiny", "--json"]
-    done = subprocess.run(command, capture_output=True, check=True, text=True)
-    weights, cache, both = json.loads(done.stdout)["results"]
-    assert (weights["name"], cache["name"]) == ("weights", "KV cache at 2,048")
-    for one in (weights, cache, both):
-        assert one["said"] == pytest.approx(one["tensors"], rel=0.1)
-    assert both["grew"] > weights["tensors"]
 
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
@@ -341,49 +225,3 @@ def test_the_command_writes_a_shape_and_never_over_a_file(
     wrong = run("bench", "make-model", "135m", str(tmp_path / "b.gguf"), "--type", "Q8_0")
     assert "--type 'Q8_0' is none of Q4_0, Q4_1, Q4_K" in wrong.stderr
     assert not (tmp_path / "b.gguf").exists()
-
-
-def record(processor: str, **medians: float) -> dict[str, Any]:
-    results = [{"name": name, "median": value} for name, value in medians.items()]
-    start = [{"name": "loading", "unit": "s", "ours": 2.0, "ratio": None}]
-    measured = {"decode": {"results": results}, "start": {"results": start}}
-    about = {"processor": processor, "features": ["avx2"]}
-    return {"model": "tiny", "machine": about, "benchmarks": measured}
-
-
-def test_two_records_are_shown_side_by_side(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    first.write_text(json.dumps(record("Old", decode=0.5, gone=1.0)))
-    second.write_text(json.dumps(record("New", decode=0.25)))
-    done = run("bench", "compare", str(first), str(second), COLUMNS="100")
-    assert done.returncode == 0
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert lines[:2] == ["first: Old (avx2)", "second: New (avx2)"]
-    assert "decode: decode 0.500 0.250 0.500" in lines
-    assert "decode: gone 1.000 nan nan" in lines
-    assert "start: loading, s 2.000 2.000 1.000" in lines
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}'])
-def test_what_is_no_record_is_one_line(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    done = run("bench", "compare", str(path), str(path))
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) <= 2
-    assert "record" in done.stderr
-
-
-def test_everything_is_measured_in_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    ratio = Ratio("decode", ours_ms=1, other_ms=2, median=0.5, low=0.4, high=0.6, pairs=2)
-    for name in ("bench_start", "bench_decode", "bench_recall"):
-        found = [] if name == "bench_start" else [ratio]
-        monkeypatch.setattr(everything, name, lambda *_, found=found, **__: found)
-    arguments = ("--model", "tiny", "--compile", "off", "--rounds", "2")
-    found = json.loads(run("bench", "all", *arguments, "--json").stdout)
-    assert set(found["benchmarks"]) == {"decode", "start", "recall"}
-    assert found["machine"] == found["benchmarks"]["decode"]["machine"]
-    assert found["benchmarks"]["recall"]["cache_dtype"] == "float32"
-    shown = run("bench", "all", *arguments, COLUMNS="100").stdout
-    assert "decode: decode  0.500" in shown
-    assert found["machine"]["processor"] in shown

@@ -20,16 +20,13 @@ from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
-from sirchat.errors import ModelError
-from sirchat.lab.bench.peers import DECAY, LlamaCpp, SirLLM, turns
+from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.model import LoadedModel, no_attention_reason
+from sirchat.models.model import LoadedModel
 from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
 
@@ -153,6 +150,7 @@ def reading_bytes(size: int, model: LoadedModel, options: BenchOptions) -> Itera
 
 
 _ARCHIVE = 2**30  # the archive's default limit in bytes
+_DECAY = 0.9
 _POLICY, _GREEDY = Entropy(), Sampling()
 
 
@@ -162,12 +160,9 @@ def bench_decode(
     *,
     bare: LoadedModel | None = None,
     peer: LlamaCpp | None = None,
-    sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
     """Compare the times of sirchat's decode and prefill with other ways to do the same work."""
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
-    if sirllm is not None:  # loaded first, so that its errors appear at once
-        sirllm.load(plain, options.cache)
     ours, prefill = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
     yield compare(f"decode{other}", ours, lambda: _bare(plain, options), options)
     static = "decode against generate with a static cache"
@@ -195,10 +190,6 @@ def bench_decode(
         yield replace(measured, note=peer.note)
         reading = partial(peer.time_reading, some_ids(model, options.cache))
         yield compare("prefill against llama.cpp", prefill, reading, options)
-    if sirllm is not None:
-        name = "reading turns under a full budget, against SirLLM's code"
-        theirs = partial(sirllm.time_reading, plain, options)
-        yield compare(name, partial(_our_turns, model, options), theirs, options)
     without = partial(ours, archive=0)
     yield compare("decode with an archive against decode without", ours, without, options)
     early, *later = options.seen
@@ -298,21 +289,6 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
         yield measure_seconds(partial(_prefill, engine, ids), model) / len(ids)
 
 
-def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time how sirchat reads short turns into a full cache; yields seconds per token, forever."""
-    engine, number = _engine(model, options), 0
-
-    def read(count: int) -> None:
-        nonlocal number
-        for ids in turns(model, options, count):
-            number += 1
-            _prefill(engine, ids, TurnRef(turn=number, round=number))
-
-    read(2 * options.cache)
-    while True:
-        yield measure_seconds(partial(read, options.block), model) / options.block
-
-
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time how one plain forward pass reads ids; yields seconds per token, forever."""
     from transformers import DynamicCache
@@ -346,25 +322,7 @@ def reply_times(
 def _engine(
     model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE, policy: Policy = _POLICY
 ) -> Engine:
-    settings = CacheSettings(policy=policy, budget=options.cache, decay=DECAY, archive=archive)
+    settings = CacheSettings(policy=policy, budget=options.cache, decay=_DECAY, archive=archive)
     if model.tokenizer is None:
         return Engine(model, settings)
     return build_engine(model, settings)
-
-
-def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare the time of decode under policies with attention weights and without them.
-
-    Raises ModelError if the model does not expose its attention weights.
-    """
-    if not model.exposes_attention:
-        raise ModelError(no_attention_reason(model), hint="try another model")
-    policies: dict[str, Policy] = {
-        "attention of 4 layers": H2o(),
-        "attention of all layers": H2o(layers=0),
-        "the last 32 queries of 4 layers": Snapkv(),
-    }
-    for name, policy in policies.items():
-        ours = partial(generated_blocks, model, options, policy=policy)
-        without = partial(generated_blocks, model, options)
-        yield compare(f"{name}, against none", ours, without, options)

@@ -1,33 +1,19 @@
-"""Reads and compares records of `sirchat bench all`, and describes the machine for a record."""
+"""Describes the machine on which something was measured."""
 
 from __future__ import annotations
 
-import json
 import platform
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from sirchat import __version__
-from sirchat.errors import UsageError
 from sirchat.models.devices import physical_cores
 from sirchat.models.processor import cpuinfo, processor
 
 # CPU instruction sets that make matrix products and attention faster, the newest first
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
-
-
-class TwoValues(NamedTuple):
-    """The name of a measurement, and its values in two records.
-
-    A value is NaN if its record lacks the measurement.
-    """
-
-    name: str
-    first: float
-    second: float
 
 
 def machine() -> dict[str, Any]:
@@ -56,36 +42,3 @@ def machine_in_words(about: Mapping[str, Any]) -> str:
     features = " ".join(map(str, about.get("features") or ()))
     gpu = f", {about['gpu']}" if about.get("gpu") else ""
     return f"{about.get('processor', 'unknown processor')} ({features or 'no features'}){gpu}"
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a record of measurements that `sirchat bench all --json` wrote to a file.
-
-    Returns the JSON object. Raises UsageError if the file has no such record or can't be read.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} can't be read as a record: {type(error).__name__}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("machine"), dict):
-        raise UsageError(
-            f"{path} is not a record of a machine", hint="sirchat bench all --json > FILE makes one"
-        )
-    return found
-
-
-def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
-    """Yield each measurement of two records, with its values in both."""
-    ours, theirs = dict(values(first)), dict(values(second))
-    for name in dict.fromkeys([*ours, *theirs]):
-        yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
-
-
-def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each measurement in a record."""
-    for command, measured in record.get("benchmarks", {}).items():
-        for one in measured.get("results", ()):
-            value = one.get("median", one.get("ours"))
-            if isinstance(value, int | float):
-                unit = f", {one['unit']}" if "ours" in one else ""
-                yield f"{command}: {one['name']}{unit}", float(value)

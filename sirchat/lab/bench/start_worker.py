@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +35,29 @@ def fresh_home() -> Iterator[str]:
             (Path(home) / "data").mkdir()
             (Path(home) / "data" / "models").symlink_to(models_dir())
         yield home
+
+
+def resident_memory() -> int:
+    """The resident memory of this process in bytes; 0 if the system does not report it."""
+    gc.collect()
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return 0
+    return pages * 4096
+
+
+def most_memory() -> int:
+    """The highest resident memory of this process since its start, in bytes.
+
+    Returns 0 if the system does not report it.
+    """
+    try:
+        status = Path("/proc/self/status").read_text("ascii", "replace")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
 
 
 def main() -> None:
@@ -66,7 +91,6 @@ def _figures(
 
     texts = [int(count) for count in longs.split(",") if count]
     with without_garbage_collection():
-        from sirchat.lab.bench.archive import most_memory, resident_memory
         from sirchat.lab.bench.decode import reply_times
         from sirchat.lab.bench.ratio import BenchOptions, bench_model
         from sirchat.models.compiling import use_compiled

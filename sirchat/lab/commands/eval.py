@@ -3,7 +3,6 @@
 Each function declares a study's own flags; the decorator `study` adds those that all studies have.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,12 +26,6 @@ Scored = Annotated[
         metavar="paper|text|released|reply",
     ),
 ]
-FactCounts = Annotated[
-    str, typer.Option(help="Number of facts told in each conversation.", metavar="N,M,...")
-]
-Distances = Annotated[
-    str, typer.Option(help="Numbers of rounds between facts and questions.", metavar="N,M,...")
-]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -43,42 +36,6 @@ Data = Annotated[
 ]
 Conversations = Annotated[int, typer.Option(help="Number of conversations.", min=1)]
 Base = Annotated[int, typer.Option(help="Budget, not counting restored tokens.", min=24)]
-
-
-@study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of=_QUESTIONS), "facts:Facts")
-def facts(facts: FactCounts = "1,4,8", between: Distances = "20,60") -> None:
-    """Measure recall of several facts: tell them, talk of other things, then ask for each.
-
-    The report has the share of answers that are right word for word, and the perplexity of the text
-    after the facts.
-    """
-
-
-@study(
-    eval_app,
-    "policies",
-    Defaults(
-        "salience,entropy,sink,random,reservoir,h2o,tova,snapkv",
-        budgets="96,128,256,512",
-        limit=300,
-        of=_QUESTIONS,
-    ),
-    "policies:Policies",
-)
-def policies(
-    parts: Annotated[
-        str, typer.Option(help="Parts of the study to run, separated by commas.", metavar="A,B,...")
-    ] = "ablation,grocery,rock-paper-scissors,facts",
-    facts: FactCounts = "1,4,8",
-    between: Distances = "20,60",
-    at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
-    data: Data = None,
-) -> None:
-    """Compare eviction policies by four studies, or by some of them.
-
-    The study facts measures recalled facts and perplexity. The studies grocery and
-    rock-paper-scissors are SirLLM's tasks. The ablation turns off parts of each policy.
-    """
 
 
 @study(
@@ -272,41 +229,6 @@ def locomo(
     """
 
 
-@study(
-    eval_app, "lm-eval", Defaults("full,sink,entropy", limit=None), "lm_eval.study:lm_eval_study"
-)
-def lm_eval(
-    tasks: Annotated[
-        str, typer.Option(help="Tasks of lm-eval, or groups or tags of tasks.", metavar="A,B,...")
-    ],
-    num_fewshot: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of examples before each question; default: what the task sets.", min=0
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Number of documents from each task; default: all.", min=1)
-    ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
-    ] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Apply the model's chat template.")
-    ] = False,
-    piece: Annotated[
-        int | None,
-        typer.Option(
-            help="Split each context into rounds of this many tokens; default: one round.", min=1
-        ),
-    ] = None,
-) -> None:
-    """Run tasks of EleutherAI's lm-evaluation-harness under several settings of sirchat.
-
-    The report has the metrics of each task under each setting.
-    """
-
-
 @study(eval_app, "context", Defaults("full,anchor", "2048", limit=50), "perplexity:Context")
 def context(
     lengths: Annotated[
@@ -314,71 +236,6 @@ def context(
     ] = "128,256,512,1024,2048",
 ) -> None:
     """Measure the perplexity of synthetic conversations at several lengths of the context."""
-
-
-@study(
-    eval_app,
-    "demonstrations",
-    Defaults(
-        "full,anchor", "1024", limit=50, of="Number of sets of demonstrations for each setting."
-    ),
-    "demonstrations:Demonstrations",
-)
-def demonstrations(
-    shots: Annotated[
-        str, typer.Option(help="Numbers of demonstrations in a set.", metavar="N,M,...")
-    ] = "0,5",
-    questions: Annotated[int, typer.Option(help="Number of questions after each set.", min=1)] = 4,
-    places: Annotated[
-        str,
-        typer.Option(
-            help="Other ways to place anchors, to compare with the model's own.",
-            metavar="tokens,random,...",
-        ),
-    ] = "",
-) -> None:
-    """Let the model read demonstrations (questions with answers) once, then ask it new questions.
-
-    The report has the share of right answers, the number of held tokens and the speed-up.
-    """
-
-
-@study(eval_app, "anchor-attention", None, "anchor_attention:AnchorAttention")
-def anchor_attention(
-    limit: Conversations = 50,
-    facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
-) -> None:
-    """Measure which anchor tokens an answer attends to: tell facts, and ask for one of them.
-
-    Each fact is told in its own round. The report has the share of the attention to anchors that
-    goes to the round with the fact.
-    """
-
-
-@study(eval_app, "attention", None, "attention:AttentionStudy")
-def attention(
-    limit: Annotated[int, typer.Option(help="Number of texts.", min=1)] = 256,
-    tokens: Annotated[int, typer.Option(help="Number of tokens read of each text.")] = 40,
-    text: Annotated[
-        str | None, typer.Option(help="File with one text per line; default: generated talk.")
-    ] = None,
-) -> None:
-    """Measure whether tokens of high surprisal receive more attention, as in SirLLM's Figure 3."""
-
-
-@study(
-    eval_app,
-    "uniformity",
-    Defaults("reservoir,random", "96", limit=300, of="Number of seeds for each setting."),
-    "uniformity:Uniformity",
-)
-def uniformity(
-    rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
-) -> None:
-    """Test whether policies that choose at random are uniform: read one text with many seeds.
-
-    The report has the share of each tenth of the text that is still held at the end.
-    """
 
 
 @study(eval_app, "retrieval", None, "retrieval:Retrieval")

@@ -50,25 +50,16 @@ Out = Annotated[
     Path | None,
     typer.Option(help="Folder for the report, and for results during the run.", metavar="DIR"),
 ]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        help="Run on the Ray cluster at this address; auto finds a cluster; local means "
-        "processes of this machine, without Ray, as --workers alone does.",
-        metavar="ADDRESS",
-    ),
-]
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="Run in this number of processes, or with --ray on this number of workers; each has "
-        "its own model. Without --workers and --ray, one process runs all.",
+        help="Run in this number of processes, each with its own model; without it, one process "
+        "runs all.",
         min=1,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
-_WORKERS = 2  # if only --ray is given
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
@@ -251,7 +242,6 @@ def _run(
     made: "Study",
     profile: Profile,
     out: Path | None,
-    ray: str | None,
     workers: int | None,
     trust_remote_code: bool,
     json: bool,
@@ -260,20 +250,17 @@ def _run(
     for_hub = getattr(made, "needs_hub", False)
     model = load(profile, trust_remote_code, for_hub=for_hub)
     from sirchat.lab.studies.run import run
-    from sirchat.lab.studies.workers import Cluster, run_in_processes, run_on_ray
+    from sirchat.lab.studies.workers import run_in_processes
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
-    remote, again = None, partial(_load_again, typed, profile, trust_remote_code, for_hub)
-    count = workers or _WORKERS
+    remote = None
     if profile.compile == "auto":
         from sirchat.models.compiling import compile_for_later
 
         compile_for_later(model)  # a run that changed to faster code could not be repeated
-    if ray not in (None, "local"):
-        cluster = Cluster(address=ray, workers=count, gpus=float(model.device.type == "cuda"))
-        remote = partial(run_on_ray, load=again, cluster=cluster)
-    elif ray == "local" or workers is not None:
-        remote = partial(run_in_processes, load=again, workers=count)
+    if workers is not None:
+        again = partial(_load_again, typed, profile, trust_remote_code, for_hub)
+        remote = partial(run_in_processes, load=again, workers=workers)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
@@ -294,7 +281,6 @@ def _keyword(
 
 _COMMON = {
     "out": _keyword("out", Out, None),
-    "ray": _keyword("ray", Ray, None),
     "workers": _keyword("workers", Workers, None),
     "trust_remote_code": _keyword("trust_remote_code", Trust, False),
     "json": _keyword("json", Json, False),

@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models, anchors, token scorers, sentence encoders."""
+"""The `sirchat train` commands: the bundled models, anchors, sentence encoders."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -10,7 +10,7 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, a model with anchor tokens, a scorer or a sentence encoder.",
+    help="Train the bundled models, a model with anchor tokens, or a sentence encoder.",
     no_args_is_help=True,
 )
 
@@ -155,51 +155,6 @@ def train_anchor(
     given = {name: value for name, value in context.params.items() if name != "debug"}
     options = AnchorOptions(**given | {"out": out, "data": tuple(data or ())})
     train_anchor_with_progress(options)
-
-
-@train_app.command("scorer")
-def train_scorer(
-    model: Annotated[
-        str, typer.Option(help="smollm2, tiny, a GGUF file, a folder, or a Hugging Face name.")
-    ] = "smollm2",
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Conversations to learn from: a transcript, or a data file of `sirchat eval`; "
-            "can be repeated; generated talk is added up to --tokens."
-        ),
-    ] = None,
-    layers: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of the layers whose hidden states the scorer reads, separated by commas; "
-            "default: three layers of the first two thirds.",
-            metavar="N,M,...",
-        ),
-    ] = "",
-    tokens: Annotated[
-        int,
-        typer.Option(help="Number of tokens to read; a quarter of them is for testing.", min=4000),
-    ] = 40_000,
-    out: Annotated[
-        Path | None, typer.Option(help="File for the scorer; default: where chats look for it.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed for generated talk and the order of data.")
-    ] = 0,
-    trust_remote_code: Trust = False,
-    debug: Debug = False,
-) -> None:
-    """Train a scorer, by which the policy `learned` ranks a model's tokens.
-
-    This takes minutes on a CPU.
-    """
-    from sirchat.lab.training.display import train_scorer_with_progress
-    from sirchat.lab.training.scorer import ScorerOptions
-
-    files = tuple(data or ())
-    options = ScorerOptions(model, files, _layers(layers), tokens, out, seed, trust_remote_code)
-    train_scorer_with_progress(options)
 
 
 @train_app.command("encoder")

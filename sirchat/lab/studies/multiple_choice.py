@@ -7,7 +7,7 @@ from the project's own question bank. The table also has few-shot rows, as the p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
@@ -46,9 +46,6 @@ class MultipleChoice(Grid):
     shots: tuple[int, ...] = ()
     # a folder with the released files, or a file in their format; None for generated conversations
     data: str | None = None
-    # if true, the model does not answer questions of general knowledge: each is followed by its
-    # right reply, and is not scored
-    answered: bool = False
 
     extends = ("settings", "limit", "repeats", "shots")
 
@@ -72,7 +69,7 @@ class MultipleChoice(Grid):
             found = [generate(self.seed, number) for number in range(self.limit)]
         if self.scoring == "text":
             found = [[question.unlisted for question in one] for one in found]
-        return [list(map(_with_answer, one)) for one in found] if self.answered else found
+        return found
 
     def cells(self) -> list[Cell]:
         """The rows of the table: one for each setting, then one for each number of shots."""
@@ -155,13 +152,6 @@ class MultipleChoice(Grid):
                 lines.setdefault(line, []).append((setting.decay, share))
         swept = {name: tuple(sorted(points)) for name, points in lines.items() if len(points) > 1}
         return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
-
-
-def _with_answer(one: Question) -> Question:
-    """A copy of the question with only its right reply, if it is about general knowledge."""
-    if one.group != sirllm_files.COMMONSENSE:
-        return one
-    return replace(one, replies=(one.answer,), right=0)
 
 
 def _right(findings: Findings, group: str, key: str = "right") -> Estimate:

@@ -6,8 +6,7 @@ An engine reads token ids round by round under one setting, without archive and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sirchat.chat.events import TurnDone
@@ -18,7 +17,6 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchors import Per
 from sirchat.text.template import Template, TurnIds
 
 
@@ -85,23 +83,6 @@ def ask(session: Session, user: str) -> str:
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
     return ""
-
-
-@contextmanager
-def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
-    """Context manager: within it, the session places anchor tokens in the text as `per` says.
-
-    `per` is, for example, `sentence`; None changes nothing.
-    """
-    original, anchors = session.template, session.model.anchors
-    if per is None or anchors is None:
-        yield
-        return
-    session.template = Template(session.model.tokenizer, replace(anchors, per=per))
-    try:
-        yield
-    finally:
-        session.template = original
 
 
 def switch(session: Session, **settings: object) -> None:

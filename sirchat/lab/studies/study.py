@@ -24,7 +24,6 @@ from sirchat.lab.studies.intervals import mean_interval, wilson_interval
 from sirchat.lab.studies.report import Estimate, Record, Report, setting_names
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
-from sirchat.text.anchors import Per
 from sirchat.text.text_file import read_regular
 
 if TYPE_CHECKING:
@@ -114,14 +113,13 @@ class NumberedStudy(Study):
 class Cell:
     """A row of a study's table: one setting, with the seeds that it is run with.
 
-    `shots` is a number of demonstrations; `per` says where anchors are placed, None as trained.
+    `shots` is a number of examples before each question.
     """
 
     name: str
     setting: Profile
     seeds: tuple[int, ...]
     shots: int = 0
-    per: Per | None = None
 
 
 @dataclass(frozen=True)
@@ -220,10 +218,7 @@ class Grid(Study):
     @cached_property
     def _row_keys(self) -> list[str]:
         reply = {"longest_reply": self.longest_reply}
-        return [
-            setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
-            for cell in self.cells()
-        ]
+        return [setting_key(cell.setting, shots=cell.shots, **reply) for cell in self.cells()]
 
     def _seeds(self, setting: Profile) -> tuple[int, ...]:
         is_random = "seed" in policy_class(setting.policy).uses

@@ -1,1 +1,1 @@
-"""Trains the bundled models, anchors (AnSAN) for any causal language model, and token scorers."""
+"""Trains anchors (AnSAN) and sentence encoders for any causal language model."""

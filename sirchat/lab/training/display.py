@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions
     from sirchat.lab.training.anchor_trainer import Step
     from sirchat.lab.training.encoder import EncoderOptions
-    from sirchat.lab.training.scorer import ScorerOptions
 
 PLOT = "loss.svg"  # the plot of the losses, in the model's folder
 
@@ -63,38 +62,12 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
     Console().print(str(options.out), soft_wrap=True, highlight=False, markup=False)
 
 
-def train_scorer_with_progress(options: ScorerOptions) -> None:
-    """Train a scorer, which predicts for the policy `learned` how much a token is needed.
-
-    Progress and test results are printed to stderr, and the path of the scorer's file to stdout.
-    """
-    from sirchat.lab.training.scorer import open_trainer
-
-    console = make_notes_console()
-    with quiet_libraries():
-        trainer = open_trainer(options)  # errors in the options appear before the bar
-    sizes = [len(one.ids) for one in trainer.conversations]
-    with shown_progress(console, "first conversation") as show:
-        for number in range(len(sizes)):
-            trainer.read(number)
-            show(sum(sizes[: number + 1]), sum(sizes), "tokens")
-    path, tests = trainer.finish()
-    for test in tests:
-        console.print(
-            f"R2 {test.r2:.2f}, Spearman {test.spearman:.2f} on {test.tokens:,} tokens of "
-            f"{test.source} text that was held out",
-            markup=False,
-            soft_wrap=True,
-        )
-    Console().print(str(path), soft_wrap=True, highlight=False, markup=False)
-
-
 def train_encoder_with_progress(options: EncoderOptions) -> None:
     """Train a sentence encoder, by which recall finds what is said in other words.
 
     Progress and the test's result are printed to stderr, and the path of the file to stdout.
     """
-    from sirchat.lab.training.encoder import open_trainer
+    from sirchat.lab.training.encoder import ids_of, open_trainer
 
     console, done = make_notes_console(), 0
     with quiet_libraries():
@@ -102,7 +75,7 @@ def train_encoder_with_progress(options: EncoderOptions) -> None:
     with shown_progress(console, "first conversation") as show:
         for conversation in trainer.conversations():
             trainer.read(conversation)
-            done += len(conversation.ids)
+            done += len(ids_of(conversation))
             show(min(done, options.tokens), options.tokens, "tokens")
     path, test, told, focus = trainer.finish()
     lines = [

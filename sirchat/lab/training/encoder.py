@@ -20,19 +20,13 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest, measure_focus
 from sirchat.lab.studies.reading import ask, whole_round
+from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.paraphrases import PARAPHRASES
-from sirchat.lab.training.scorer import (
-    LENGTH,
-    Ridge,
-    ScorerConversation,
-    ScorerOptions,
-    check_layers,
-    collect_conversations,
-    cut_into_conversations,
-)
+from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import StatementTest, learn_kinds, learn_question
 from sirchat.memory.ledger import Role
 from sirchat.models.encoder import Encoder
@@ -42,7 +36,7 @@ from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.state_map import layer_count, recorded_states, side_by_side
 from sirchat.paths import state_map_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
-from sirchat.text.template import Template
+from sirchat.text.template import Template, TurnIds
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 TEACHER = "sentence-transformers/all-MiniLM-L6-v2"
@@ -59,72 +53,9 @@ _PROMPTS = (
     "Write ten short sentences in which somebody says something about {} and their own life.",
     "Write a short letter to a friend about {}, with names, dates and places.",
 )
-_TOPICS = [
-    "family",
-    "work",
-    "a journey",
-    "food",
-    "a pet",
-    "health",
-    "music",
-    "the weather",
-    "a wedding",
-    "school",
-    "money",
-    "the garden",
-    "sport",
-    "a film",
-    "a book",
-    "a car",
-    "neighbours",
-    "a holiday",
-    "shopping",
-    "a birthday",
-    "a doctor",
-    "a new house",
-    "a hobby",
-    "cooking",
-    "a train",
-    "an accident",
-    "a friend",
-    "children",
-    "the sea",
-    "clothes",
-    "a computer",
-    "a dream",
-    "the weekend",
-    "a job interview",
-    "an old letter",
-    "a restaurant",
-    "the news",
-    "a party",
-    "a bicycle",
-    "languages",
-    "a concert",
-    "painting",
-    "an illness",
-    "the mountains",
-    "a phone",
-    "a secret",
-    "a gift",
-    "animals",
-    "history",
-    "the city",
-    "a village",
-    "sleep",
-    "exercise",
-    "a lost key",
-    "a meeting",
-    "the boss",
-    "a promise",
-    "the bank",
-    "a mistake",
-    "a museum",
-    "winter",
-    "a flight",
-    "dancing",
-    "a game",
-]
+_TOPICS = Path(__file__).with_name("topics.txt").read_text("utf-8").splitlines()
+_MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)  # of synthetic dialogue
+_LENGTH = 1000  # most tokens of a conversation that is read in one piece
 
 
 @dataclass(frozen=True)
@@ -144,6 +75,9 @@ class EncoderOptions:
     out: Path | None = None
     seed: int = 0  # of the order of the data, of synthetic dialogue and of what the model writes
     trust_remote_code: bool = False
+
+
+Conversation = list[TurnIds]  # the ids of its rounds
 
 
 class Sentence(NamedTuple):
@@ -181,7 +115,7 @@ class EncoderTrainer:
         self._given = [one for file in options.data for one in load_dialogues(file)]
         Random(f"encoder/{options.seed}").shuffle(self._given)
 
-    def conversations(self) -> Iterator[ScorerConversation]:
+    def conversations(self) -> Iterator[Conversation]:
         """Yield what is to be read, about `tokens` tokens in all; the model writes a part of it.
 
         Of the data, every second dialogue is kept back.
@@ -189,20 +123,25 @@ class EncoderTrainer:
         options, model, left = self._options, self._model, self._options.tokens
         template, rng = Template(model.tokenizer, model.anchors), Random(f"{options.seed}")
         rounds = (pair for one in self._given[::2] for pair in one)
-        for one in cut_into_conversations(rounds, template, LENGTH):
+        for one in cut_into_conversations(rounds, template, _LENGTH):
             if left <= 0:
                 return
-            yield ScorerConversation(one, "given")
-            left -= sum(len(turn.ids) for turn in one)
-        half = ScorerOptions(model.name, tokens=left // 2, seed=options.seed)
-        yield from collect_conversations(half, model)
-        for one in cut_into_conversations(written(model, rng), template, LENGTH):
+            yield one
+            left -= len(ids_of(one))
+        half, length = left // 2, min(_LENGTH, (model.context_length - 64) // 2)
+        talk = _synthetic(Random(f"scorer/{options.seed}"))
+        for one in cut_into_conversations(talk, template, length):
+            if half <= 0:
+                break
+            yield one
+            half -= len(ids_of(one))
+        for one in cut_into_conversations(written(model, rng), template, _LENGTH):
             if left <= 0:
                 return
-            yield ScorerConversation(one, "generated")
-            left -= 2 * sum(len(turn.ids) for turn in one)
+            yield one
+            left -= 2 * len(ids_of(one))
 
-    def read(self, conversation: ScorerConversation) -> None:
+    def read(self, conversation: Conversation) -> None:
         """Let the model read a conversation, and learn from its sentences."""
         found = sentences(self._model, conversation, self._layers)
         if not found:
@@ -260,14 +199,13 @@ class EncoderTrainer:
             whole_round(template, fact, "I see.", first=not number)
             for number, (fact, _) in enumerate(PARAPHRASES)
         ]
-        read = sentences(model, ScorerConversation(told, "given"), encoder.layers)
+        read = sentences(model, told, encoder.layers)
         facts = [next(one for one in read if one.text == fact) for fact, _ in PARAPHRASES]
         asked = []
         for _, question in PARAPHRASES:
             ids = template.opening(question)[1]
             start, end = ids.content
-            turn = ScorerConversation([ids], "given")
-            states = _states(model, turn.ids[:end], encoder.layers)[start:]
+            states = _states(model, ids.ids[:end], encoder.layers)[start:]
             asked.append(Sentence(question, states.mean(0)))
         known, both = [*facts, *others], list[float]()
         for vectors in (partial(_encoded, encoder), self._taught):
@@ -289,15 +227,52 @@ def encoder_layers(count: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(count * share / 15)) for share in (4, 8, 12)}))
 
 
+def ids_of(conversation: Conversation) -> list[int]:
+    """The ids of all rounds of a conversation, in order."""
+    return [one for turn in conversation for one in turn.ids]
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise SettingError unless `layers` ascend and a model with `count` layers has them."""
+    for one in layers:
+        if not 1 <= one <= count:
+            raise SettingError(f"layers can't include {one}; allowed: 1 to {count}")
+    if list(layers) != sorted(set(layers)):
+        raise SettingError(f"layers can't be {','.join(map(str, layers))}; they must ascend")
+
+
+def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
+    """Yield the rounds of one synthetic dialogue after another, without end."""
+    while True:
+        said = [one.text for one in dialogue(rng, 12, _MIX) if one.role != "system"]
+        yield from zip(said[::2], said[1::2], strict=False)
+
+
+def cut_into_conversations(
+    rounds: Iterator[tuple[str, str]], template: Template, length: int
+) -> Iterator[Conversation]:
+    """Turn a stream of rounds into conversations of at most `length` tokens, and yield each."""
+    found: Conversation = []
+    for user, reply in rounds:
+        ids = whole_round(template, user, reply, first=not found)
+        if found and sum(len(one.ids) for one in [*found, ids]) > length:
+            yield found
+            found, ids = [], whole_round(template, user, reply, first=True)
+        if len(ids.ids) <= length:
+            found.append(ids)
+    if found:
+        yield found
+
+
 def sentences(
-    model: LoadedModel, conversation: ScorerConversation, layers: Sequence[int]
+    model: LoadedModel, conversation: Conversation, layers: Sequence[int]
 ) -> list[Sentence]:
     """Let the model read a conversation; returns its sentences, but for very short and long ones.
 
     What the chat template adds belongs to none of them.
     """
-    ids, texts = conversation.ids, TokenTexts(model.tokenizer)
-    roles = [role for turn in conversation.rounds for role in turn.roles]
+    ids, texts = ids_of(conversation), TokenTexts(model.tokenizer)
+    roles = [role for turn in conversation for role in turn.roles]
     states = _states(model, ids, layers)
     pieces, ends = texts(ids, range(len(ids))), SentenceEnds(model.tokenizer)
     found, start = list[Sentence](), 0

@@ -265,7 +265,6 @@ def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path
         ("grocery", "grocery_keys/keys.jsonl, grocery_keys.jsonl or keys.jsonl"),
         ("dailydialog", "dailydialog/dailydialog.jsonl or dailydialog.jsonl"),
         ("rock-paper-scissors", "rock_paper_scissors_dominant_scissors.jsonl"),
-        ("policies", "grocery_keys/keys.jsonl"),
     ):
         done = run("eval", task, "--data", str(tmp_path))
         assert done.returncode == 2, task

@@ -41,7 +41,7 @@ class Deadly(Fatal):
 def test_two_processes_find_what_one_finds(endless: str, tmp_path: Path) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "sink,random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "2", "--json")
-    apart = ("--ray", "local", "--out", str(tmp_path))
+    apart = ("--workers", "2", "--out", str(tmp_path))
     two = run("eval", "dailydialog", *flags, "--repeats", "2", "--json", *apart)
     assert two.returncode == 0, two.stderr
     assert two.stdout.replace(" ".join(("", *apart)), "") == one.stdout
@@ -108,7 +108,7 @@ def test_processes_run_what_was_typed_listen_to_nobody_and_end_with_the_command(
         "class Mine(Sink):\n    open(f'mine-{os.getpid()}', 'w').close()\n"
     )
     command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
-    study = ["eval", "dailydialog", "--ray", "local", "--workers", "2", "--limit", "50"]
+    study = ["eval", "dailydialog", "--workers", "2", "--limit", "50"]
     study += ["--policies", "mine:Mine,sink"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
     with subprocess.Popen(

@@ -17,17 +17,13 @@ from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.attention import AnchorAttention, AttentionStudy
-from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity
-from sirchat.lab.studies.policies import Policies
 from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
-from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
 from warm_python import warm_python
 
@@ -205,14 +201,9 @@ def test_which_fields_of_each_study_extend_it() -> None:
         (MultipleChoice(one, 2), both | seeds | {"shots": (1,)}, {"seed": 1, "scoring": "text"}),
         (RockPaperScissors(one, 2), both | seeds, {"rounds": 9, "scoring": "text"}),
         (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
-        (Facts(one, 2), both | seeds | {"facts": (2,)}, {"between": (20,)}),
         (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
-        (Uniformity(one, 2), both | seeds, {"rounds": 2}),
-        (Policies(one, 2, at=64), both | seeds | {"parts": ("facts",)}, {"between": (1,)}),
         (Retrieval(SINK), {"limit": 3}, {"bases": (80,), "profile": RANDOM}),
         (Privacy(recall), {"limit": 3}, {"base": 80, "counts": (1,)}),
-        (AttentionStudy(SINK), {"limit": 3}, {"tokens": 50}),
-        (AnchorAttention(SINK), {"limit": 3}, {"facts": 3}),
     ]
     for study, extends, changes in cases:
         for name, value in extends.items():

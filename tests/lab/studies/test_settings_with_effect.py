@@ -13,7 +13,6 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.lab.commands import study_flags
-from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Perplexity
@@ -76,7 +75,7 @@ def test_what_is_not_refused_changes_what_is_found() -> None:
         if chats:
             one: Grid = MultipleChoice((setting,), limit=1)
         else:
-            one = Facts((setting,), limit=1, facts=(2,), between=(2,))
+            one = Perplexity((setting,), limit=600)
         return list(map(one.worker(tiny() if chats else babbler()), one.keys()))
 
     read, chatted = found(False), found(True)

@@ -21,8 +21,8 @@ from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.training import encoder as training
 from sirchat.lab.training import statements
-from sirchat.lab.training.encoder import EncoderOptions, open_trainer, sentences
-from sirchat.lab.training.scorer import Ridge, ScorerConversation
+from sirchat.lab.training.encoder import EncoderOptions, ids_of, open_trainer, sentences
+from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import load_statements
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
@@ -35,18 +35,17 @@ def test_sentences_are_split_without_the_templates_tokens_and_get_their_tokens_m
     template = Template(model.tokenizer)
     said = [("I live in Rome. It is hot!", "Oh, I see."), ("And you?\nWhere is it", "Here (now).")]
     rounds = [whole_round(template, *one, first=not at) for at, one in enumerate(said)]
-    conversation = ScorerConversation(rounds, "given")
-    found = sentences(model, conversation, (1, 2))
+    found = sentences(model, rounds, (1, 2))
+    ids = ids_of(rounds)
     texts = [one.text for one in found]
     assert set(texts) >= {"I live in Rome.", "It is hot!", "Oh, I see.", "Where is it"}
     assert all(mark not in text for text in texts for mark in ("<", ">", "\n"))
     with torch.inference_mode():
         read = AutoModelForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)(
-            torch.tensor([conversation.ids]), output_hidden_states=True
+            torch.tensor([ids]), output_hidden_states=True
         )
     states = torch.cat([read.hidden_states[1][0], read.hidden_states[2][0]], 1)
     for one in found:
-        ids = conversation.ids
         spans = [
             (start, end)
             for start in range(len(ids))
@@ -56,6 +55,25 @@ def test_sentences_are_split_without_the_templates_tokens_and_get_their_tokens_m
         assert any(
             torch.allclose(states[start:end].mean(0), one.states, atol=2e-2) for start, end in spans
         )
+
+
+@pytest.mark.parametrize("penalty", [0.1, 3.0, 100.0])
+def test_ridge_is_least_squares_with_the_penalty_as_further_rows(penalty: float) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(3.0, [0.1, 1.0, 40.0, 1.0, 1.0], (200, 5))
+    x[:, 4] = 7.0  # tells nothing
+    y = x @ [2.0, -1.0, 0.1, 0.0, 0.0] + random.normal(size=200) + 5
+    ridge = Ridge(5)
+    for part in np.array_split(np.arange(200), 7):
+        ridge.add(torch.from_numpy(x[part]), torch.from_numpy(y[part, None]))
+    weights, biases = ridge.solve(penalty)
+    weight, bias = weights[:, 0], float(biases[0])
+    scale = np.where(x.std(0) > 1e-9, x.std(0), 1)
+    standardised = (x - x.mean(0)) / scale
+    rows = np.vstack([standardised, np.eye(5) * penalty**0.5])
+    oracle = np.linalg.lstsq(rows, np.concatenate([y - y.mean(), np.zeros(5)]), rcond=None)[0]
+    assert weight.numpy() == pytest.approx(oracle / scale, abs=1e-6)
+    assert x @ weight.numpy() + bias == pytest.approx(standardised @ oracle + y.mean(), abs=1e-6)
 
 
 def test_ridge_predicts_several_numbers_as_it_does_one_and_finds_their_main_axes() -> None:

@@ -16,8 +16,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
-from sirchat.lab.studies.facts import Facts
-from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.retrieval import is_answered, needle_dialogue, read_dialogue
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.anchor_data import Writer
 from sirchat.lab.training.rows import Renderer
@@ -87,9 +86,13 @@ def test_the_trained_model_says_where_its_anchors_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
-    study = Facts((Profile(policy="anchor", sinks=1),), 10, facts=(1,), between=(12,))
-    found = run_units(study, load_model("tiny-anchor", device="cpu")).values()
-    assert sum(sum(one["right"]["12"]) for one in found) >= 8
+    chat = Session(load_model("tiny-anchor", device="cpu"), Profile(policy="anchor", sinks=1))
+    right = 0
+    for number in range(10):
+        told = needle_dialogue("facts-12", 0, number)
+        read_dialogue(chat, told)
+        right += is_answered(chat, told)
+    assert right >= 8
 
 
 def test_the_profile_of_the_paper_opens_a_chat_with_it() -> None:

@@ -1,19 +1,18 @@
 """Checks whether the families of models of transformers run under a cache budget.
 
 For each family, a small model with random weights is built. An engine reads ids with this model,
-and evicts and restores rows (keys and values of tokens).
+and evicts and restores rows (keys and values of tokens). Run as a program, this file prints the
+table of `sirchat/models/FAMILIES.md`, which takes a minute.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,8 +21,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
-import typer
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -35,14 +32,13 @@ from transformers.cache_utils import (
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.errors import ModelError, UsageError, format_value, nearest
-from sirchat.lab.small_models import build_small, causal_families, language_model_of, small_config
+from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.probe import cache_argument, refuse_unsupported_layers
 from sirchat.models.progress import quiet_libraries
-from sirchat.ui.text import displayable_line
+from small_models import build_small, causal_families, language_model_of, small_config
 
 Status = Literal["runs", "refused", "not built", "wrong"]
 
@@ -70,33 +66,6 @@ class FamilyCheck:
         return f"{self.status}{between if self.note else ''}{self.note}"
 
 
-def print_checks(names: Sequence[str] | None, *, as_json: bool, as_markdown: bool) -> None:
-    """Check the families `names`, or all, and print the results; exits with 1 if one is wrong."""
-    known = causal_families()
-    for name in names or ():
-        if name not in known:
-            raise UsageError(
-                f"there is no family {format_value(name)} in transformers "
-                f"{transformers.__version__}",
-                hint=nearest(name, known) or "`sirchat models families` checks all of them",
-            )
-    checks = []
-    for check in check_families(names or None):
-        checks.append(check)
-        if not as_json and not as_markdown:
-            typer.echo(f"{check.family:<26}{displayable_line(check.in_words)}")
-    if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
-    elif as_markdown:
-        typer.echo(_table(checks))
-    counts = Counter(check.status for check in checks)
-    total = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    total = total.replace("runs", "run")
-    typer.echo(f"transformers {transformers.__version__}: {total}", err=True)
-    if counts["wrong"]:
-        raise typer.Exit(1)
-
-
 def check_families(
     families: Iterable[str] | None = None,
     *,
@@ -121,14 +90,14 @@ def check_families(
             ours.close()
 
 
-def _table(checks: Sequence[FamilyCheck]) -> str:
+def table(checks: Sequence[FamilyCheck]) -> str:
     """A Markdown table with a row for each result; families that run come first."""
     families: dict[str, list[str]] = {}
     for check in checks:
         families.setdefault(check.in_words, []).append(f"`{check.family}`")
     order = ("run", "ref", "not", "wro")
     results = sorted(families, key=lambda words: (order.index(words[:3]), -len(families[words])))
-    rows = [f"| {displayable_line(words)} | {', '.join(families[words])} |" for words in results]
+    rows = [f"| {words} | {', '.join(families[words])} |" for words in results]
     return "\n".join(["| result | families |", "|---|---|", *rows])
 
 
@@ -287,3 +256,7 @@ def _logits(engine: Engine) -> Tensor:
     if engine.logits is None:
         raise RuntimeError("nothing was read")
     return engine.logits
+
+
+if __name__ == "__main__":
+    print(table(list(check_families())))  # noqa: T201

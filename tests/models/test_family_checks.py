@@ -1,11 +1,10 @@
-"""`sirchat models families`: which families run, and that a wrong one is found.
+"""Which families of transformers run, and that a wrong one is found.
 
 `SIRCHAT_ATTACK=1` gives each family a padding token whose keys are zero, not a few alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -17,14 +16,13 @@ import pytest
 import torch
 from transformers import __version__ as installed
 
+import family_checks
 import sirchat.models
 from attacking import MANY
-from command import run
-from sirchat.lab import families
-from sirchat.lab.families import FamilyCheck, check_families, check_family
-from sirchat.lab.small_models import build_small, causal_families
+from family_checks import FamilyCheck, check_families, check_family
 from sirchat.memory.cache import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
+from small_models import build_small, causal_families
 
 TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")
 SAMPLE = [
@@ -48,7 +46,7 @@ def test_the_table_names_every_family_of_the_installed_transformers() -> None:
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_what_the_table_says_of_a_family_is_so(family: str) -> None:
-    """For all families: `sirchat models families`, which takes about a minute."""
+    """For all families: `python tests/support/family_checks.py`, which takes about a minute."""
     assert check_family(family).in_words == table()[family]
 
 
@@ -57,7 +55,7 @@ def test_keys_that_do_not_move_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         model = wrap_model(*args)  # type: ignore[arg-type]
         return replace(model, rotations=[*model.rotations[:-1], LayerRotation(None)])
 
-    monkeypatch.setattr(families, "wrap_model", without_a_rotation)
+    monkeypatch.setattr(family_checks, "wrap_model", without_a_rotation)
     found = check_family("llama")
     assert found.status == "wrong"
     assert found.note.startswith("differs from recomputation by")
@@ -73,7 +71,7 @@ def padded(family: str) -> FamilyCheck:
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "build_small", build)
+        patch.setattr(family_checks, "build_small", build)
         return check_family(family)
 
 
@@ -112,21 +110,3 @@ def test_memory_that_was_taken_before_is_not_counted() -> None:
     taken = torch.empty(1 << 30)  # 4 GiB, which is never written to
     assert [one.in_words for one in check_families(["phi3"])] == ["runs"]
     del taken
-
-
-def test_the_command_prints_a_line_for_each_family_and_counts_them() -> None:
-    done = run("models", "families", "minicpm3", "gpt2")
-    assert done.returncode == 0
-    runs, refused = done.stdout.splitlines()
-    assert re.fullmatch(r"minicpm3 +runs; compressed keys", runs)
-    assert re.match(r"gpt2 +refused: can't run with a limited cache", refused)
-    assert done.stderr == f"transformers {installed}: 1 runs, 1 refused\n".replace("runs", "run")
-    data = json.loads(run("models", "families", "llama", "--json").stdout)
-    assert data == [{"family": "llama", "status": "runs", "note": ""}]
-
-
-def test_an_unknown_family_is_one_line() -> None:
-    done = run("models", "families", "lama")
-    assert done.returncode == 2
-    assert "there is no family 'lama'" in done.stderr.replace('"', "'")
-    assert "did you mean llama?" in done.stderr

@@ -1,1 +1,0 @@
-"""Runs the tasks of lm-evaluation-harness under policies and budgets."""
