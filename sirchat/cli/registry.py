@@ -57,7 +57,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compare": "run a transcript under several settings, side by side",
         "eval": "measure what a model remembers under a policy",
         "bench": "measure speed and memory",
-        "train": "train bundled models, a model with anchors, or an encoder",
+        "train": "train a model with anchors, or a sentence encoder",
         "doctor": "check versions, machine, files and a model, for bug reports",
         "completion": "complete commands and names in bash, zsh or fish",
         "man": "print a manual page of all commands and settings",
@@ -112,8 +112,6 @@ EXAMPLES: dict[str, str] = {
     "bench gpu": "sirchat bench gpu --json gpu.json",
     "bench make-model": "sirchat bench make-model 1b 1b.gguf",
     "train": "sirchat train anchor --help",
-    "train tiny": "sirchat train tiny --help",
-    "train tiny-anchor": "sirchat train tiny-anchor --help",
     "train encoder": "sirchat train encoder --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }

@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models, anchors, sentence encoders."""
+"""The `sirchat train` commands: anchors and sentence encoders."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -10,53 +10,12 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, a model with anchor tokens, or a sentence encoder.",
+    help="Train a model with anchor tokens, or a sentence encoder.",
     no_args_is_help=True,
 )
 
 Out = Annotated[Path, typer.Option(help="Folder for the finished model.")]
-Steps = Annotated[
-    int | None, typer.Option(help="Number of training steps; default: as many as the recipe has.")
-]
-Seed = Annotated[
-    int, typer.Option(help="Random seed for the initial weights and the generated dialogues.")
-]
 Resume = Annotated[bool, typer.Option(help="Continue from the last checkpoint.")]
-
-
-@train_app.command("tiny")
-def train_tiny(
-    out: Out = Path("tiny"),
-    steps: Steps = None,
-    size: Annotated[
-        str, typer.Option(help="Size of the model.", metavar="micro|small|medium")
-    ] = "small",
-    seed: Seed = 0,
-    resume: Resume = False,
-    debug: Debug = False,
-) -> None:
-    """Train the bundled model `tiny` from random weights, on dialogues generated meanwhile."""
-    from sirchat.lab.training.display import train_with_progress
-    from sirchat.lab.training.trainer import Trainer
-
-    train_with_progress(Trainer, out=out, steps=steps, size=size, seed=seed, resume=resume)
-
-
-@train_app.command("tiny-anchor")
-def train_tiny_anchor(
-    out: Out = Path("tiny-anchor"),
-    steps: Steps = None,
-    seed: Seed = 0,
-    resume: Resume = False,
-    debug: Debug = False,
-) -> None:
-    """Train `tiny` further, to compress each round into one token; the result is `tiny-anchor`."""
-    from sirchat.lab.training.display import train_with_progress
-    from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
-
-    train_with_progress(
-        TinyAnchorTrainer, out=out, steps=steps, size="small", seed=seed, resume=resume
-    )
 
 
 @train_app.command("anchor")

@@ -25,10 +25,9 @@ from sirchat.lab.studies.choice import choose
 from sirchat.lab.studies.reading import read, switch
 from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import NumberedStudy, RunUnit, mean, refuse_unknown, share
-from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
-from sirchat.lab.synthetic.facts import STORY
+from sirchat.lab.synthetic.dialogue import SMALL_TALK, Dialogue, draw_fact
+from sirchat.lab.synthetic.facts import KINDS, STORY
 from sirchat.lab.synthetic.rounds import Style
-from sirchat.lab.training.probe import PROBED, SMALL_TALK
 from sirchat.models.model import LoadedModel
 from sirchat.recall.retrievers import retriever
 from sirchat.text.text_file import read_regular
@@ -39,7 +38,6 @@ from sirchat.text.text_file import read_regular
 TASKS = {"stories-3": 3, "stories-10": 10, "facts-12": 12, "facts-40": 40}
 TASKS |= {"items-10": 10, "lines-10": 10}
 
-_FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
 
 
@@ -73,10 +71,10 @@ def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
         return _lines(rng, count)
     if task.startswith("items"):
         return _items(talk, count)
-    style, kind = Style.draw(rng), _FACTS[number % len(_FACTS)]
-    fact = draw_fact(rng, PROBED[kind], style)
+    style, kind = Style.draw(rng), KINDS[number % len(KINDS)]
+    fact = draw_fact(rng, kind, style)
     rounds = [talk.tell_one(fact, style), *(talk.small_talk() for _ in range(count))]
-    question, answer = talk.ask((kind, fact.subject))
+    question, answer = talk.ask((kind.key, fact.subject))
     return NeedleDialogue(tuple((u.text, r.text) for u, r in rounds), question.text, answer.text)
 
 
@@ -125,7 +123,7 @@ def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
     """A conversation of facts of different kinds; the user asks for one of them."""
     style = Style.draw(talk.rng)
-    facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
+    facts = [draw_fact(talk.rng, kind, style) for kind in talk.rng.sample(KINDS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
     target = facts[talk.rng.randrange(count - 2)]
     question, answer = talk.ask((target.kind.key, target.subject))

@@ -31,10 +31,6 @@ class Topic:
         return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
 
-def facts() -> int:
-    return sum(len(topic.known) for topic in TOPICS)
-
-
 def _topic(
     key: str,
     questions: list[str],

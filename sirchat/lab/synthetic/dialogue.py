@@ -30,7 +30,6 @@ from sirchat.lab.synthetic.rounds import (
 from sirchat.lab.synthetic.texts import WORDS
 
 UNTOLD = "You have not told me."
-LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,10 @@ class Mix:
     quiz: float = 0.0  # rounds with a question from the question bank
     untold: float = 0.0  # rounds in which the user asks for a fact that was never told
     long_list: float = 0.0  # told shopping lists that have five or six items
-    apart: float = 0.0  # conversations with facts at their start and questions at their end
-    subjects: float = 0.0  # facts only of kinds with a subject, which are easily confused
-    series: float = 0.0  # of the other conversations, those that tell several stories
-    long_values: float = 0.0  # facts only of kinds with long values
+
+
+# A mix that has only small talk
+SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,7 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
     if rng.random() < mix.story:
         return STORY
-    kinds = KINDS
-    if mix.subjects and rng.random() < mix.subjects:
-        kinds = tuple(kind for kind in KINDS if kind.subject)
-    if mix.long_values and rng.random() < mix.long_values:
-        kinds = tuple(kind for kind in KINDS if kind.key in LONG_VALUES)
-    return rng.choices(kinds, [kind.weight for kind in kinds])[0]
+    return rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
 
 
 @dataclass
@@ -114,12 +108,6 @@ class Dialogue:
         """
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(TALK["system_prompts"]))
-        if self.mix.apart and self.rng.random() < self.mix.apart:
-            yield from self.far_apart(rounds)
-            return
-        if self.mix.series and self.rng.random() < self.mix.series:
-            yield from self.several_stories(rounds)
-            return
         done = 0
         while done < rounds:
             for pair in self.some_rounds():
@@ -127,40 +115,6 @@ class Dialogue:
                 yield from pair
         for key in [key for key in self.facts if not self.asked.get(key)][:6]:
             yield from self.ask(key)
-
-    def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Yield a conversation that tells facts at its start and asks for them at its end."""
-        for _ in range(self.rng.choice((1, 1, 2, 3))):
-            yield from self.tell()
-        between = max(1, round(0.85 * rounds) - 4)  # short, since a training row is cut at its end
-        turn = self.rng.randrange(3 * between)
-        for number in range(between):
-            yield from self.correct() if number == turn else self.unrelated_round()
-        last = [*map(self.ask, self.facts), self.ask_untold()]
-        self.rng.shuffle(last)
-        for pair in last:
-            yield from pair
-
-    def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield a conversation that tells numbered stories, then asks for some."""
-        count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
-        first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
-        while len(self.facts) < count:
-            fact = draw_fact(self.rng, STORY, Style())
-            if (STORY.key, fact.subject) not in self.facts:
-                yield from self.tell_one(replace(fact, number=first + len(self.facts)), Style())
-            if self.rng.random() < 0.1:
-                yield from self.small_talk()
-        last = [self.ask(key) for key in self.rng.sample(list(self.facts), min(count, 4))]
-        if self.rng.random() < 0.3:
-            last.append(self.ask_untold())
-        self.rng.shuffle(last)
-        for pair in last:
-            yield from pair
-
-    def unrelated_round(self) -> Round:
-        """A round that neither tells a fact nor asks for one."""
-        return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
         """Yield one round of a random kind, or all rounds of a game."""
@@ -186,7 +140,7 @@ class Dialogue:
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
-            return self.correct(style)
+            return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
         fact = self.new_fact(style)
         if fact is None:
             return self.small_talk()
@@ -195,14 +149,6 @@ class Dialogue:
             if second is not None:
                 return self.tell_both(fact, second, style)
         return self.tell_one(fact, style)
-
-    def correct(self, style: Style | None = None) -> Round:
-        """A round in which the user corrects a told fact, if one can be corrected."""
-        style = style or Style.draw(self.rng)
-        old = [fact for fact in self.facts.values() if fact.kind.updates]
-        if not old:
-            return self.unrelated_round()
-        return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
         """Draw a fact that the user can tell, alone or in one message with `joined`.

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from sirchat.errors import SettingError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import draw_length
-from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
@@ -32,6 +31,7 @@ _HINT = (
     '{"text": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, {"conversations": [...]}, '
     'or {"role": ..., "content": ...}'
 )
+TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, to choose how many rounds to generate
 _PREFIXES = ("USER:", "ASSISTANT:", "SYSTEM:")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +21,26 @@ from transformers import Trainer, TrainerCallback
 
 from sirchat.lab.training.anchor_data import Row
 from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
-from sirchat.lab.training.trainer import replace_files
 
 # Name of the file in the model's folder that has the loss of every training step
 HISTORY = "loss.jsonl"
 
 LAST = 20  # number of newest training steps whose mean loss is shown
+
+
+def replace_files(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder, then move its files into `folder`, each atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    try:
+        write(temporary)
+        for file in sorted(temporary.iterdir()):
+            file.chmod(0o644)
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sirchat.errors import SettingError
 from sirchat.lab.progress import duration, shown_progress
 from sirchat.lab.studies.report import Plot, draw
 from sirchat.lab.training.anchor_trainer import HISTORY, LAST, load_losses, mean_of_last
-from sirchat.lab.training.schedule import SIZES
-from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.models.progress import quiet_libraries
 from sirchat.ui.screen import make_notes_console
 
@@ -26,23 +23,6 @@ if TYPE_CHECKING:
     from sirchat.lab.training.encoder import EncoderOptions
 
 PLOT = "loss.svg"  # the plot of the losses, in the model's folder
-
-
-def train_with_progress(
-    kind: type[Trainer], out: Path, *, steps: int | None, size: str, seed: int, resume: bool
-) -> None:
-    """Train a bundled model with the trainer `kind`, and write it to the folder `out`.
-
-    Progress is printed to stderr, and at the end the path of the folder to stdout.
-    """
-    if size not in SIZES:
-        raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
-    recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
-    options = TrainOptions(out=out, steps=recipe, size=size, seed=seed, resume=resume)
-    with shown_progress(make_notes_console(), "preparing") as show:
-        for record in train(options, kind):
-            show(record.step, recipe, _describe(record))
-    Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
 
 
 def train_anchor_with_progress(options: AnchorOptions) -> None:
@@ -134,9 +114,3 @@ def report(out: Path) -> list[str]:
         f"{last.step:,} steps, {last.tokens:,} tokens, {duration(last.seconds)}",
         f"losses: {out / HISTORY}; {plot}",
     ]
-
-
-def _describe(record: TrainStep) -> str:
-    recall = "" if record.recall is None else f", recall {record.recall:.2f}"
-    speed = f", {record.tokens_per_second:,.0f} tok/s"
-    return f"steps, loss {record.loss:.3f}, answers {record.answer_loss:.3f}{recall}{speed}"
