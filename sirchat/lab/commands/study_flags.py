@@ -1,4 +1,4 @@
-"""Makes the commands of `sirchat eval` from functions, with the flags that all studies have."""
+"""Makes the commands of `sirchat eval`, with the flags that all studies have."""
 
 import inspect
 import shlex
@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
+from sirchat.lab.commands.declared_flags import parameters_of
 from sirchat.memory.policies import import_typed, policy_class
 
 if TYPE_CHECKING:
@@ -63,59 +64,47 @@ Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JS
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
-class Defaults(NamedTuple):
-    """A study's defaults of the flags `--policies`, `--budgets`, `--decays` and `--limit`.
-
-    `of` is the help text of `--limit`. A study without `limit` has no `--repeats` either.
-    """
-
-    policies: str = "entropy,sink"
-    budgets: str = "256"
-    decays: str = "1"
-    limit: int | None = 200
-    of: str = "Number of conversations for each setting."
-
-
-def study(
+def add_study(
     app: typer.Typer,
     name: str,
-    compares: Defaults | None,
-    of: str,
     *,
+    makes: str,
+    help: str,
+    flags: Mapping[str, Mapping[str, Any]],
+    compares: Mapping[str, Any] | None = None,
     former: str = "",
-    **fixed: object,
-) -> Callable[[Callable[..., None]], None]:
-    """Decorator: registers a study as the command `name` of `app`, with the parameters as flags."""
+    fixed: Mapping[str, object] | None = None,
+) -> None:
+    """Register the study that `makes` names as the command `name` of `app`.
 
-    def register(declared: Callable[..., None]) -> None:
-        flags_of_study = inspect.signature(declared).parameters
-        grid = _grid_parameters(compares) if compares is not None else {}
+    `compares` has the defaults of `--policies`, `--budgets`, `--decays` and `--limit`, and in `of`
+    the help of `--limit`; a study without it compares no settings.
+    """
+    own = parameters_of(flags)
+    grid = _grid_parameters(**compares) if compares is not None else {}
 
-        def command(flags: dict[str, Any], **values: Any) -> None:
-            common = {key: values.pop(key) for key in _COMMON}
-            cells = {key: values.pop(key) for key in grid}
-            profile = repeatable(profile_from_flags(flags))
-            compared = _compared(profile, **cells) if grid else {"profile": profile}
-            options = {key: _parsed(one, values[key]) for key, one in flags_of_study.items()}
-            made = _maker(of)(**compared, **options, **fixed)
-            swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
-            _refuse_without_effect(made, [*flags, *swept], name)
-            _run(made, profile, **common)
+    def command(flags: dict[str, Any], **values: Any) -> None:
+        common = {key: values.pop(key) for key in _COMMON}
+        cells = {key: values.pop(key) for key in grid}
+        profile = repeatable(profile_from_flags(flags))
+        compared = _compared(profile, **cells) if grid else {"profile": profile}
+        options = {key: _parsed(one, values[key]) for key, one in own.items()}
+        made = _maker(makes)(**compared, **options, **(fixed or {}))
+        swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
+        _refuse_without_effect(made, [*flags, *swept], name)
+        _run(made, profile, **common)
 
-        def renamed(flags: dict[str, Any], **values: Any) -> None:
-            typer.echo(f"note: {former} is now called {name}", err=True)
-            command(flags, **values)
+    def renamed(flags: dict[str, Any], **values: Any) -> None:
+        typer.echo(f"note: {former} is now called {name}", err=True)
+        command(flags, **values)
 
-        parameters = [_keyword("flags", dict[str, Any]), *grid.values()]
-        parameters += [*flags_of_study.values(), *_COMMON.values()]
-        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-        for called, run in ((name, command), (former, renamed)):
-            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-            run.__doc__ = declared.__doc__
-            if called:
-                app.command(called, hidden=called == former)(with_settings(run))
-
-    return register
+    given = _keyword("flags", dict[str, Any])
+    parameters = [given, *grid.values(), *own.values(), *_COMMON.values()]
+    for called, run in ((name, command), (former, renamed)):
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__doc__ = help
+        if called:
+            app.command(called, hidden=called == former)(with_settings(run))
 
 
 def repeatable(profile: Profile) -> Profile:
@@ -288,18 +277,18 @@ _COMMON = {
 }
 
 
-def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
-    limit = Annotated[int, typer.Option(help=defaults.of, min=1)]
-    parameters = {
-        "policies": _keyword("policies", Policies, defaults.policies),
-        "budgets": _keyword("budgets", Budgets, defaults.budgets),
-        "decays": _keyword("decays", Decays, defaults.decays),
+def _grid_parameters(
+    policies: str, budgets: str, decays: str, limit: int, of: str
+) -> dict[str, inspect.Parameter]:
+    count = Annotated[int, typer.Option(help=of, min=1)]
+    return {
+        "policies": _keyword("policies", Policies, policies),
+        "budgets": _keyword("budgets", Budgets, budgets),
+        "decays": _keyword("decays", Decays, decays),
         "sweep": _keyword("sweep", Sweep, None),
+        "limit": _keyword("limit", count, limit),
+        "repeats": _keyword("repeats", Repeats, 3),
     }
-    if defaults.limit is not None:
-        parameters["limit"] = _keyword("limit", limit, defaults.limit)
-        parameters["repeats"] = _keyword("repeats", Repeats, 3)
-    return parameters
 
 
 def _compared(
@@ -311,4 +300,4 @@ def _compared(
     **counts: int,
 ) -> dict[str, Any]:
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
-    return {"settings": settings} | ({"seed": profile.seed, **counts} if counts else {})
+    return {"settings": settings, "seed": profile.seed, **counts}
