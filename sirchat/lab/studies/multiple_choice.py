@@ -14,8 +14,9 @@ from typing import get_args
 from sirchat.chat.session import Session
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies import generated, paper_tables, sirllm_files
+from sirchat.lab.studies import generated, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
+from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
@@ -136,8 +137,8 @@ class MultipleChoice(Grid):
     def _paper_tables(self) -> tuple[Table, ...]:
         """Tables of the results that the paper prints for this task."""
         if self.task == "dailydialog":
-            return (paper_tables.dailydialog(),)
-        return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
+            return (published("dailydialog"),)
+        return (published("grocery"), *([published("few-shot")] if self.shots else []))
 
     def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
         """A plot of the share of right options by decay, if there are several."""

@@ -20,8 +20,9 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies import generated, paper_tables
+from sirchat.lab.studies import generated
 from sirchat.lab.studies.choice import choose
+from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read, switch
 from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import NumberedStudy, RunUnit, mean, refuse_unknown, share
@@ -243,7 +244,7 @@ class Retrieval(NumberedStudy):
         tables = (
             Table("Without any choice", ("", "right"), tuple(without_recall.items())),
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
-            *([paper_tables.retrieval()] if self.task == "stories-3" or self.data else []),
+            *([published("retrieval")] if self.task == "stories-3" or self.data else []),
         )
         lines = {
             name: tuple((float(n), one.value) for n, one in row.items())

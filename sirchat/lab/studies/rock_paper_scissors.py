@@ -15,8 +15,8 @@ from random import Random
 from typing import get_args
 
 from sirchat.chat.session import Session
-from sirchat.lab.studies import paper_tables
 from sirchat.lab.studies.choice import Question, Scoring, choose
+from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import ask
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.sirllm_files import (
@@ -144,7 +144,7 @@ class RockPaperScissors(Grid):
             f"data {self.data}" if self.data else "moves drawn at random",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens at most",
         )
-        tables = (Table("Rounds won", columns, rows), paper_tables.rock_paper_scissors())
+        tables = (Table("Rounds won", columns, rows), published("rock-paper-scissors"))
         return Report(header, tables, details=self.parameters())
 
     def _row(self, one: Findings, last: Findings) -> tuple[Value, ...]:

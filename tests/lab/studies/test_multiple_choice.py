@@ -18,9 +18,10 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.types import ContinuationScore
 from sirchat.errors import SettingError
-from sirchat.lab.studies import generated, paper_tables, sirllm_files
+from sirchat.lab.studies import generated, sirllm_files
 from sirchat.lab.studies.choice import Question, choose, choose_text, most_likely, named_option
 from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Table
 from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
@@ -325,7 +326,7 @@ def rows_by_name(table: Table) -> dict[str, dict[str, Any]]:
 
 
 def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
-    rows = rows_by_name(paper_tables.rock_paper_scissors())
+    rows = rows_by_name(published("rock-paper-scissors"))
     assert len(rows) == 16
     for name, row in rows.items():
         assert row["all"] == pytest.approx(sum(row[one] for one in PLAYERS) / 3, abs=1e-4), name
@@ -334,14 +335,14 @@ def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
 @pytest.mark.parametrize(
     ("table", "column", "gaps"),
     [  # the paper's own differences from StreamLLM
-        (paper_tables.dailydialog(), "right", {"Yi-6b entropy 512 decay 0.7": 0.0695}),
-        (paper_tables.dailydialog(), "right", {"Vicuna-13b interval 512": -0.0905}),
+        (published("dailydialog"), "right", {"Yi-6b entropy 512 decay 0.7": 0.0695}),
+        (published("dailydialog"), "right", {"Vicuna-13b interval 512": -0.0905}),
         (
-            paper_tables.grocery(),
+            published("grocery"),
             "ACCg",
             {"Yi-34b entropy 1024": 0.6331, "Yi-6b random 1024": 0.5182},
         ),
-        (paper_tables.few_shot(), "ACCc", {"Vicuna-7b 3-shot": -0.0103, "Yi-34b entropy": 0.0009}),
+        (published("few-shot"), "ACCc", {"Vicuna-7b 3-shot": -0.0103, "Yi-34b entropy": 0.0009}),
     ],
 )
 def test_differences_from_sink_are_those_of_the_paper(
