@@ -1,4 +1,4 @@
-"""Made-up conversations over weeks, as the files of LoCoMo and of Realtalk give them."""
+"""Made-up conversations over weeks, as LoCoMo's file gives them."""
 
 from __future__ import annotations
 
@@ -56,22 +56,3 @@ def locomo_file(folder: Path, count: int = 2, more: int = 0) -> Path:
     path = folder / "locomo.json"
     path.write_text(json.dumps([locomo_entry(f"conv-{n}", more) for n in range(count)]))
     return path
-
-
-def realtalk_folder(folder: Path) -> Path:
-    """The same conversation in two of Realtalk's files, the tenth and the second."""
-    entry = locomo_entry()
-    sessions = entry["conversation"]
-    chat: dict[str, Any] = {"name": {"speaker_1": "Ana", "speaker_2": "Ben"}, "qa": QUESTIONS[:3]}
-    for number in (1, 2):
-        at = f"0{number}.12.2023, 22:42:04"
-        chat[f"session_{number}_date_time"] = at
-        chat[f"session_{number}"] = [
-            {"speaker": one["speaker"], "dia_id": one["dia_id"], "date_time": at}
-            | {"clean_text": one["text"]}
-            for one in sessions[f"session_{number}"]
-        ]
-        chat[f"events_session_{number}"] = {}
-    for number in (10, 2):
-        (folder / f"Chat_{number}_Ana_Ben.json").write_text(json.dumps(chat))
-    return folder

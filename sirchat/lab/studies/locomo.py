@@ -1,8 +1,7 @@
-"""Conversations over weeks and questions about them, from LoCoMo and Realtalk.
+"""Conversations over weeks and questions about them, from LoCoMo.
 
-LoCoMo: Maharana et al. 2024, https://arxiv.org/abs/2402.17753; Realtalk: Lee et al. 2025,
-https://arxiv.org/abs/2502.13270. Token F1 is computed as in LoCoMo's `task_eval/evaluation.py`,
-but stems are those of Porter's original algorithm.
+Maharana et al. 2024, https://arxiv.org/abs/2402.17753. Token F1 is computed as in LoCoMo's
+`task_eval/evaluation.py`, but stems are those of Porter's original algorithm.
 """
 
 from __future__ import annotations
@@ -240,7 +239,7 @@ def says_not_mentioned(reply: str, options: tuple[str, str]) -> bool:
 class Locomo(Grid):
     """The LoCoMo study; `limit` is the number of questions drawn for each conversation."""
 
-    data: str = ""  # path of the LoCoMo file, of one Realtalk file, or of the Realtalk folder
+    data: str = ""  # path of LoCoMo's file
     # indices of the conversations to run, from 0; empty for all
     conversations: tuple[int, ...] = ()
     reply_tokens: int = 24  # largest number of tokens in a reply; 0 for no replies, and so no F1

@@ -1,4 +1,4 @@
-"""Reads the files of LoCoMo and Realtalk: conversations over weeks, and questions about them.
+"""Reads LoCoMo's file: conversations over weeks, and questions about them.
 
 LoCoMo (https://arxiv.org/abs/2402.17753) is one file, `locomo10.json`, with a list of
 conversations.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from calendar import month_name
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.text_file import read_regular
 
-# Kinds of question, by LoCoMo's numbers; Realtalk has only 1 to 3, and calls 3 commonsense
+# Kinds of question, by LoCoMo's numbers
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
 
 ADVERSARIAL = 5
@@ -83,43 +81,28 @@ class LongTalk:
 
 
 def long_talks(path: Path) -> list[LongTalk]:
-    """The conversations in a file, or in all files `Chat_*.json` of a folder.
-
-    Raises SettingError if there are no conversations, and if a file can't be read or has neither
-    LoCoMo's nor Realtalk's format.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("Chat_*.json"), key=lambda one: _numbers(one.name))
-    talks = [talk for file in files for talk in _of_file(file)]
-    if not talks:
-        raise SettingError(
-            f"{path} has no conversations",
-            hint="LoCoMo's locomo10.json, or Realtalk's folder of Chat_*.json",
-        )
-    return talks
-
-
-def _of_file(path: Path) -> list[LongTalk]:
+    """The conversations in a file; raises SettingError if it has none, or another format."""
+    hint = "give LoCoMo's locomo10.json"
     try:
         content = json.loads(read_regular(path))
-        entries = content if isinstance(content, list) else [content]
-        return [_talk(entry, path.stem) for entry in entries]
+        talks = [_talk(one) for one in (content if isinstance(content, list) else [content])]
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
-            f"{path} is neither LoCoMo's format nor Realtalk's ({type(error).__name__}: {error})",
-            hint="LoCoMo's locomo10.json, or Realtalk's Chat_*.json",
+            f"{path} is not in LoCoMo's format ({type(error).__name__}: {error})", hint=hint
         ) from None
+    if not talks:
+        raise SettingError(f"{path} has no conversations", hint=hint)
+    return talks
 
 
-def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
+def _talk(entry: Mapping[str, Any]) -> LongTalk:
     """Read the conversation in one JSON object of a file; the object has sessions and questions."""
-    said = entry.get("conversation", entry)
+    said = entry["conversation"]
     names = sorted(filter(re.compile(r"session_\d+").fullmatch, said), key=_numbers)
     sessions = tuple(
-        TalkSession(_in_words(said[f"{name}_date_time"]), tuple(map(_turn, said[name])))
+        TalkSession(said[f"{name}_date_time"], tuple(map(_turn, said[name])))
         for name in names
         if said[name]
     )
@@ -127,11 +110,11 @@ def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
     questions = tuple(_question(n, one, ids) for n, one in enumerate(entry["qa"]))
     if not sessions or not questions:
         raise ValueError("no sessions or no questions")
-    return LongTalk(str(entry.get("sample_id", stem)), sessions, questions)
+    return LongTalk(str(entry["sample_id"]), sessions, questions)
 
 
 def _turn(turn: Mapping[str, Any]) -> Utterance:
-    text = str(turn["text"] if "text" in turn else turn["clean_text"]).strip()
+    text = str(turn["text"]).strip()
     if caption := turn.get("blip_caption"):
         text = f"{text} (shared {caption})".strip()
     return Utterance(str(turn["dia_id"]), str(turn["speaker"]), text)
@@ -171,15 +154,6 @@ def _evidence(given: Sequence[str], ids: Sequence[str]) -> tuple[str, ...]:
 
 def _same_session(first: str, last: str) -> bool:
     return first.split(":")[0] == last.split(":")[0]
-
-
-def _in_words(date: str) -> str:
-    """Turn Realtalk's `29.12.2023, 22:42:04` into `22:42 on 29 December, 2023`."""
-    try:
-        at = datetime.strptime(date, "%d.%m.%Y, %H:%M:%S")
-    except ValueError:
-        return date
-    return f"{at:%H:%M} on {at.day} {month_name[at.month]}, {at.year}"
 
 
 def _numbers(name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Reads LoCoMo's and Realtalk's files, and turns a conversation into rounds of a chat."""
+"""Reads LoCoMo's file, and turns a conversation into rounds of a chat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatting import session, tiny
 from sirchat.errors import SettingError
 from sirchat.lab.studies.long_talk import LongTalk, long_talks, read_talk, rounds_of
 from sirchat.lab.studies.reading import read
-from weeks_of_talk import locomo_entry, locomo_file, realtalk_folder
+from weeks_of_talk import locomo_entry, locomo_file
 
 
 def talk(folder: Path, more: int = 0) -> LongTalk:
@@ -39,14 +39,6 @@ def test_a_file_of_locomo(tmp_path: Path) -> None:
         "",
     ]
     assert one.questions[4].adversarial == "Fennel"
-
-
-def test_a_folder_of_realtalk_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
-    one, other = long_talks(realtalk_folder(tmp_path))
-    assert (one.name, other.name) == ("Chat_2_Ana_Ben", "Chat_10_Ana_Ben")
-    assert one.sessions[1].date == "22:42 on 2 December, 2023"
-    assert one.sessions[1].turns[2].text == "I am off to Lisbon tomorrow."
-    assert [each.category for each in one.questions] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(

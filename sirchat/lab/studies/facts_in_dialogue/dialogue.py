@@ -1,6 +1,6 @@
 """Makes the conversations of the study: facts told amid real dialogue, and a question for each.
 
-The dialogue comes from a file: SirLLM's DailyDialog, LoCoMo's and Realtalk's conversations, or any
+The dialogue comes from a file: SirLLM's DailyDialog, LoCoMo's conversations, or any
 transcript that sirchat reads.
 """
 
@@ -193,9 +193,7 @@ _ROUNDS_OF_TRANSCRIPT = 12
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
-    """The conversations in a file or folder; raises SettingError if there are none."""
-    if path.is_dir():
-        return _of_weeks(path)
+    """The conversations in a file; raises SettingError if there are none."""
     try:
         data = read_regular(path)
     except OSError as error:
@@ -207,7 +205,7 @@ def load_dialogues(path: Path) -> list[Dialogue]:
     if not any(dialogues):
         raise SettingError(
             f"data {str(path)!r} has no rounds of talk",
-            hint="give SirLLM's DailyDialog, LoCoMo, Realtalk or a transcript",
+            hint="give SirLLM's DailyDialog, LoCoMo or a transcript",
         )
     return dialogues
 
@@ -221,7 +219,7 @@ def _dailydialog(path: Path) -> list[Dialogue]:
 
 
 def _of_weeks(path: Path) -> list[Dialogue]:
-    """Read a file or folder of LoCoMo or Realtalk; returns a dialogue for each session."""
+    """Read a file of LoCoMo; returns a dialogue for each session."""
     sessions = [one for talk in long_talks(path) for one in talk.sessions]
     dialogues = [
         [
