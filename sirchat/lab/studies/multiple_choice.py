@@ -18,7 +18,7 @@ from sirchat.lab.studies import generated, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
-from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
 
 _SOURCES = {
@@ -132,27 +132,13 @@ class MultipleChoice(Grid):
         )
         table = Table(self.name, tuple(columns), tuple(rows))
         tables = (table, *self._paper_tables())
-        return Report(header, tables, self._plots(findings, groups), details=self.parameters())
+        return Report(header, tables, self.parameters())
 
     def _paper_tables(self) -> tuple[Table, ...]:
         """Tables of the results that the paper prints for this task."""
         if self.task == "dailydialog":
             return (published("dailydialog"),)
         return (published("grocery"), *([published("few-shot")] if self.shots else []))
-
-    def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """A plot of the share of right options by decay, if there are several."""
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for cell, one in zip(self.cells(), findings, strict=True):
-            setting = cell.setting
-            if cell.shots or setting.policy == "full" or setting.decay == "auto":
-                continue
-            for group in groups:
-                line = f"{setting.policy} {setting.budget} {_COLUMNS[group]}"
-                share = _right(one, group).value
-                lines.setdefault(line, []).append((setting.decay, share))
-        swept = {name: tuple(sorted(points)) for name, points in lines.items() if len(points) > 1}
-        return (Plot(f"{self.name}: decay", "decay", "right", swept),) if swept else ()
 
 
 def _right(findings: Findings, group: str, key: str = "right") -> Estimate:

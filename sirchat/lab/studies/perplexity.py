@@ -17,7 +17,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
 from sirchat.lab.studies.reading import read as read_round
-from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
+from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import (
     ON_SCREEN,
     SAMPLING,
@@ -117,17 +117,9 @@ class Perplexity(Grid):
         return {"nats": nats, "tokens": len(found)}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of the mean surprisal, by setting."""
+        """A table of the mean surprisal, by setting."""
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
-        size = max(1, self.limit // _POINTS)
-        points = {
-            one.name: tuple(
-                (float((at + 1) * size), float(np.mean(nats)))
-                for at, nats in enumerate(zip(*(each["nats"] for each in one.records), strict=True))
-            )
-            for one in findings
-        }
         header = (
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
@@ -139,8 +131,7 @@ class Perplexity(Grid):
             ),
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
-        plot = Plot("perplexity", "tokens read", "nats a token", points)
-        return Report(header, (table,), (plot,), self.parameters())
+        return Report(header, (table,), self.parameters())
 
     def _read_talk(self, session: Session, reading: int) -> np.ndarray:
         """Read `limit` tokens of real talk in a session; returns their surprisals [n] in nats."""
@@ -284,18 +275,14 @@ class Context(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of the perplexity at each context length, by setting."""
+        """A table of the perplexity at each context length, by setting."""
         findings = self.findings(found)
-        rows = {one.name: self._perplexities(one) for one in findings}
+        rows: list[tuple[Value, ...]] = [(one.name, *self._perplexities(one)) for one in findings]
         columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))
-        table = Table("Perplexity by context", columns, tuple((n, *v) for n, v in rows.items()))
-        lines = {
-            name: tuple(zip(map(float, self.lengths), values, strict=True))
-            for name, values in rows.items()
-        }
-        plot = Plot("perplexity by context", "tokens", "perplexity", lines, log_x=True)
         header = (f"seed {self.seed}", f"{self.limit} conversations")
-        return Report(header, (table,), (plot,), self.parameters())
+        return Report(
+            header, (Table("Perplexity by context", columns, tuple(rows)),), self.parameters()
+        )
 
     def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
         """Yield the token ids of each round, up to the longest of the context lengths in all."""

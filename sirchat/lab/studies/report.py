@@ -1,4 +1,4 @@
-"""The report of a study: tables, plots, and the command and versions to repeat the study.
+"""The report of a study: tables, and the command and versions to repeat the study.
 
 A report is written to the terminal, as JSON, or as files in a folder.
 """
@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -62,27 +62,11 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A plot of named lines of (x, y) points; `x` and `y` are the labels of the axes.
-
-    The lines named in `dashed` are dashed; `log_x` makes the x axis logarithmic.
-    """
-
-    name: str
-    x: str
-    y: str
-    lines: Mapping[str, tuple[tuple[float, float], ...]]
-    dashed: tuple[str, ...] = ()
-    log_x: bool = False
-
-
-@dataclass(frozen=True)
 class Report:
     """The results of a study."""
 
     header: tuple[str, ...]  # short texts that say what was run, for the first line of the report
     tables: tuple[Table, ...]  # the results
-    plots: tuple[Plot, ...] = ()
     # further entries of the JSON record, such as the study's parameters
     details: Record = field(default_factory=dict)
 
@@ -184,21 +168,15 @@ def _widths(columns: list[list[str]], room: int | None) -> list[int]:
     return widths
 
 
-def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:
-    """Write a report into a folder: JSON, Markdown, a CSV file per table, an SVG file per plot.
-
-    Returns messages about files that could not be written; the list is empty if all were written.
-    """
+def write_report(report: Report, head: Record, folder: Path, name: str) -> None:
+    """Write a report into a folder: JSON, Markdown, and a CSV file for each table."""
     folder.mkdir(parents=True, exist_ok=True)
     record = json.dumps(record_of(report, head), indent=2)
     (folder / f"{name}.json").write_text(record + "\n", "utf-8")
     (folder / f"{name}.md").write_text(markdown(report, head), "utf-8")
     for number, table in enumerate(report.tables):
-        (folder / f"{_numbered(name, number)}.csv").write_text(_csv(table), "utf-8")
-    for number, figure in enumerate(report.plots):
-        if not draw(figure, folder / f"{_numbered(name, number)}.svg"):
-            return ["no plot: pip install 'sirchat[plots]'"]
-    return []
+        numbered = f"{name}-{number + 1}" if number else name
+        (folder / f"{numbered}.csv").write_text(_csv(table), "utf-8")
 
 
 def markdown(report: Report, head: Record) -> str:
@@ -211,30 +189,6 @@ def markdown(report: Report, head: Record) -> str:
         cells = (" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines)
         parts.append(f"**{table.name}**\n\n" + "".join(f"| {line} |\n" for line in cells))
     return "\n".join(parts)
-
-
-def draw(plot: Plot, path: Path) -> bool:
-    """Write a plot as SVG; returns False if matplotlib is not installed."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    with rc_context({"svg.hashsalt": plot.name}):  # makes the file reproducible
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
-        for name, points in plot.lines.items():
-            style = "--" if name in plot.dashed else "-"
-            axes.plot(*zip(*points, strict=True), style, marker=".", label=name)
-        axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.name)
-        if plot.log_x:
-            ticks = sorted({x for points in plot.lines.values() for x, _ in points})
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
-        figure.legend(loc="outside right upper", fontsize="small")
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    return True
 
 
 def _heading(report: Report, head: Record) -> tuple[str, str]:
@@ -301,7 +255,3 @@ def _bounds(value: Value) -> tuple[Value, ...]:
     if isinstance(value, Estimate):
         return value.value, value.low, value.high
     return value, None, None
-
-
-def _numbered(name: str, number: int) -> str:
-    return f"{name}-{number + 1}" if number else name

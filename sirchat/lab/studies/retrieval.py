@@ -24,7 +24,7 @@ from sirchat.lab.studies import generated
 from sirchat.lab.studies.choice import choose
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read, switch
-from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import NumberedStudy, RunUnit, mean, refuse_unknown, share
 from sirchat.lab.synthetic.dialogue import SMALL_TALK, Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS, STORY
@@ -225,7 +225,7 @@ class Retrieval(NumberedStudy):
         return lambda key: _run(session, self.conversation(int(key)), self, every)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and a plot of the share of right answers, by row and number of recalled tokens."""
+        """Tables of the share of right answers, by row and number of recalled tokens."""
         records = list(found.values())
         rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
@@ -246,19 +246,7 @@ class Retrieval(NumberedStudy):
             Table(self.name, columns, tuple((n, *row.values()) for n, row in rows.items())),
             *([published("retrieval")] if self.task == "stories-3" or self.data else []),
         )
-        lines = {
-            name: tuple((float(n), one.value) for n, one in row.items())
-            for name, row in rows.items()
-        }
-        lines[FULL] = tuple((float(n), without_recall[FULL].value) for n in self.counts)
-        plot = Plot(
-            self.name,
-            "tokens restored",
-            "exact answers",
-            lines,
-            log_x=True,
-        )
-        return Report(header, tables, (plot,), self.parameters())
+        return Report(header, tables, self.parameters())
 
 
 @dataclass(frozen=True)
@@ -388,25 +376,20 @@ class Privacy(NumberedStudy):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of what recall reveals, by number of recalled tokens."""
+        """A table of what recall reveals, by number of recalled tokens."""
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
-        word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()
         for n in self.counts:
             ones = [each[str(n)] for each in found.values()]
             shares = share(one["said"] for one in ones), share(one["quiz"] for one in ones)
             rows.append((str(n), mean([one["nats"] for one in ones]), *shares))
-            word_for_word.append((float(n), shares[0].value))
-            quiz.append((float(n), shares[1].value))
         method = f"{self.profile.recall} x {self.profile.recall_weight}"
         header = (
             f"seed {self.profile.seed}",
             f"{self.limit} conversations of {self.task}",
             f"base budget {self.base}, recall {method}",
         )
-        lines = {columns[2]: tuple(word_for_word), columns[3]: tuple(quiz)}
-        plot = Plot("privacy against utility", "tokens restored", "share", lines)
-        return Report(header, (Table("Privacy", columns, tuple(rows)),), (plot,), self.parameters())
+        return Report(header, (Table("Privacy", columns, tuple(rows)),), self.parameters())
 
     def _ask(self, session: Session, n: int, one: NeedleDialogue, key: str) -> Record:
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}

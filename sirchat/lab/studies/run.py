@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 from sirchat.errors import SettingError, format_value
 from sirchat.lab.progress import with_progress
 from sirchat.lab.studies.report import (
@@ -46,13 +44,12 @@ def run(
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)
-    notes = write_report(report, head, out, study.name) if out is not None else []
+    if out is not None:
+        write_report(report, head, out, study.name)
     if as_json:
         print_json(record_of(report, head))
     else:
         print_report(report, head)
-    for note in notes:
-        Console(stderr=True).print(note, markup=False)
 
 
 def run_units(

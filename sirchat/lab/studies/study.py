@@ -81,7 +81,7 @@ class Study(ABC):
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the records in `found`, by the units' keys."""
+        """Tables of the records in `found`, by the units' keys."""
 
     def shared(self) -> Record:
         """The parameters that must be equal in all runs that write to one results log."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from sirchat.lab.progress import duration, shown_progress
-from sirchat.lab.studies.report import Plot, draw
 from sirchat.lab.training.anchor_trainer import HISTORY, LAST, load_losses, mean_of_last
 from sirchat.models.progress import quiet_libraries
 from sirchat.ui.screen import make_notes_console
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from sirchat.lab.training.anchor import AnchorOptions
     from sirchat.lab.training.anchor_trainer import Step
     from sirchat.lab.training.encoder import EncoderOptions
-
-PLOT = "loss.svg"  # the plot of the losses, in the model's folder
 
 
 def train_anchor_with_progress(options: AnchorOptions) -> None:
@@ -91,26 +88,14 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 
 def report(out: Path) -> list[str]:
-    """Draw a plot of the losses in a model's folder; returns lines of a summary.
-
-    There are none if the folder has no losses.
-    """
+    """The lines of a summary of the losses in a model's folder; none if it has no losses."""
     losses = load_losses(out)
     if not losses:
         return []
     first, last = losses[0], losses[-1]
-    means = [mean_of_last(losses[max(0, end + 1 - LAST) : end + 1]) for end in range(len(losses))]
-    lines = {
-        "each step": tuple((one.tokens, one.loss) for one in losses),
-        f"mean of the last {LAST} steps": tuple(
-            (one.tokens, mean) for one, mean in zip(losses, means, strict=True)
-        ),
-    }
-    drawn = draw(Plot("training loss", "tokens read", "nats per token", lines), out / PLOT)
-    plot = f"plot: {out / PLOT}" if drawn else "no plot: pip install 'sirchat[plots]'"
     return [
         f"loss in nats per token: first {first.loss:.3f}, last {last.loss:.3f}, "
-        f"mean of the last {min(LAST, len(losses))} {means[-1]:.3f}",
+        f"mean of the last {min(LAST, len(losses))} {mean_of_last(losses[-LAST:]):.3f}",
         f"{last.step:,} steps, {last.tokens:,} tokens, {duration(last.seconds)}",
-        f"losses: {out / HISTORY}; {plot}",
+        f"losses: {out / HISTORY}",
     ]

@@ -28,7 +28,6 @@ from sirchat.lab.studies.perplexity import Context, Perplexity, conversation, ro
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import (
     Estimate,
-    Plot,
     Report,
     Table,
     markdown,
@@ -50,7 +49,6 @@ REPORT = Report(
         Table("First", ("setting", "right", "tokens"), (("a | b", share([True, False]), 1_200),)),
         Table("Second", ("x", "y"), (("one", 0.25), ("two", None)), digits=2),
     ),
-    plots=(Plot("curve", "n", "right", {"a": ((1.0, 0.5), (10.0, 0.7))}, log_x=True),),
     details={"seed": 0},
 )
 
@@ -107,9 +105,9 @@ def test_an_option_goes_to_every_policy_that_has_it() -> None:
 
 def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
     head = provenance(tiny(), "test", "sirchat eval test --limit 2")
-    assert write_report(REPORT, head, tmp_path, "test") == []
+    write_report(REPORT, head, tmp_path, "test")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["test-2.csv", "test.csv", "test.json", "test.md", "test.svg"]
+    assert names == ["test-2.csv", "test.csv", "test.json", "test.md"]
     record = json.loads((tmp_path / "test.json").read_text("utf-8"))
     assert record == json.loads(json.dumps(record_of(REPORT, head)))
     first = record["tables"]["First"]["rows"][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from sirchat.lab.training.anchor_trainer import (
     learning_rate,
     load_losses,
 )
-from sirchat.lab.training.display import PLOT, report
+from sirchat.lab.training.display import report
 
 
 def entry(step: int) -> LossEntry:
@@ -48,28 +47,14 @@ def test_the_history_up_to_a_checkpoint_is_in_the_checkpoint(tmp_path: Path) -> 
     assert checkpoint_losses(tmp_path) == [entry(1)]
 
 
-def test_the_report_says_first_last_and_mean_and_draws_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_report_says_first_last_and_mean(tmp_path: Path) -> None:
     assert report(tmp_path) == []
     LossHistory(tmp_path, [entry(step) for step in range(1, 31)])
     assert report(tmp_path) == [
         "loss in nats per token: first 3.900, last 1.000, mean of the last 20 1.950",
         "30 steps, 15,360 tokens, 45 s",
-        f"losses: {tmp_path / HISTORY}; plot: {tmp_path / PLOT}",
+        f"losses: {tmp_path / HISTORY}",
     ]
-    plot = (tmp_path / PLOT).read_text("utf-8")
-    assert plot.startswith("<?xml")
-    report(tmp_path)
-    assert (tmp_path / PLOT).read_text("utf-8") == plot
-
-
-def test_without_matplotlib_there_is_a_report_without_a_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    LossHistory(tmp_path, [entry(1)])
-    assert report(tmp_path)[-1].endswith("no plot: pip install 'sirchat[plots]'")
-    assert not (tmp_path / PLOT).exists()
 
 
 class Time:
