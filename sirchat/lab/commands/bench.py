@@ -11,7 +11,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, resolve
 from sirchat.errors import SirchatError, UsageError
 from sirchat.lab.commands.declared_flags import declared, with_flags
-from sirchat.lab.commands.study_flags import Json, whole_numbers
+from sirchat.lab.commands.study_flags import whole_numbers
 
 bench_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
@@ -20,7 +20,7 @@ _declared = declared("bench")
 
 @bench_app.command()
 @with_flags(_declared["decode"])
-def decode(json: Json = False, debug: Debug = False, **given: Any) -> None:
+def decode(json: bool, debug: Debug = False, **given: Any) -> None:
     seen, cache = given["seen"], given["cache"]
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
@@ -73,7 +73,7 @@ bench_app.callback()(bench)
 
 @bench_app.command()
 @with_flags(_declared["start"])
-def start(json: Json = False, debug: Debug = False, **given: Any) -> None:
+def start(json: bool, debug: Debug = False, **given: Any) -> None:
     profile = _profile(given)
     longs = whole_numbers("tokens", given["tokens"])
     from sirchat.lab.bench.peers import peer_for

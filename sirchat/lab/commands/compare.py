@@ -12,14 +12,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
-from sirchat.lab.commands.study_flags import (
-    Json,
-    Policies,
-    Sweep,
-    command_line,
-    repeatable,
-    settings_of,
-)
+from sirchat.lab.commands.declared_flags import declared, with_flags
+from sirchat.lab.commands.study_flags import command_line, repeatable, settings_of
 from sirchat.paths import open_private
 from sirchat.ui.text import displayable, displayable_line
 
@@ -31,48 +25,31 @@ if TYPE_CHECKING:
 compare_app = typer.Typer(add_completion=False)
 
 
+_HELP = """Replay a transcript under several settings, and show how the model's answers differ.
+
+For each setting, the answers, the number of held tokens and the agreement with policy full are
+shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
+shown.
+"""
+
+
 @compare_app.command()
 @with_settings
+@with_flags({"help": _HELP, "flags": declared("common")["compare"]})
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
-    policies: Policies = "full,salience,entropy,sink",
-    budgets: Annotated[
-        str | None,
-        typer.Option(help="Budgets to compare; default: the value of --budget.", metavar="N,M,..."),
-    ] = None,
-    decays: Annotated[
-        str | None,
-        typer.Option(help="Decays to compare; default: the value of --decay.", metavar="X,Y,..."),
-    ] = None,
-    sweep: Sweep = None,
-    own: Annotated[
-        bool,
-        typer.Option(
-            "--continue",
-            help="Continue from each setting's own replies, not from the transcript's.",
-        ),
-    ] = False,
-    format: Annotated[
-        str,
-        typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
-    ] = "auto",
-    json: Json = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the comparison to this HTML page, with pictures.", metavar="PATH"
-        ),
-    ] = None,
+    policies: str,
+    budgets: str | None,
+    decays: str | None,
+    sweep: list[str] | None,
+    own: bool,
+    format: str,
+    json: bool,
+    html: Path | None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings, and show how the model's answers differ.
-
-    For each setting, the answers, the number of held tokens and the agreement with policy full are
-    shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
-    shown.
-    """
     profile = repeatable(profile_from_flags(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)

@@ -14,6 +14,7 @@ import yaml
 
 _TYPES: dict[str, Any] = {
     "text": str | None,
+    "texts": list[str] | None,
     "whole number": int | None,
     "number": float | None,
     "path": Path | None,

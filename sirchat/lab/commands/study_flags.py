@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,49 +18,15 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value
-from sirchat.lab.commands.declared_flags import parameters_of
+from sirchat.lab.commands.declared_flags import declared, parameters_of
 from sirchat.memory.policies import import_typed, policy_class
 
 if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
     from sirchat.models.model import LoadedModel
 
-Policies = Annotated[
-    str, typer.Option(help="Policies to compare, separated by commas.", metavar="A,B,...")
-]
-Budgets = Annotated[
-    str, typer.Option(help="Budgets to compare, separated by commas.", metavar="N,M,...")
-]
-Decays = Annotated[
-    str, typer.Option(help="Decays to compare, separated by commas.", metavar="X,Y,...")
-]
-Sweep = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A setting or policy option, and the values to compare; can be repeated.",
-        metavar="KEY=A,B,...",
-    ),
-]
-Repeats = Annotated[
-    int,
-    typer.Option(
-        help="Number of runs of a policy that chooses at random, each with another seed.", min=1
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Folder for the report, and for results during the run.", metavar="DIR"),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="Run in this number of processes, each with its own model; without it, one process "
-        "runs all.",
-        min=1,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
+_FLAGS = declared("common")
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
@@ -80,11 +46,12 @@ def add_study(
     `compares` has the defaults of `--policies`, `--budgets`, `--decays` and `--limit`, and in `of`
     the help of `--limit`; a study without it compares no settings.
     """
-    own = parameters_of(flags)
+    own, common = parameters_of(flags), parameters_of(_FLAGS["all"])
     grid = _grid_parameters(**compares) if compares is not None else {}
+    trusted = inspect.signature(_trust_and_debug).parameters
 
     def command(flags: dict[str, Any], **values: Any) -> None:
-        common = {key: values.pop(key) for key in _COMMON}
+        how = {key: values.pop(key) for key in (*common, *trusted)}
         cells = {key: values.pop(key) for key in grid}
         profile = repeatable(profile_from_flags(flags))
         compared = _compared(profile, **cells) if grid else {"profile": profile}
@@ -92,14 +59,15 @@ def add_study(
         made = _maker(makes)(**compared, **options, **(fixed or {}))
         swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
         _refuse_without_effect(made, [*flags, *swept], name)
-        _run(made, profile, **common)
+        _run(made, profile, **how)
 
     def renamed(flags: dict[str, Any], **values: Any) -> None:
         typer.echo(f"note: {former} is now called {name}", err=True)
         command(flags, **values)
 
-    given = _keyword("flags", dict[str, Any])
-    parameters = [given, *grid.values(), *own.values(), *_COMMON.values()]
+    given = inspect.Parameter("flags", inspect.Parameter.KEYWORD_ONLY, annotation=dict[str, Any])
+    every = (grid, own, common, trusted)
+    parameters = [given, *(one for some in every for one in some.values())]
     for called, run in ((name, command), (former, renamed)):
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__doc__ = help
@@ -236,8 +204,7 @@ def _run(
     json: bool,
     debug: bool,
 ) -> None:
-    for_hub = getattr(made, "needs_hub", False)
-    model = load(profile, trust_remote_code, for_hub=for_hub)
+    model = load(profile, trust_remote_code)
     from sirchat.lab.studies.run import run
     from sirchat.lab.studies.workers import run_in_processes
 
@@ -248,47 +215,27 @@ def _run(
 
         compile_for_later(model)  # a run that changed to faster code could not be repeated
     if workers is not None:
-        again = partial(_load_again, typed, profile, trust_remote_code, for_hub)
+        again = partial(_load_again, typed, profile, trust_remote_code)
         remote = partial(run_in_processes, load=again, workers=workers)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
-def _load_again(typed: list[str], profile: Profile, trust: bool, for_hub: bool) -> "LoadedModel":
+def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel":
     """Load the model in a worker process, after the modules of policies such as `mine:Loud`."""
     for name in typed:
         import_typed(name)
-    return load(profile, trust, for_hub=for_hub)
+    return load(profile, trust)
 
 
-def _keyword(
-    name: str, annotation: Any, default: Any = inspect.Parameter.empty
-) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+def _trust_and_debug(*, trust_remote_code: Trust = False, debug: Debug = False) -> None: ...
 
 
-_COMMON = {
-    "out": _keyword("out", Out, None),
-    "workers": _keyword("workers", Workers, None),
-    "trust_remote_code": _keyword("trust_remote_code", Trust, False),
-    "json": _keyword("json", Json, False),
-    "debug": _keyword("debug", Debug, False),
-}
-
-
-def _grid_parameters(
-    policies: str, budgets: str, decays: str, limit: int, of: str
-) -> dict[str, inspect.Parameter]:
-    count = Annotated[int, typer.Option(help=of, min=1)]
-    return {
-        "policies": _keyword("policies", Policies, policies),
-        "budgets": _keyword("budgets", Budgets, budgets),
-        "decays": _keyword("decays", Decays, decays),
-        "sweep": _keyword("sweep", Sweep, None),
-        "limit": _keyword("limit", count, limit),
-        "repeats": _keyword("repeats", Repeats, 3),
+def _grid_parameters(of: str, **defaults: object) -> dict[str, inspect.Parameter]:
+    flags = {
+        name: {"help": of, **flag} | ({"default": defaults[name]} if name in defaults else {})
+        for name, flag in _FLAGS["grid"].items()
     }
+    return parameters_of(flags)
 
 
 def _compared(

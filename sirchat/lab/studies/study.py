@@ -59,7 +59,6 @@ class Study(ABC):
     must then say all else that its record depends on.
     """
 
-    needs_hub: ClassVar[bool] = False  # whether it needs the model's module of transformers
     without_effect: ClassVar[tuple[str, ...]] = ()  # settings that the commands refuse
 
     @property
