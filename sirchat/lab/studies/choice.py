@@ -34,6 +34,8 @@ class Question:
     stem: str = ""
     # the replies to the stem, one for each option; empty if the stem is empty
     texts: tuple[str, ...] = ()
+    # the text of the next question after each option, if it depends on what is chosen
+    then: tuple[str, ...] = ()
 
     @property
     def answer(self) -> str:

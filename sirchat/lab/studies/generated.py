@@ -5,11 +5,19 @@ The conversations use only words that the bundled model knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from sirchat.lab.studies.choice import Question
-from sirchat.lab.studies.sirllm_files import COMMONSENSE, DIALOGUE, GROCERY
-from sirchat.lab.synthetic.rounds import LETTERS, bank_question
+from sirchat.lab.studies.sirllm_files import COMMONSENSE, DIALOGUE, GROCERY, PLAYERS
+from sirchat.lab.synthetic.rounds import (
+    BEATS,
+    LETTERS,
+    bank_question,
+    game_opening,
+    game_round,
+    outcome,
+)
 from sirchat.lab.synthetic.texts import WORDS
 
 GROCERY_ROUNDS = 20
@@ -34,6 +42,24 @@ def grocery(seed: int, number: int) -> list[Question]:
     replies = tuple(f"You asked me to buy {one}." for one in choices)
     recall = Question("Which GROCERY did I ask you to buy?", replies, target, GROCERY)
     return [request, *between, recall]
+
+
+def moves(seed: int, player: str, number: int, rounds: int) -> list[str]:
+    """The moves of a player of rock-paper-scissors in match `number`."""
+    rng = Random(f"held out/{seed}/{player}/{number}")
+    return rng.choices(tuple(BEATS), PLAYERS[player], k=rounds)
+
+
+def match(player: str, moves: Sequence[str]) -> list[Question]:
+    """A match of rock-paper-scissors, whose right replies win; no reply at all loses."""
+    replies = tuple(f"I choose {move}." for move in BEATS)
+    found, text = list[Question](), game_opening()
+    for theirs in moves:
+        wins = tuple(BEATS).index(BEATS[theirs])
+        then = tuple(game_round(theirs, outcome(ours, theirs)) for ours in BEATS)
+        found.append(Question(text, replies, wins, player, then=then))
+        text = game_round(theirs, "You lose.")
+    return found
 
 
 def question(rng: Random, count: int, group: str) -> Question:

@@ -1,14 +1,16 @@
-"""SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
+"""SirLLM's tasks: DailyDialog (section 4.2.1), Grocery Shopping (4.2.2, 5.1), games (4.2.3).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. The table also has few-shot rows, as the paper's Table 4.
+from the project's own question bank; each player of rock-paper-scissors prefers one move. The table
+also has few-shot rows, as the paper's Table 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import cycle, islice
 from typing import get_args
 
 from sirchat.chat.session import Session
@@ -19,13 +21,21 @@ from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
-from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
+from sirchat.lab.studies.study import (
+    Cell,
+    Findings,
+    Grid,
+    refuse_unknown,
+    share_over_seeds,
+    without,
+)
 
 _SOURCES = {
     "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, sirllm_files.DIALOGUE_FILES),
     "grocery": (generated.grocery, sirllm_files.grocery, sirllm_files.GROCERY_FILES),
 }
 
+GAME = "rock-paper-scissors"
 _COLUMNS = {
     sirllm_files.DIALOGUE: "right",
     sirllm_files.COMMONSENSE: "ACCc",
@@ -40,13 +50,14 @@ class MultipleChoice(Grid):
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
 
-    task: str = "grocery"  # `dailydialog` or `grocery`
+    task: str = "grocery"  # `dailydialog`, `grocery` or `rock-paper-scissors`
     scoring: Scoring = "paper"  # how an option is chosen; see `choice.Scoring`
     # numbers of shots (examples before each question); each number adds a few-shot row below the
     # rows of the settings
     shots: tuple[int, ...] = ()
     # a folder with the released files, or a file in their format; None for generated conversations
     data: str | None = None
+    rounds: int = 300  # of a match of rock-paper-scissors, of which `limit` are against each player
 
     extends = ("settings", "limit", "repeats", "shots")
 
@@ -54,6 +65,10 @@ class MultipleChoice(Grid):
         refuse_unknown("scoring", (self.scoring,), get_args(Scoring))
         if not self.conversations:
             raise SettingError(f"data {self.data!r} has no conversations")
+
+    def parameters(self) -> Record:
+        found = super().parameters()
+        return found if self.task == GAME else without(found, ("rounds",))
 
     @property
     def name(self) -> str:
@@ -63,6 +78,8 @@ class MultipleChoice(Grid):
     @cached_property
     def conversations(self) -> list[list[Question]]:
         """The first `limit` conversations of the task, each a list of questions."""
+        if self.task == GAME:
+            return self._matches()
         generate, load, files = _SOURCES[self.task]
         if self.data is not None:
             found = load(sirllm_files.require_file(self.data, files))[: self.limit]
@@ -71,6 +88,21 @@ class MultipleChoice(Grid):
         if self.scoring == "text":
             found = [[question.unlisted for question in one] for one in found]
         return found
+
+    def _matches(self) -> list[list[Question]]:
+        if self.data is None:
+            drawn = partial(generated.moves, self.seed, rounds=self.rounds)
+            return [
+                generated.match(player, drawn(player, number))
+                for number in range(self.limit)
+                for player in sirllm_files.PLAYERS
+            ]
+        players = sirllm_files.moves_of_players(self.data)
+        return [
+            generated.match(player, list(islice(cycle(moves), start, start + self.rounds)))
+            for start in range(0, self.limit * self.rounds, self.rounds)
+            for player, moves in players.items()
+        ]
 
     def cells(self) -> list[Cell]:
         """The rows of the table: one for each setting, then one for each number of shots."""
@@ -88,14 +120,16 @@ class MultipleChoice(Grid):
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
         by_mean: dict[str, list[bool]] = {}
+        chosen: int | None = None
         for number, one in enumerate(questions):
+            if chosen is not None and (before := questions[number - 1]).then:
+                one = replace(one, text=before.then[chosen])
             if cell.shots and len(one.replies) > 1:
                 session.reset()
                 for shot in questions[max(0, number - cell.shots) : number]:
                     read(session, shot.text, shot.answer)
             elif cell.shots:
                 continue
-            chosen: int | None
             if self.scoring == "text":
                 chosen, best_mean = choose_text(session, one)
                 if len(one.replies) > 1:
@@ -110,12 +144,14 @@ class MultipleChoice(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A report on the share of right options by setting, with the paper's tables."""
         findings = self.findings(found)
-        groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
+        groups = list(dict.fromkeys(group for one in found.values() for group in one["right"]))
+        if self.task == GAME:
+            groups.append("all")
         sink = next((one for one in findings if one.name.startswith("sink")), None)
-        columns = ["setting", *(_COLUMNS[group] for group in groups)]
-        columns += [f"{_COLUMNS[group]} - {sink.name}" for group in groups if sink]
+        columns = ["setting", *(_COLUMNS.get(group, group) for group in groups)]
+        columns += [f"{_COLUMNS.get(group, group)} - {sink.name}" for group in groups if sink]
         by_mean = groups if self.scoring == "text" else []
-        columns += [f"{_COLUMNS[group]} by mean" for group in by_mean]
+        columns += [f"{_COLUMNS.get(group, group)} by mean" for group in by_mean]
         rows: list[tuple[Value, ...]] = []
         for one in findings:
             shares: list[Value] = [_right(one, group) for group in groups]
@@ -128,7 +164,7 @@ class MultipleChoice(Grid):
             f"seed {self.seed}",
             f"{len(self.conversations)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"scoring {self.scoring}",
-            f"data {self.data}" if self.data else "the project's own questions",
+            f"data {self.data}" if self.data else "generated data",
         )
         table = Table(self.name, tuple(columns), tuple(rows))
         tables = (table, *self._paper_tables())
@@ -136,14 +172,18 @@ class MultipleChoice(Grid):
 
     def _paper_tables(self) -> tuple[Table, ...]:
         """Tables of the results that the paper prints for this task."""
-        if self.task == "dailydialog":
-            return (published("dailydialog"),)
-        return (published("grocery"), *([published("few-shot")] if self.shots else []))
+        return (published(self.task), *([published("few-shot")] if self.shots else []))
 
 
 def _right(findings: Findings, group: str, key: str = "right") -> Estimate:
     answers = [
-        [right for one in records for right in one[key].get(group, [])]
+        [
+            right
+            for one in records
+            for of, each in one[key].items()
+            if group in (of, "all")
+            for right in each
+        ]
         for records in findings.by_seed
     ]
     return share_over_seeds(answers)

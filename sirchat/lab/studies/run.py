@@ -26,7 +26,7 @@ from sirchat.models.model import LoadedModel
 # Runs units elsewhere: takes a study and keys, yields (key, record) as each unit finishes.
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
 
-_FORMAT = 2  # of the results log; in format 1, keys were row numbers
+_FORMAT = 3  # of the results log; until format 2, settings had other hashes
 
 
 def run(

@@ -24,12 +24,21 @@ _GROUPS = {"key": "told", "answer": GROCERY}
 DIALOGUE_FILES = ("dailydialog/dailydialog.jsonl", "dailydialog.jsonl")
 GROCERY_FILES = ("grocery_keys/keys.jsonl", "grocery_keys.jsonl", "keys.jsonl")
 MOVES_OF = "rock_paper_scissors_dominant_"
+# Of each player of rock-paper-scissors, the probabilities of rock, paper and scissors (Table 7)
+PLAYERS = {"rock": (0.5, 0.3, 0.2), "paper": (0.2, 0.5, 0.3), "scissors": (0.3, 0.2, 0.5)}
 
 
-def paths_of_moves(player: str) -> tuple[str, ...]:
-    """The paths, relative to a data folder, at which the file with a player's moves may be."""
-    name = f"{MOVES_OF}{player}.jsonl"
-    return f"rock_paper_scissors/{name}", name
+def moves_of_players(data: str) -> dict[str, list[str]]:
+    """The moves in each player's file; `data` is one such file, or a folder of some."""
+    path = Path(os.path.expanduser(data))
+    if path.is_file():
+        return {path.stem.removeprefix(MOVES_OF).replace(" ", "-"): moves(path)}
+    names = {one: f"{MOVES_OF}{one}.jsonl" for one in PLAYERS}
+    paths = {one: (f"rock_paper_scissors/{name}", name) for one, name in names.items()}
+    files = {one: find_file(data, some) for one, some in paths.items()}
+    if not any(files.values()):
+        raise missing_files_error(data, [name for some in paths.values() for name in some])
+    return {one: moves(file) for one, file in files.items() if file is not None}
 
 
 def find_file(data: str, names: Sequence[str]) -> Path | None:

@@ -24,7 +24,6 @@ from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Table
-from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.lab.studies.run import run_units
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template
@@ -257,8 +256,7 @@ def test_the_moves_of_players_are_found_under_each_of_their_names(
 ) -> None:
     file = written(tmp_path / folder / "rock_paper_scissors_dominant_paper.jsonl", MOVE, MOVE)
     for data in (tmp_path, file):
-        study = RockPaperScissors((SINK,), 1, rounds=2, data=str(data))
-        assert study.players == {"paper": ["paper", "paper"]}
+        assert sirllm_files.moves_of_players(str(data)) == {"paper": ["paper", "paper"]}
 
 
 def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path: Path) -> None:
@@ -329,7 +327,9 @@ def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
     rows = rows_by_name(published("rock-paper-scissors"))
     assert len(rows) == 16
     for name, row in rows.items():
-        assert row["all"] == pytest.approx(sum(row[one] for one in PLAYERS) / 3, abs=1e-4), name
+        assert row["all"] == pytest.approx(
+            sum(row[one] for one in sirllm_files.PLAYERS) / 3, abs=1e-4
+        ), name
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.multiple_choice import GAME, MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity
 from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
-from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
 from sirchat.models.model import LoadedModel
@@ -199,7 +198,7 @@ def test_which_fields_of_each_study_extend_it() -> None:
     recall = Profile(recall="mips")
     cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (MultipleChoice(one, 2), both | seeds | {"shots": (1,)}, {"seed": 1, "scoring": "text"}),
-        (RockPaperScissors(one, 2), both | seeds, {"rounds": 9, "scoring": "text"}),
+        (MultipleChoice(one, 2, task=GAME), both | seeds, {"rounds": 9, "scoring": "text"}),
         (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
         (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
         (Retrieval(SINK), {"limit": 3}, {"bases": (80,), "profile": RANDOM}),
