@@ -23,6 +23,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import DamagedSessionError
 from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
+from sirchat.saved.database import record_sum
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import search_sessions
@@ -80,6 +81,24 @@ def test_an_older_chat_is_saved_on_with_its_pins(folder: Path) -> None:
     assert again.turns == session.turns
     flags = [chat.ledger.column("flags") & ~np.uint8(Flag.RECALLED) for chat in (again, session)]
     assert flags[0].tolist() == flags[1].tolist()
+
+
+def test_an_older_chat_under_settings_that_are_gone_opens_under_others(folder: Path) -> None:
+    path = folder / f"{CHATS['tiny']['id']}.sqlite"
+    gone = {"policy": "kvzip", "policy_options": {"layers": 4}, "recall": "attention"}
+    with closing(sqlite3.connect(path)) as connection, connection:
+        ((head,),) = connection.execute("SELECT fields FROM head")
+        fields = json.loads(head)
+        fields["profile"] |= {**gone, "recall_scope": "layer"}
+        connection.execute("UPDATE head SET fields = ?", (json.dumps(fields),))
+        ((written,),) = connection.execute("SELECT value FROM about WHERE name = 'sums'")
+        (values,) = connection.execute("SELECT * FROM head")
+        sums = json.dumps({**json.loads(written), "head": record_sum(values)})
+        connection.execute("UPDATE about SET value = ? WHERE name = 'sums'", (sums,))
+    with SessionStore.open(path) as store:
+        profile = saved_profile(store)
+        resume_session(Session(tiny(), profile), store)
+    assert (profile.policy, profile.policy_options, profile.recall) == ("salience", {}, "words")
 
 
 @pytest.mark.parametrize("table", ["turns SET text = text || '.'", "rows SET data = zeroblob(60)"])
