@@ -38,24 +38,6 @@ class PassWeights:
         return weights
 
 
-class HighestWeights:
-    """Records the highest attention weight that each of the `slots` [k] gets in a forward pass."""
-
-    def __init__(self, layers: Collection[int], slots: Tensor) -> None:
-        self._layers, self._slots = frozenset(layers), slots
-        self._sum: Tensor | None = None
-
-    def observe(self, call: AttentionCall) -> None:
-        if call.layer in self._layers:
-            weights = call.weights()[:, :, self._slots.to(call.keys.device)]  # [H_q, m, k]
-            highest = weights.amax(1).mean(0).cpu()
-            self._sum = highest if self._sum is None else self._sum + highest
-
-    def mean(self) -> NDArray[np.float64] | None:
-        """The weights [k], as a mean over heads and layers; None if the model showed none."""
-        return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
-
-
 class AttentionTracker:
     """Context manager: records attention weights while ids are read, in one pass or several.
 
