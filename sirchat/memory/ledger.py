@@ -160,6 +160,7 @@ class Ledger:
     def set_learned_score(self, score: float) -> None:
         """Set the newest token's score by the model's scorer, which is known after the next."""
         self._rows["learned_score"][self.seen - 1] = score
+        self.saved = min(self.saved, self.seen - 1)
 
     def set_first_surprisal(self, count: int) -> None:
         """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
