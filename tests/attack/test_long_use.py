@@ -72,7 +72,7 @@ class User:
     def start(self, draw: Random) -> None:
         """Open a chat, say something, and end in some way."""
         ids = [entry.id for entry in list_sessions(self.home.sessions).sessions]
-        ids = [one for one in ids if "-n34z" not in one]  # of a model that is no file
+        ids = [one for one in ids if "-3pnz" not in one]  # of a model that is no file
         is_new = draw.random() < 0.2 or not self.number
         flags = [] if is_new else ["--resume", draw.choice(["last", *ids]), "--save"]
         ahead, lines = 86_400 * draw.choice(_DAYS), self.counts["lines"]

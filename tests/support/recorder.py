@@ -247,7 +247,7 @@ class _RunningSession:
         history = InMemory()
         saved_chat = SimpleNamespace(
             drop_revealing_name=lambda said, whole: False,
-            update=lambda: None,
+            save=lambda: None,
             replace_session=lambda session: None,
             outdated_file=None,
         )

@@ -116,20 +116,15 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("retriever", ["mips", "random"])
-def test_what_comes_back_is_what_a_session_with_recall_would_recall(
-    tmp_path: Path, retriever: str
-) -> None:
-    one = study(
-        tmp_path, conversations=(0,), reply_tokens=0, retrievers=(retriever,), counts=(8, 40)
-    )
+def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Path) -> None:
+    one = study(tmp_path, conversations=(0,), reply_tokens=0, retrievers=("mips",), counts=(8, 40))
     (found,) = run_units(one, tiny()).values()
     talk = one.talks[0]
     for question, record in zip(talk.questions[:2], found["questions"], strict=False):
         chat = session(tiny(), policy="sink", budget=96)
         positions = read_talk(chat, talk)
         before = set(chat.save().held.tolist())
-        switch(chat, budget=96 + 40, recall=retriever, recall_n=40)
+        switch(chat, budget=96 + 40, recall="mips", recall_n=40)
         for _ in chat.read_user(question_and_options(question)[0]):
             pass
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))
@@ -139,7 +134,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
         for n in (8, 40):
             back = set(ranked[:n])
             halves = [len(each & back) >= len(each) / 2 for each in turns]
-            assert record["back"][retriever][str(n)] == {
+            assert record["back"]["mips"][str(n)] == {
                 "share": pytest.approx(len(missing & back) / len(missing)),
                 "any": any(halves),
                 "all": all(halves),
@@ -267,9 +262,9 @@ def test_differences_are_those_of_the_same_questions_averaged_over_seeds(tmp_pat
 def test_restored_evidence_is_counted_by_category(tmp_path: Path) -> None:
     def back(category: int, share: float) -> Record:
         restored = {"share": share, "any": 1.0, "all": 0.0}
-        return question(category, category, back={"random": {"20": restored}})
+        return question(category, category, back={"cosine": {"20": restored}})
 
-    one = study(tmp_path, retrievers=("random",), counts=(20,), conversations=(0,))
+    one = study(tmp_path, retrievers=("cosine",), counts=(20,), conversations=(0,))
     (key,) = one.keys()
     records = conversation(back(1, 0.25), back(3, 1.0), question(9, 4))
     *_, whole, table = one.report({key: records}).tables
