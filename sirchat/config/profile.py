@@ -46,7 +46,9 @@ def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
         renamed["evict"] = _FORMER_EVICT.get(evict, evict)
-    if renamed.get("policy") == "salience" and isinstance(options, Mapping):
+    if renamed.get("policy") in ("kvzip", "vase"):  # which are gone
+        renamed |= {"policy": "salience", "policy_options": {}}
+    elif renamed.get("policy") == "salience" and isinstance(options, Mapping):
         options = {_FORMER_OPTIONS.get(name, name): value for name, value in options.items()}
         if isinstance(options.get("user_weight"), bool):
             options["user_weight"] = 1 + options["user_weight"]

@@ -11,11 +11,9 @@ import sqlite3
 
 import numpy as np
 
-from sirchat.config.profile import rename_old_settings
 from sirchat.saved.database import FORMAT, SUM, TABLES, record_sum, require
 
 _FLAGS = {"pinned": 1, "excluded": 32}  # flags by the lists in the head
-_GONE = ("kvzip", "vase")  # policies
 
 
 def convert(connection: sqlite3.Connection) -> None:
@@ -34,10 +32,6 @@ def convert(connection: sqlite3.Connection) -> None:
         flags = np.zeros(seen, np.uint8)
         for name, flag in _FLAGS.items():
             flags[fields.pop(name, [])] |= flag
-        settings = rename_old_settings(fields["profile"])
-        if settings["policy"] in _GONE:
-            settings |= {"policy": "salience", "policy_options": {}}
-        fields["profile"] = settings
         connection.execute("UPDATE head SET fields = ?", (json.dumps(fields),))
         row = np.dtype([(name, kind) for name, kind in json.loads(about.get("row", "[]"))])
         for start, data in connection.execute("SELECT start, data FROM rows").fetchall():

@@ -21,7 +21,7 @@ from sirchat.chat.events import Finish
 from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
-from sirchat.config.profile import Profile
+from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
@@ -212,7 +212,8 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     head = store.head()
     try:
         saved = head.fields.get("profile") if head else {}
-        profile = Profile.model_validate(saved)
+        known = rename_old_settings(saved) if isinstance(saved, dict) else saved
+        profile = Profile.model_validate(known)
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this version of sirchat does not know",
