@@ -106,6 +106,7 @@ EXAMPLES: dict[str, str] = {
     "eval context": "sirchat eval context --policies anchor,full --limit 20",
     "eval retrieval": "sirchat eval retrieval --limit 20",
     "eval privacy": "sirchat eval privacy --limit 20",
+    "eval uniformity": "sirchat eval uniformity --budgets 128",
     "bench": "sirchat bench decode --model smollm2",
     "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
     "bench start": "sirchat bench start --model smollm2",

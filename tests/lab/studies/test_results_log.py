@@ -23,6 +23,7 @@ from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
+from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
 from warm_python import warm_python
 
@@ -201,6 +202,7 @@ def test_which_fields_of_each_study_extend_it() -> None:
         (MultipleChoice(one, 2, task=GAME), both | seeds, {"rounds": 9, "scoring": "text"}),
         (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
         (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
+        (Uniformity(one, 2), both | seeds, {"rounds": 2}),
         (Retrieval(SINK), {"limit": 3}, {"bases": (80,), "profile": RANDOM}),
         (Privacy(recall), {"limit": 3}, {"base": 80, "counts": (1,)}),
     ]
