@@ -372,7 +372,7 @@ def test_what_one_question_lacks_is_compiled_by_a_process_that_outlives_it(
     assert done.stdout.strip()
     assert not list(tmp_path.glob("state/compiled/*.so"))
     (tmp_path / "go").touch()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120  # it gives way to all others
     while not list(tmp_path.glob("state/compiled/*.so")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
