@@ -106,6 +106,7 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
         "held_rows",
         "key_value_stats",
         "ledger",
+        "placement",
         "random_numbers",
         "policies",
         "registry",

@@ -170,7 +170,7 @@ class EventBuilder:
         settings, recall_n = self.engine.settings, profile.recall_n
         policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
-            room = self.engine.residency.recall_room(0)
+            room = self.engine.evictor.recall_room(0)
             if not isinstance(recall_n, str) and room < recall_n:
                 yield (
                     f"budget {self.engine.budget} leaves room to restore only {room} tokens, "

@@ -13,7 +13,7 @@ from sirchat.chat.words import is_mark, near_positions, without_template, words_
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.policies.base import ScorePolicy
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import Texts
@@ -101,7 +101,7 @@ def take_snapshot(
     """
     ledger, policy = engine.ledger, engine.settings.policy
     held = ledger.held_positions
-    leaving = engine.residency.next_evicted(in_round=in_round)
+    leaving = engine.evictor.next_evicted(in_round=in_round)
     scores = policy_scores(engine, held)
     if strongest is None:
         slots = np.arange(len(held))
@@ -116,7 +116,7 @@ def take_snapshot(
         budget=engine.budget,
         resident=engine.resident,
         seen=ledger.seen,
-        recalled=engine.residency.recalled_count,
+        recalled=len(engine.store.placement.recalled),
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
         unit=policy.unit if isinstance(policy, ScorePolicy) else "",
@@ -132,7 +132,7 @@ def take_snapshot(
 
 
 def _held_by(ledger: Ledger, held: Positions) -> dict[str, int]:
-    is_recalled = np.isin(held, ledger.recalled)
+    is_recalled = ledger.column("flags")[held] & Flag.RECALLED != 0
     counts = np.bincount(ledger.column("role")[held[~is_recalled]], minlength=len(Role)).tolist()
     by_role = {role.name.lower(): counts[role] for role in Role}
     return by_role | {"recalled": int(is_recalled.sum())}

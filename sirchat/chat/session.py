@@ -45,7 +45,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
-from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows, Selection
+from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError, UsageError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
@@ -114,7 +114,7 @@ class Session:
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
-        self._at_reply = 0, Selection(self.ledger.held_positions)  # seen and held at a reply's end
+        self._at_reply = 0, self._engine.store.placement  # seen and held at a reply's end
         self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
 
     @property
@@ -158,7 +158,7 @@ class Session:
 
     def divide_budget(self) -> Division:
         """How the budget is divided now among sinks, pins, the policy and recall."""
-        return self._engine.residency.divide_budget()
+        return self._engine.evictor.divide_budget()
 
     def budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of so many tokens; None if there is none."""
@@ -167,7 +167,7 @@ class Session:
 
     def check_pins(self, more: int) -> None:
         """Raise SettingError if `more` pinned tokens, beside the held ones, are too many."""
-        self._engine.residency.check_pins(more, self.ledger.held_positions)
+        self._engine.evictor.check_pins(more, self.ledger.held_positions)
 
     def ask(
         self,
@@ -229,12 +229,11 @@ class Session:
             lookup=PromptLookup() if profile.lookup else None,
             together=lambda: self.together,
         )
-        with self._engine.residency.recall_ends_at_error():
+        with self._engine.evictor.recall_ends_at_error():
             yield from turn.answer(
                 records, stream, closing, self._end_ids, finish, loops, self._note_cut
             )
-        residency = self._engine.residency
-        self._at_reply = self.seen, residency.before_end or residency.selection
+        self._at_reply = self.seen, turn.placement
 
     def _note_cut(self) -> None:
         """Keep the state, and vectors for passages, before what ends the round of a cut reply."""
@@ -293,7 +292,7 @@ class Session:
         after = closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *closing]
-        with self._engine.residency.recall_ends_at_error():
+        with self._engine.evictor.recall_ends_at_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
@@ -304,7 +303,7 @@ class Session:
     ) -> Generator[Event, None, OpenTurn]:
         """Begin the turn `ids`, for which there is room then; of the user, who `said` something."""
         state, closing = self.state, self.template.closing
-        moves = self._engine.residency.end_recall()  # of a turn that was not answered
+        moves = self._engine.evictor.end_recall()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         self._check_room(ids, system)
         if said is not None:
@@ -327,7 +326,7 @@ class Session:
         closing = self.template.closing if ids.closing is None else ids.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
-        with self._engine.residency.recall_ends_at_error():
+        with self._engine.evictor.recall_ends_at_error():
             yield from turn.read(ids, interrupted, after=closing)
         stream = self.template.reply_stream(is_given=True)
         stream.divide(ids.ids if self.seen == at.stop else ())
@@ -355,7 +354,7 @@ class Session:
         if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
             self.profile = self.profile.model_copy(update={"system": prompt})
             self.ledger.pin(self.state.system, pin_system)
-            self._engine.residency.exclude(np.asarray(self.state.system), excluded=False)
+            self._engine.evictor.exclude(np.asarray(self.state.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     @contextmanager
@@ -396,9 +395,9 @@ class Session:
         with all_or_nothing(self._engine):
             if is_replaced or profile.pin_system != before.pin_system:
                 self.ledger.pin(state.system, profile.pin_system and not is_replaced)
-            moves = self._engine.residency.switch(settings, size if profile.pin_system else 0)
+            moves = self._engine.evictor.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
-                moves += self._engine.residency.exclude(np.asarray(state.system))
+                moves += self._engine.evictor.exclude(np.asarray(state.system))
             self._engine.require_room(size)
         self.profile, self.template = profile, template
         if is_replaced:
@@ -431,7 +430,7 @@ class Session:
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.recallable(), around)
-        moves = self._engine.residency.pin(positions, pinned)
+        moves = self._engine.evictor.pin(positions, pinned)
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
         self.state.unpinned = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -580,7 +579,7 @@ class Session:
         """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self._engine.residency.check_pins(before)
+            self._engine.evictor.check_pins(before)
         pending, closing = self.state.pending_ids, self.template.closing
         self._engine.require_room(len(pending) + before + len(ids.ids) + len(closing))
 

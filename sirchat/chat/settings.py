@@ -203,7 +203,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         yield
     except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
-        engine.residency.switch(settings)
+        engine.evictor.switch(settings)
         raise
 
 
@@ -218,7 +218,7 @@ def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
         try:
             yield checkpoint
         finally:
-            engine.residency.switch(settings)
+            engine.evictor.switch(settings)
             engine.undo(checkpoint)
 
 

@@ -58,14 +58,14 @@ def pin_rules(
     The ledger still has the vectors of the turn's tokens. Those of its sentences are put into
     `vectors`.
     """
-    turn, residency = state.last_turn, engine.residency
+    turn, evictor = state.last_turn, engine.evictor
     for text, positions in _rules_in(engine.ledger, texts, encoder, turn, vectors):
         if not is_wanted or (turn, text) in state.unpinned:  # before the message was read again
             continue
         short = format_value(text)
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
-            count = residency.pin_held(positions)
+            count = evictor.pin_held(positions)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:

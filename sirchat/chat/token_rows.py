@@ -102,15 +102,15 @@ def _as_if_held(
     # A score may depend on the other held rows. A held row is scored among all held rows but those
     # that recall restored; a row that recall restored, among all held rows; an evicted row, among
     # the held rows and all rows at `positions`.
-    held = engine.ledger.held_positions
-    without_recalled = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
+    placement = engine.store.placement
+    held, without_recalled = placement.held, placement.chosen
     results: dict[str, Floats] = {}
     unknown = np.ones(len(positions), bool)
     for among in (without_recalled, held, np.union1d(held, positions)):
         here = unknown & np.isin(positions, among)
         if here.any():
             at = np.searchsorted(among, positions[here])
-            for name, values in compute(engine.residency.view_of(among)).items():
+            for name, values in compute(engine.evictor.view_of(among)).items():
                 result = results.setdefault(name, np.zeros(len(positions)))
                 result[here] = values.double().numpy()[at]
             unknown &= ~here

@@ -173,12 +173,12 @@ def read_result(
     sought = template.user(question)
     ids = template.before(template.results([call.result(text)]), before)
     turn = yield from chat.begin_message("tool", ids)
-    division, start, head = engine.residency.divide_budget(), engine.ledger.seen, 0
+    division, start, head = engine.evictor.divide_budget(), engine.ledger.seen, 0
     if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
         room = min(division.evictable // _HEAD, division.most_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.residency.recall_ends_at_error():
+    with engine.evictor.recall_ends_at_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after

@@ -27,6 +27,7 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.placement import Placement
 from sirchat.recall.recall import Recall
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
@@ -54,13 +55,18 @@ class OpenTurn:
         self._engine = engine
         self._events = events
         self._evicts_thinking = evicts_thinking
-        self._recalled: int | None = None  # number of tokens, when the round ended
+        self._at_end: Placement | None = None  # when the round ended, if recall had moved tokens
         self.stats = stats
         self.ref = TurnRef(stats.index, now.round)
 
+    @property
+    def placement(self) -> Placement:
+        """Where the tokens were at the round's end, if that has moved any back; else, are now."""
+        return self._at_end or self._engine.store.placement
+
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
         """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says."""
-        records = self._engine.residency.make_room_for_turn(count, max_new_tokens, self.ref)
+        records = self._engine.evictor.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
     def read(
@@ -260,7 +266,7 @@ class OpenTurn:
             header = np.arange(at[0] - stream.unkept_header, at[0])
             excluded = np.concatenate([header, tokens[dropped], excluded])
         if len(excluded):
-            moves = self._engine.residency.exclude(excluded)
+            moves = self._engine.evictor.exclude(excluded)
             events += self._events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
@@ -272,8 +278,7 @@ class OpenTurn:
     def finish(self, text: str, thinking: str = "") -> TurnDone:
         """End the turn, whose message is `text` after `thinking`; returns the event for it."""
         self._now.finish(self.stats, text, thinking)
-        now = self._engine.residency.recalled_count
-        recalled = now if self._recalled is None else self._recalled
+        recalled = len(self.placement.recalled)
         return self._events.done(self.stats, text, thinking, recalled)
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
@@ -286,9 +291,9 @@ class OpenTurn:
 
     def _end_round(self) -> list[Event]:
         """End recall; let surprisal and attention decay; the next user turn begins a round."""
-        residency = self._engine.residency
-        self._recalled = residency.recalled_count
-        events = [self._evicted(record) for record in residency.end_recall()]
+        now = self._engine.store.placement
+        self._at_end = None if now.is_plain else now
+        events = [self._evicted(record) for record in self._engine.evictor.end_recall()]
         self._engine.decay_at_round_end()
         self._now.in_round = False
         return events

@@ -17,9 +17,9 @@ from sirchat.chat.state import Turn
 from sirchat.chat.token_rows import policy_scores, score_factors, token_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.extra_passes import attention_from
-from sirchat.engine.types import Selection
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
+from sirchat.memory.placement import Placement
 from sirchat.recall.word_index import STOP_WORDS
 from sirchat.text.detokenizer import Texts
 
@@ -94,22 +94,22 @@ def token_ranks(
 
 
 def attention_paid(
-    engine: Engine, turn: int, at_reply: tuple[int, Selection], sinks: int
+    engine: Engine, turn: int, at_reply: tuple[int, Placement], sinks: int
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
     The model reads the reply once more, over what was held then; no state changes. `at_reply`: the
     number of tokens seen, and what was held, when the chat's last reply ended.
     """
-    seen, selection = at_reply
+    seen, placement = at_reply
     if seen != engine.ledger.seen:
         return _paid(engine, turn, None, sinks)
-    then = frozenset(selection.held.tolist())
-    if selection.is_plain or not engine.store.has(selection.held):
+    then = frozenset(placement.held.tolist())
+    if placement.is_plain or not engine.store.has(placement.held):
         return _paid(engine, turn, then, sinks)
-    with engine.residency.holding(selection):
+    with engine.evictor.holding(placement):
         paid = _paid(engine, turn, then, sinks)
-    return replace(paid, recalled=frozenset(selection.recalled.tolist()))
+    return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 
 
 def _paid(engine: Engine, turn: int, then: frozenset[int] | None, sinks: int) -> AttentionPaid:

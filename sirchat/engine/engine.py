@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Division
+from sirchat.engine.evictor import CacheUpdate, Evictor
 from sirchat.engine.reader import Reader
-from sirchat.engine.residency import CacheUpdate, Residency
 from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
 from sirchat.engine.types import (
     CacheSettings,
@@ -50,7 +50,7 @@ class Engine:
 
     `ends_sequence` says whether an id ends a sequence, for the policy `anchor`; `continues_word`,
     called as (previous id, id), whether both belong to one word. Callers may read the attributes
-    `ledger`, `cache`, `store` and `residency`, and let `residency` switch settings and move tokens.
+    `ledger`, `cache`, `store` and `evictor`, and let `evictor` switch settings and move tokens.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Engine:
         self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.reader = Reader(model, self.cache, self.ledger)
-        self.residency = Residency(settings, self.reader, self.store)
+        self.evictor = Evictor(settings, self.reader, self.store)
 
     @property
     def settings(self) -> CacheSettings:
-        """The settings in force; `residency.switch` changes them."""
-        return self.residency.settings
+        """The settings in force; `evictor.switch` changes them."""
+        return self.evictor.settings
 
     @property
     def budget(self) -> int:
         """Most tokens in the cache: the context length if the policy never evicts."""
-        settings = self.residency.settings
+        settings = self.evictor.settings
         return settings.budget if settings.policy.bounded else self._model.context_length
 
     @property
@@ -105,22 +105,22 @@ class Engine:
         The engine is consistent at every yield, so the caller may stop after any record. Raises
         ContextFullError, before any id is read, if they do not fit and nothing may be evicted.
         """
-        residency, ledger, compacts = self.residency, self.ledger, self._compacts_at_anchors
-        residency.round = at.round
+        evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
+        evictor.round = at.round
         self.require_room(len(ids))
         turn = PrefillChunk(ids, roles, self._flags(ids, pinned), at)
-        stats, division = self.settings.attention_stats, residency.divide_budget()
+        stats, division = self.settings.attention_stats, evictor.divide_budget()
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > self._pass_size(division, pinned):
             shared = self._model.share_unpacked(len(ids) // division.chunk_size)
         done = 0
         while done < len(ids):
-            division = residency.divide_budget()
+            division = evictor.divide_budget()
             end = min(len(ids), done + self._pass_size(division, pinned))
             if compacts:  # a chunk ends right after an anchor
                 ends = (i + 1 for i in range(done, end) if turn.flags[i] & _ANCHOR)
                 end = next(ends, end)
-            yield from residency.make_room(end - done, division)
+            yield from evictor.make_room(end - done, division)
             is_first = not ledger.seen
             self._grow_for(end - done)
             with shared:  # not around a yield: another conversation may run then
@@ -129,7 +129,7 @@ class Engine:
                 ledger.set_first_surprisal(min(division.chunk_size, end))
             done = end
             if compacts:
-                yield from residency.make_room(0)
+                yield from evictor.make_room(0)
             yield ReadProgress(done, len(ids))
 
     def generate(
@@ -187,12 +187,12 @@ class Engine:
         together: Callable[[], bool],
         may_look_ahead: bool,
     ) -> Iterator[Generated]:
-        residency, reader, ledger = self.residency, self.reader, self.ledger
+        evictor, reader, ledger = self.evictor, self.reader, self.ledger
         cursor, compacts = self.cache.cursor, self._compacts_at_anchors
         is_bounded, stats = self.settings.policy.bounded, self.settings.attention_stats
         may_be_full = not is_bounded or self.cache.absolute_positions
-        residency.round = at.round
-        division = residency.divide_budget()
+        evictor.round = at.round
+        division = evictor.divide_budget()
         for left in range(max_new_tokens, 0, -1):
             if interrupted():
                 yield Stopped("interrupt")
@@ -208,8 +208,8 @@ class Engine:
             if may_be_full:
                 self.require_room(1 + closing)
             if is_full:
-                division = residency.divide_budget()
-                yield from residency.make_room(division.eviction_block, division)
+                division = evictor.divide_budget()
+                yield from evictor.make_room(division.eviction_block, division)
             if may_look_ahead and not reader.is_ahead(token_id):
                 if lookup is not None:
                     self._look_ahead(lookup, token_id, left - 1, division.hard_bound)
@@ -223,13 +223,13 @@ class Engine:
             surprisal = reader.read(chunk, stats, division.sinks if compacts else None)
             yield GeneratedToken(token_id, ledger.seen - 1, surprisal[0])
             if compacts:
-                yield from residency.make_room(0)
-                division = residency.divide_budget()
+                yield from evictor.make_room(0)
+                division = evictor.divide_budget()
         yield Stopped("length")
 
     def decay_at_round_end(self) -> None:
         """End a round: multiply surprisal and attention by `decay`; `auto` spares this round."""
-        settings, ledger, round = self.settings, self.ledger, self.residency.round
+        settings, ledger, round = self.settings, self.ledger, self.evictor.round
         if settings.decay is not None:
             ledger.apply_decay(settings.decay)
         else:
@@ -238,10 +238,7 @@ class Engine:
 
     def checkpoint(self) -> EngineCheckpoint:
         """The present state, to which `undo` can go back; call it at the beginning of a turn."""
-        residency = self.residency
-        return EngineCheckpoint(
-            self.store.checkpoint(), self.logits, residency.round, residency.selection
-        )
+        return EngineCheckpoint(self.store.checkpoint(), self.logits, self.evictor.round)
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
         """Undo all that was read or pinned after the checkpoint `to`; the present settings stay.
@@ -249,7 +246,7 @@ class Engine:
         Returns what was evicted or restored because settings, or pins with `keep_pins`, differ.
         Raises LookupError, changing nothing, if a token held then is lost.
         """
-        moves = self.residency.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
+        moves = self.evictor.undo(to.cache, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
         if not self.ledger.seen:
             self.ledger.unknown_surprisal = self._no_surprisal
@@ -257,7 +254,7 @@ class Engine:
 
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these stream positions from cache, archive, ledger and states."""
-        self.residency.erase(positions)
+        self.evictor.erase(positions)
         self.rebuild_state()
 
     def rebuild_state(self) -> None:
@@ -272,7 +269,7 @@ class Engine:
         is_absolute, total = self.cache.absolute_positions, self.budget
         flags = self.ledger.column("flags")
         positions = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
-        sinks = min(self.residency.divide_budget().sinks, total // 2)
+        sinks = min(self.evictor.divide_budget().sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
         cache = self._model.new_cache(min(total, len(positions)))
         cache.set_positions(absolute_positions=is_absolute)
@@ -295,11 +292,11 @@ class Engine:
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(start),
-            held=self.residency.held_without_recall(),
+            held=self.evictor.held_without_recall(),
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
-            round=self.residency.round,
+            round=self.evictor.round,
             state=self.cache.state,
         )
 
@@ -317,7 +314,7 @@ class Engine:
         """
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
-        ledger.unknown_surprisal, self.residency.round = saved.unknown_surprisal, saved.round
+        ledger.unknown_surprisal, self.evictor.round = saved.unknown_surprisal, saved.round
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows)
@@ -340,7 +337,7 @@ class Engine:
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
-            policy.keep(self.residency.view(None), most - count)  # raises, in its own words
+            policy.keep(self.evictor.view(None), most - count)  # raises, in its own words
         if self.cache.absolute_positions and self.ledger.seen + count > most:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
@@ -396,5 +393,5 @@ class Engine:
         cursor = self.cache.cursor
         needed = cursor.length + count
         if needed > cursor.capacity:  # the budget is no hard bound
-            most = self.residency.divide_budget().hard_bound
+            most = self.evictor.divide_budget().hard_bound
             self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -162,29 +162,6 @@ class ContinuationScore:
     greedy: bool
 
 
-def _none() -> Positions:
-    return np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The tokens that the cache holds, or is to hold, as ascending stream positions.
-
-    Between two rounds it has only `held`; the others are what recall does for the current round.
-    """
-
-    held: Positions  # [n]
-    recalled: Positions = field(default_factory=_none)  # those of `held` that recall has restored
-    aside: Positions = field(default_factory=_none)  # archived until the round is complete
-    # Those of `held` that recall wants, in the order in which they leave if room is needed.
-    wanted: Positions = field(default_factory=_none)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether recall has changed nothing."""
-        return not any(map(len, (self.recalled, self.aside, self.wanted)))
-
-
 @dataclass(frozen=True)
 class EngineCheckpoint:
     """The engine's state at the beginning of a turn; `Engine.undo` goes back to it."""
@@ -192,7 +169,6 @@ class EngineCheckpoint:
     cache: CacheCheckpoint
     logits: Tensor | None  # [V], raw, for the next token
     round: int
-    selection: Selection
 
 
 @dataclass(frozen=True)

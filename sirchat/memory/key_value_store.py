@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.archive import Archive
@@ -23,6 +22,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
+from sirchat.memory.placement import Placement
 from sirchat.memory.policies.scores import or_usual
 
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
@@ -35,10 +35,10 @@ _READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """What the cache holds at one moment, to which `undo` can go back."""
+    """Where the tokens are at one moment, to which `undo` can go back."""
 
     seen: int  # tokens read by this moment
-    held: Positions  # ascending
+    placement: Placement
     pinned: Positions  # ascending
     log_decay: float  # accumulated in the ledger
     attention: AttentionCheckpoint  # that the held tokens have received
@@ -58,7 +58,7 @@ class KeyValueStore:
     ) -> None:
         self.cache, self.ledger = cache, ledger
         self.archive = Archive(limit or UNDO_BYTES, folder)
-        self.keeps_all = False  # while it is true, nothing is deleted from the archive
+        self._placement = Placement(_NONE)  # but for what was read since
         self._archiving, self._folder = limit > 0, folder
         self._problems: list[str] = []
         self._is_full_reported = self._is_disk_reported = self._is_reread_reported = False
@@ -129,27 +129,28 @@ class KeyValueStore:
                 "again from the text"
             )
 
-    def keep(self, rows: Tensor) -> Positions:
-        """Evict all but the cache's rows numbered `rows` [k]; returns the evicted positions."""
-        evicted = np.ones(self.ledger.held_count, bool)
-        evicted[rows.numpy()] = False
-        leaving, _ = self._unarchived(np.flatnonzero(evicted))
-        self.cache.keep(rows, leaving, self.archive.add if len(leaving) else None)
-        positions = self.ledger.keep(rows, self._evicted_state)
-        self._shrink()
-        return positions
+    @property
+    def placement(self) -> Placement:
+        """Where the tokens are now; another object after each `place`."""
+        return replace(self._placement, held=self.ledger.held_positions.copy())
 
-    def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Make the cache hold exactly these tokens, of the cache or the archive.
+    @property
+    def is_plain(self) -> bool:
+        """Whether recall has moved nothing for this round."""
+        return self._placement.is_plain
 
-        `positions` [n] are ascending. Returns those of the evicted and of the restored tokens.
+    def is_placed(self, placement: Placement) -> bool:
+        """Whether `placement` is what `place` was last called with."""
+        return placement is self._placement
+
+    def place(self, placement: Placement) -> tuple[Positions, Positions]:
+        """Evict and restore tokens, so that they are where `placement` says.
+
+        Returns the positions of the evicted and of the restored tokens, ascending.
         """
-        stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
-        self._archive_rows(np.flatnonzero(~stays))
-        self._replace(np.flatnonzero(stays), positions)
-        evicted, restored = self.ledger.hold(positions, self._evicted_state)
+        moved = self._place(placement)
         self._shrink()
-        return evicted, restored
+        return moved
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -165,16 +166,15 @@ class KeyValueStore:
 
         If the archive is off, what the previous turn evicted is deleted.
         """
-        if not (self._archiving or self.keeps_all):
+        if self.is_plain and not self._archiving:
             self.archive.clear()
-        ledger = self.ledger
-        held = ledger.held_positions.copy()
+        ledger, placement = self.ledger, self.placement
         return CacheCheckpoint(
             ledger.seen,
-            held,
+            placement,
             ledger.pinned_positions,
             ledger.log_decay,
-            ledger.attention.checkpoint(held),
+            ledger.attention.checkpoint(placement.held),
             self.cache.state,
             self._reread,
         )
@@ -190,14 +190,10 @@ class KeyValueStore:
         Raises LookupError, changing nothing, if a token that it held is no longer stored.
         """
         reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
-        if not self.has(checkpoint.held) or np.isin(reread, checkpoint.held).any():
+        held = checkpoint.placement.held
+        if not self.has(held) or np.isin(reread, held).any():
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
-        held = self.ledger.held_positions
-        is_new = held >= checkpoint.seen
-        stays = np.isin(held, checkpoint.held, assume_unique=True)
-        self._archive_rows(np.flatnonzero(~stays & ~is_new))
-        self._replace(np.flatnonzero(stays), checkpoint.held)
-        self.ledger.hold(checkpoint.held, self._evicted_state)
+        self._place(checkpoint.placement, np.arange(checkpoint.seen, self.ledger.seen))
         self.archive.truncate(checkpoint.seen)
         self.archive.remove(reread)
         self.ledger.mark_gone(reread)
@@ -273,38 +269,30 @@ class KeyValueStore:
 
     def erase(self, positions: Positions) -> None:
         """Erase these tokens from the cache and from the archive."""
-        stays = torch.from_numpy(np.flatnonzero(~np.isin(self.ledger.held_positions, positions)))
-        self.cache.keep(stays)
-        self.ledger.keep(stays, State.GONE)
+        self._place(self.placement.without(positions), positions)
         self.archive.remove(positions)
         self.ledger.mark_gone(positions)
 
-    @property
-    def _evicted_state(self) -> State:
-        return State.ARCHIVED if self._archiving else State.GONE
-
-    def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy the cache's rows numbered `rows` [k] to the archive, if it lacks them."""
-        chosen, positions = self._unarchived(rows)
-        if len(positions):
-            self.archive.add(self.cache.first_written(chosen, positions))
-
-    def _unarchived(self, rows: NDArray[np.int64]) -> tuple[Tensor, Positions]:
-        """Which of the cache's rows numbered `rows` the archive lacks, and their positions."""
-        positions = self.ledger.held_positions[rows]
-        new = ~self.archive.has(positions)
-        return torch.from_numpy(rows[new]), positions[new]
-
-    def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Make the cache hold what is at `positions` [n]; it has the rows numbered `rows` [k]."""
-        held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
-        if len(held) == len(positions):
-            self.cache.keep(chosen)
-            return
-        restored = self.archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
-        if len(held):
-            restored = merged(self.cache.first_written(chosen, held), restored)
-        self.cache.replace(restored)
+    def _place(self, new: Placement, dropped: Positions = _NONE) -> tuple[Positions, Positions]:
+        """Move tokens as `new` says; those `dropped` are not archived. Only here they move."""
+        ledger, cache, archive = self.ledger, self.cache, self.archive
+        held, self._placement = ledger.held_positions, new
+        stays = np.isin(held, new.held, assume_unique=True)
+        gone, came = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
+        rows = torch.from_numpy(np.flatnonzero(stays))
+        stored = archive.has(gone) | np.isin(gone, dropped, assume_unique=True)
+        leaving = torch.from_numpy(np.flatnonzero(~stays)[~stored])
+        if len(gone) and not len(came):
+            cache.keep(rows, leaving, archive.add if len(leaving) else None)
+        elif len(came):
+            if len(leaving):
+                archive.add(cache.first_written(leaving, gone[~stored]))
+            restored = archive.fetch(came)
+            if len(rows):
+                restored = merged(cache.first_written(rows, held[stays]), restored)
+            cache.replace(restored)
+        ledger.hold(new, gone, came, State.ARCHIVED if self._archiving else State.GONE)
+        return gone, came
 
     def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:
         """Keys and values at `positions` [n]; with `as_read` rotated as if the cache held these."""
@@ -332,7 +320,7 @@ class KeyValueStore:
     def _shrink(self) -> None:
         """Delete what is over the archive's limit; note a full archive or a failed disk."""
         archive = self.archive
-        if self.keeps_all:
+        if not self.is_plain:  # what is aside is nowhere else
             return
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sirchat.memory.attention import AttentionStats
 from sirchat.memory.held_rows import HeldRows, KeyValueStat, Role
+from sirchat.memory.placement import Placement
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.memory.token_vectors import TokenVectors
 
@@ -73,7 +73,6 @@ class Ledger:
     methods change:
         seen: number of tokens ever read.
         held_count: number of tokens in the cache.
-        recalled: positions, ascending, of the tokens that recall has restored for this round.
         pinned_positions: positions, ascending, of all pinned tokens, in the cache or not.
         log_decay: logarithm of the product of all decays.
         unknown_surprisal: nats, of the first token, which nothing predicts.
@@ -88,7 +87,6 @@ class Ledger:
         self.seed = seed
         self.seen = 0
         self.held_count = 0
-        self.recalled: Positions = np.zeros(0, np.int64)
         self.pinned_positions: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
@@ -98,6 +96,7 @@ class Ledger:
         self._rows = np.zeros(1024, ROW)
         self._add_arrival_keys(0)
         self._held = np.zeros(1024, np.int64)
+        self._recalled = self._held[:0]
 
     @property
     def held_positions(self) -> Positions:
@@ -167,23 +166,12 @@ class Ledger:
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
-    def keep(self, rows: Tensor, state: State = State.GONE) -> Positions:
-        """Record that only the held tokens numbered `rows` [k] stay held; the others get `state`.
-
-        Returns the stream positions of the evicted tokens.
-        """
-        return self.hold(self.held_positions[rows.numpy()], state)[0]
-
-    def hold(self, positions: Positions, state: State) -> tuple[Positions, Positions]:
-        """Record that the cache now holds exactly the tokens at `positions` [n], ascending.
-
-        Returns the positions of those that left it, which get `state`, and of those that came.
-        """
-        before, count = self.held_positions, len(positions)
-        gone = np.setdiff1d(before, positions, assume_unique=True)
-        came = np.setdiff1d(positions, before, assume_unique=True)
-        if len(self.recalled):
-            self.mark_recalled(np.setdiff1d(self.recalled, gone, assume_unique=True))
+    def hold(self, placement: Placement, gone: Positions, came: Positions, state: State) -> None:
+        """Record where the tokens are; those `gone` get `state`, those that `came` are held."""
+        positions, count, flags = placement.held, len(placement.held), self._rows["flags"]
+        flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
+        flags[placement.recalled] |= np.uint8(Flag.RECALLED)
+        self._recalled = placement.recalled
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
         self.attention.note_restored(came)
@@ -191,14 +179,6 @@ class Ledger:
             self._held = np.zeros(max(count, 2 * len(self._held)), np.int64)
         self._held[:count] = positions
         self.held_count = count
-        return gone, came
-
-    def mark_recalled(self, positions: Positions) -> None:
-        """Set the flag `RECALLED` of the tokens at these positions; clear it of all others."""
-        flags = self._rows["flags"]
-        flags[self.recalled] &= ~np.uint8(Flag.RECALLED)
-        flags[positions] |= np.uint8(Flag.RECALLED)
-        self.recalled = positions
 
     def mark_archived(self, positions: Positions) -> None:
         """Record that the tokens at these positions are archived, but for those in the cache."""
@@ -226,7 +206,7 @@ class Ledger:
         self._held[: len(held)] = held
         self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self.recalled = np.zeros(0, np.int64)
+        self._recalled = np.zeros(0, np.int64)
         self.pinned_positions = np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def erase(self, positions: Positions) -> None:

@@ -161,7 +161,7 @@ class Recall:
             elif len(self.search.passages) and (
                 self._focus() or engine.resident != engine.ledger.seen
             ):
-                room = engine.residency.recall_room(len(ids))
+                room = engine.evictor.recall_room(len(ids))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
                 result = self.found.result
         except LookupError as error:
@@ -169,13 +169,13 @@ class Recall:
         found = self.found
         if found is not None:
             positions, scores_of = found.result.positions, found.result.scores.numpy()
-            engine.residency.begin_recall(
+            engine.evictor.begin_recall(
                 positions, incoming=len(ids), focused=found.is_question, scores=scores_of
             )
         elif result is not None:
             restore(engine, result, len(ids))
         is_focused = found is not None and found.is_question
-        restored = engine.ledger.recalled
+        restored = engine.store.placement.recalled
         if found is not None and is_focused:
             restored = found.result.positions
         scores = _scores_of(restored, result)
@@ -343,7 +343,7 @@ def search(
     Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    room = engine.residency.recall_room(len(ids))
+    room = engine.evictor.recall_room(len(ids))
     if recall is None or not room:
         return None
     needs = retriever(recall.retriever)
@@ -384,10 +384,10 @@ class SearchResult:
 
 def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
     """Restore the best of these tokens for a turn of `incoming` ids."""
-    room = engine.residency.recall_room(incoming)
+    room = engine.evictor.recall_room(incoming)
     chosen = choose(result.scores, result.positions, room)
     at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-    engine.residency.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
+    engine.evictor.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:

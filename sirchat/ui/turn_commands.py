@@ -150,7 +150,7 @@ def _compare_held(session: Session, point: UndoPoint) -> str:
     """Say whether as many tokens are held as before the undone message; "" at the same budget."""
     if session.budget == point.budget:
         return ""
-    held = len(point.checkpoint.cache.held)
+    held = len(point.checkpoint.cache.placement.held)
     how = " as" if held == session.resident else f", not {held:,} as"
     return f"{how} before that message; the budget of {session.budget:,} stays"
 

@@ -7,7 +7,7 @@ import pytest
 from chatting import babbler, session
 from held_rows import contents, same
 from session_files import columns
-from sirchat.chat.events import Event, Recalled, TurnDone
+from sirchat.chat.events import Delta, Event, Recalled, TurnDone
 from sirchat.chat.retry import retry_under, settings_for_full
 from sirchat.chat.session import Session
 
@@ -45,12 +45,13 @@ def test_the_message_just_written_is_held_beside_what_it_recalls(recall_n: int |
 def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
     chat = told()
     for text in (QUESTION, "Tell me a joke.", "Where is the gate?"):
-        list(chat.ask(text))
+        for event in chat.ask(text):
+            if isinstance(event, Delta):
+                ended = chat._engine.store.placement
         assert chat.resident > 256 - 16, "but for the block that a reply evicts"
         assert chat.snapshot().recalled == 0
-        found, ended = chat.recall.found, chat._engine.residency.before_end
+        found = chat.recall.found
         assert found is not None
-        assert ended is not None
         assert set(ended.wanted.tolist()) >= set(ended.recalled.tolist()) == set(chat.recall.scores)
         assert found.passages, "what it was answered from is still known"
 

@@ -143,12 +143,12 @@ class Play:
     def switch(self, before: Any, random: Any) -> None:
         policy = POLICIES[random.integers(3)]
         changed = replace(self.engine.settings, policy=policy, budget=int(random.integers(16, 40)))
-        self.engine.residency.switch(changed)
+        self.engine.evictor.switch(changed)
 
     def recall(self, before: Any, random: Any) -> None:
         archived = self.engine.store.archive.positions[:2]
-        self.engine.residency.begin_recall(archived, incoming=0)
-        self.engine.residency.end_recall()
+        self.engine.evictor.begin_recall(archived, incoming=0)
+        self.engine.evictor.end_recall()
 
     def resume(self, before: Any, random: Any) -> None:
         engine = self.engine

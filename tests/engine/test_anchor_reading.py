@@ -203,11 +203,11 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     before = engine.cache.layer_keys(0).clone()
-    engine.residency.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
+    engine.evictor.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
     expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
     assert engine.ledger.held_positions.tolist() == expected
-    engine.residency.switch(CacheSettings(Sink(), budget=64, archive=2**20))
+    engine.evictor.switch(CacheSettings(Sink(), budget=64, archive=2**20))
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
@@ -224,9 +224,9 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     model.forward([ids[at] for at in held], fresh, positions=held.tolist())
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    engine.residency.switch(CacheSettings(Sink(), budget=24))
+    engine.evictor.switch(CacheSettings(Sink(), budget=24))
     assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    engine.residency.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
+    engine.evictor.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
     for layer, key in enumerate(keys):
         torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 

@@ -66,7 +66,7 @@ def test_what_is_held_is_what_algorithm_1_holds_after_every_turn(seed: int) -> N
     for number in range(25):
         ids = some_ids(draw.randint(1, 2 * size), seed=100 * seed + number)
         reply, turn = draw.randint(1, 60), TurnRef(2 * number, number)
-        gone = evicted(engine.residency.make_room_for_turn(len(ids), reply, turn))
+        gone = evicted(engine.evictor.make_room_for_turn(len(ids), reply, turn))
         assert [position for one in gone for position in one] == paper.turn_begins()
         assert engine.resident == len(paper.entropy) <= size
         within = [*prefill(engine, ids, turn.turn), *generate(engine, reply, turn.turn + 1)]
@@ -103,7 +103,7 @@ def test_a_chat_under_a_sirllm_profile_exceeds_its_cache_by_one_round_at_most() 
 def test_the_cache_has_room_for_turn_and_reply_before_they_come() -> None:
     engine = Engine(BigramModel(), EXACT)
     for number in range(4):
-        engine.residency.make_room_for_turn(60, 30, TurnRef(2 * number, number))
+        engine.evictor.make_room_for_turn(60, 30, TurnRef(2 * number, number))
         room = engine.cache.capacity
         prefill(engine, some_ids(60, number), 2 * number)
         generate(engine, 30, 2 * number + 1)
@@ -117,12 +117,12 @@ def test_the_cache_has_room_for_turn_and_reply_before_they_come() -> None:
 
 def test_a_turn_beyond_the_models_context_evicts_to_stay_within_it() -> None:
     engine = Engine(BigramModel(), EXACT)
-    engine.residency.make_room_for_turn(500, 20, TurnRef(0, 0))
+    engine.evictor.make_room_for_turn(500, 20, TurnRef(0, 0))
     assert evicted(prefill(engine, some_ids(500)))
     assert engine.resident == CONTEXT
     generate(engine, 20)
     check_whole(engine)
-    engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1))
+    engine.evictor.make_room_for_turn(10, 20, TurnRef(2, 1))
     assert engine.resident == 100
 
 
@@ -130,13 +130,13 @@ def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> No
     engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
     prefill(engine, some_ids(180))
     before = state_of(engine)[:2]
-    assert not engine.residency.switch(replace(engine.settings, decay=0.5))
+    assert not engine.evictor.switch(replace(engine.settings, decay=0.5))
     assert state_of(engine)[:2] == before
-    engine.residency.switch(replace(engine.settings, evict="when-full"))
+    engine.evictor.switch(replace(engine.settings, evict="when-full"))
     assert engine.resident == 100
-    engine.residency.switch(replace(engine.settings, evict="between-turns", decay=0.7))
+    engine.evictor.switch(replace(engine.settings, evict="between-turns", decay=0.7))
     assert engine.resident == 100
-    engine.residency.switch(replace(engine.settings, decay=0.8))  # as at the last forward pass
+    engine.evictor.switch(replace(engine.settings, decay=0.8))  # as at the last forward pass
     assert state_of(engine)[:2] == before
     check_whole(engine)
 
@@ -146,9 +146,9 @@ def test_undo_goes_back_to_more_than_the_budget() -> None:
     prefill(engine, some_ids(180))
     engine.decay_at_round_end()
     before, checkpoint = state_of(engine)[:2], engine.checkpoint()
-    engine.residency.make_room_for_turn(30, 10, TurnRef(2, 1))
+    engine.evictor.make_room_for_turn(30, 10, TurnRef(2, 1))
     prefill(engine, some_ids(30), 2)
     assert not engine.undo(checkpoint)
     assert state_of(engine)[:2] == before
-    engine.residency.switch(CacheSettings(Sink(), budget=60))
+    engine.evictor.switch(CacheSettings(Sink(), budget=60))
     check_whole(engine)

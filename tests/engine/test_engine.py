@@ -107,18 +107,18 @@ def records_of(
         if step == "prefill":
             yield from engine.prefill(ids, roles, turn)
         elif step == "pin":
-            engine.residency.check_pins(len(ids))
+            engine.evictor.check_pins(len(ids))
             yield from engine.prefill(ids, roles, turn, pinned=True)
         elif step == "open":
-            yield from engine.residency.make_room_for_turn(len(ids), 20, turn)
+            yield from engine.evictor.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
                 SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
             )
         elif step == "switch":
-            yield from engine.residency.switch(CacheSettings(**what))
+            yield from engine.evictor.switch(CacheSettings(**what))
         elif step == "full":
-            yield from engine.residency.switch(replace(engine.settings, policy=Full()))
+            yield from engine.evictor.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
                 list(engine.prefill(ids[:1], roles[:1], turn))
@@ -135,7 +135,7 @@ def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
         assert whole_of(engine) == before
         return
     check_whole(engine)
-    if len(to.cache.held) <= engine.budget:
+    if len(to.cache.placement.held) <= engine.budget:
         assert whole_of(engine) == then
 
 
@@ -222,13 +222,13 @@ def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
     engine = Engine(BigramModel(), CacheSettings(Sink(), budget=48, sinks=4))
-    engine.residency.check_pins(4 + 24)  # the first four are sinks anyway
+    engine.evictor.check_pins(4 + 24)  # the first four are sinks anyway
     prefill(engine, some_ids(10))
-    engine.residency.check_pins(24)
+    engine.evictor.check_pins(24)
     with pytest.raises(
         SettingError, match="25 tokens would be pinned, but budget 48 allows only 24"
     ):
-        engine.residency.check_pins(25)
+        engine.evictor.check_pins(25)
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     prefill(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        engine.residency.switch(replace(engine.settings, budget=12))
+        engine.evictor.switch(replace(engine.settings, budget=12))
     assert state_of(engine) == before
-    engine.residency.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
+    engine.evictor.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
@@ -263,7 +263,7 @@ def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
     prefill(engine, some_ids(30), pinned=True)
     before = state_of(engine)
     with pytest.raises(SettingError):
-        engine.residency.switch(replace(engine.settings, budget=40))
+        engine.evictor.switch(replace(engine.settings, budget=40))
     assert state_of(engine) == before
 
 
@@ -272,7 +272,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     prefill(engine, some_ids(60))
     engine.decay_at_round_end()
     prefill(engine, some_ids(1), turn=2)
-    gone = evicted(engine.residency.switch(CacheSettings(Sink(), budget=20, sinks=2)))
+    gone = evicted(engine.evictor.switch(CacheSettings(Sink(), budget=20, sinks=2)))
     assert gone == [list(range(2, 61 - 18))]
     check_whole(engine)
 
@@ -280,7 +280,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
 def test_a_larger_budget_is_used() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
     prefill(engine, some_ids(60))
-    assert not engine.residency.switch(replace(engine.settings, budget=200))
+    assert not engine.evictor.switch(replace(engine.settings, budget=200))
     assert not evicted(prefill(engine, some_ids(200 - engine.resident)))
     assert engine.resident == 200
     check_whole(engine)
@@ -321,9 +321,7 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
     for turn in range(0, 20, 2):
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
-        gone = evicted(
-            engine.residency.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2))
-        )
+        gone = evicted(engine.evictor.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2)))
         assert len(gone) == (0 if fits else 1)
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
@@ -336,14 +334,14 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
 def test_otherwise_nothing_is_evicted_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     prefill(engine, some_ids(40))
-    assert not engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1))
+    assert not engine.evictor.make_room_for_turn(10, 20, TurnRef(2, 1))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="before-turn")
     engine = Engine(BigramModel(), memory)
-    engine.residency.make_room_for_turn(100, 20, TurnRef(0, 0))
+    engine.evictor.make_room_for_turn(100, 20, TurnRef(0, 0))
     assert evicted(prefill(engine, some_ids(100)))
     check_whole(engine)
 

@@ -33,7 +33,7 @@ def test_the_shortest_keys_of_all_that_was_read_stay() -> None:
     engine = talked(bounded(Sink()))
     lengths = torch.stack([engine.cache.layer_keys(at)[0].norm(dim=-1) for at in range(4)])
     wanted = lengths.mean((0, 1))[4:].topk(16, largest=False).indices + 4
-    engine.residency.switch(bounded(Knorm(recent=0), budget=20))
+    engine.evictor.switch(bounded(Knorm(recent=0), budget=20))
     assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 
@@ -43,7 +43,7 @@ def test_the_most_distinctive_keys_of_all_that_was_read_stay() -> None:
     anchor = torch.nn.functional.normalize(keys, dim=-1).mean(2, keepdim=True)
     similarity = torch.cosine_similarity(keys, anchor, dim=-1).mean((0, 1))
     wanted = similarity[4:].topk(16, largest=False).indices + 4
-    engine.residency.switch(bounded(Keydiff(recent=0), budget=20))
+    engine.evictor.switch(bounded(Keydiff(recent=0), budget=20))
     assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 

@@ -69,7 +69,7 @@ def test_undo_and_erasing_change_no_other_score() -> None:
     assert np.array_equal(scores(engine)[:30], before)
     engine.undo(point)
     assert np.array_equal(scores(engine), before)
-    engine.residency.erase(np.arange(5, 8))
+    engine.evictor.erase(np.arange(5, 8))
     assert np.isnan(scores(engine)[5:8]).all()
     assert np.array_equal(scores(engine)[8:], before[8:])
 

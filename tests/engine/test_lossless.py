@@ -49,8 +49,8 @@ def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, o
     engine = talked(memory(one), family, rounds=4)
     before = contents(engine)
     for other in set(BOUNDED) - {one}:
-        engine.residency.switch(memory(other))
-        engine.residency.switch(memory(one))
+        engine.evictor.switch(memory(other))
+        engine.evictor.switch(memory(one))
         assert same(contents(engine), before), other
 
 
@@ -58,7 +58,7 @@ def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, o
 def test_there_and_back_gives_the_same_logits(dtype: torch.dtype) -> None:
     straight, switched = (talked(memory("reservoir"), dtype=dtype) for _ in range(2))
     for policy, budget in (("sink", 32), ("entropy", 200), ("window", 48), ("reservoir", 64)):
-        switched.residency.switch(memory(policy, budget))
+        switched.evictor.switch(memory(policy, budget))
     for engine in (straight, switched):
         talk(engine, 9, count=7)
     assert straight.logits is not None
@@ -71,7 +71,7 @@ def test_there_and_back_gives_the_same_logits(dtype: torch.dtype) -> None:
 def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str) -> None:
     engine = talked(memory(policy, 64))
     seen = engine.ledger.seen
-    records = engine.residency.switch(memory(policy, 150))
+    records = engine.evictor.switch(memory(policy, 150))
     at = np.arange(seen)
     sinks = engine.settings.sinks if engine.settings.policy.honours_sinks else 0
     newest = at >= seen - (150 - sinks) // 2
@@ -86,10 +86,10 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
 def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
     roomy = talked(memory("sink", 250))
     full = contents(roomy)
-    roomy.residency.switch(memory("sink", 24))
+    roomy.evictor.switch(memory("sink", 24))
     assert roomy.resident == 24
     assert not np.isin(np.arange(30, 100), roomy.ledger.held_positions).any()
-    records = roomy.residency.switch(memory("sink", 260))
+    records = roomy.evictor.switch(memory("sink", 260))
     assert [type(record) for record in records] == [RestoredRows]
     assert same(contents(roomy), full)
 
@@ -97,7 +97,7 @@ def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
 def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
     """Against a plain loop: every key is turned from where it was written to its present slot."""
     engine = talked(memory("entropy", 48))
-    engine.residency.switch(memory("sink", 120))
+    engine.evictor.switch(memory("sink", 120))
     rows = torch.arange(engine.resident)
     first = engine.cache.first_written(rows, engine.ledger.held_positions)
     for layer, rotation in enumerate(loaded("llama").rotations):
@@ -112,7 +112,7 @@ def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
 def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
     engine = talked(memory("sink", 64, archive=0))
     held = engine.ledger.held_positions.tolist()
-    engine.residency.switch(memory("entropy", 200, archive=0))
+    engine.evictor.switch(memory("entropy", 200, archive=0))
     assert engine.ledger.held_positions.tolist() == held
 
 
@@ -120,24 +120,24 @@ def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
     engine = talked(memory("sink", 64, archive=1))
     assert engine.store.archive.nbytes <= 1
     assert engine.ledger.archived_count == 0
-    engine.residency.switch(memory("sink", 200, archive=1))
+    engine.evictor.switch(memory("sink", 200, archive=1))
     assert engine.resident == 64
 
 
 def test_what_the_archive_let_go_of_is_not_asked_for() -> None:
     engine = talked(memory("sink", 200, archive=1))
-    engine.residency.switch(memory("sink", 64, archive=1))
-    engine.residency.switch(memory("sink", 200, archive=1))
+    engine.evictor.switch(memory("sink", 64, archive=1))
+    engine.evictor.switch(memory("sink", 200, archive=1))
     assert engine.resident == 64
     other = talked(memory("sink", 200))
     for budget, archive in ((64, PLENTY), (64, 0), (64, PLENTY), (200, PLENTY)):
-        other.residency.switch(memory("sink", budget, archive))
+        other.evictor.switch(memory("sink", budget, archive))
     assert other.resident == 64
 
 
 def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
     engine = talked(memory("sink", 64))
-    engine.residency.switch(memory("sink", 150, archive=0))
+    engine.evictor.switch(memory("sink", 150, archive=0))
     assert engine.resident == 150
     assert engine.ledger.archived_count == 0
 
@@ -146,7 +146,7 @@ def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
 def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
     engine = talked(memory(policy, 128))
     away = np.setdiff1d(np.arange(4, engine.ledger.seen), engine.ledger.held_positions)[:63]
-    engine.residency.pin(away, True)
+    engine.evictor.pin(away, True)
     assert np.isin(away, engine.ledger.held_positions).all()
     assert engine.resident == 128
 
@@ -164,7 +164,7 @@ def test_turns_undone_leave_nothing_in_the_archive() -> None:
 def test_turning_the_archive_off_empties_it() -> None:
     engine = talked(memory("sink", 64))
     assert engine.ledger.archived_count == engine.ledger.seen - engine.resident
-    engine.residency.switch(memory("sink", 64, archive=0))
+    engine.evictor.switch(memory("sink", 64, archive=0))
     assert engine.ledger.archived_count == engine.store.archive.nbytes == 0
 
 
@@ -214,7 +214,7 @@ def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
     seen = engine.ledger.seen
     talk(engine, 7, count=90)
     engine.undo(checkpoint)
-    engine.residency.switch(memory("sink", 300))
+    engine.evictor.switch(memory("sink", 300))
     assert engine.ledger.held_positions.tolist() == list(range(seen))
 
 
@@ -222,7 +222,7 @@ def test_undo_under_a_smaller_budget_keeps_within_it() -> None:
     engine = talked(memory("sink", 64))
     checkpoint = engine.checkpoint()
     talk(engine, 7)
-    engine.residency.switch(memory("entropy", 32))
+    engine.evictor.switch(memory("entropy", 32))
     engine.undo(checkpoint)
     assert engine.resident <= 32
 
@@ -230,7 +230,7 @@ def test_undo_under_a_smaller_budget_keeps_within_it() -> None:
 def test_a_switch_tells_what_left_and_what_came() -> None:
     engine = talked(memory("sink", 64))
     before = set(engine.ledger.held_positions.tolist())
-    records = engine.residency.switch(replace(memory(), policy=policy_class("entropy")()))
+    records = engine.evictor.switch(replace(memory(), policy=policy_class("entropy")()))
     gone = {p for r in records if isinstance(r, EvictedRows) for p in r.positions.tolist()}
     came = {p for r in records if isinstance(r, RestoredRows) for p in r.positions.tolist()}
     assert (before - gone) | came == set(engine.ledger.held_positions.tolist())

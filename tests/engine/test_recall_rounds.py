@@ -23,7 +23,7 @@ from shadow import WatchedModel, check, follow, shadow_of, watching
 from sirchat.chat.retry import retry_under, settings_for_full
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.residency import Residency
+from sirchat.engine.evictor import Evictor
 from sirchat.errors import SirchatError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import ROW, Flag
@@ -64,8 +64,8 @@ class Chat:
 
     def recall(self, ids: Sequence[int], *_: object) -> None:
         """Hold some of all that can be held, before a turn of these ids is read."""
-        residency, random = self.chat._engine.residency, self.random
-        among, room = self.chat._engine.store.reachable(), residency.recall_room(len(ids))
+        evictor, random = self.chat._engine.evictor, self.random
+        among, room = self.chat._engine.store.reachable(), evictor.recall_room(len(ids))
         self.start, self.ended, self.before = self.chat.seen, False, None
         if not (self.recalls and room and random.random() < 0.8):
             return
@@ -73,31 +73,33 @@ class Chat:
         scores = np.array([random.random() for _ in chosen])
         self.before = self.chat.ledger.held_positions.copy()
         focused = random.random() < 0.4
-        residency.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
+        evictor.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
-        self.ended = residency.selection.is_plain
+        self.ended = self.chat._engine.store.is_plain
 
-    def room_made(self, residency: Residency, was_plain: bool) -> None:
+    def room_made(self, evictor: Evictor, was_plain: bool) -> None:
         """Room was made: while recall holds anything, all of the current message is held."""
-        self.ended |= not was_plain and residency.selection.is_plain
-        if not residency.selection.is_plain and self.start < self.chat.seen:
+        self.ended |= not was_plain and self.chat._engine.store.is_plain
+        if not self.chat._engine.store.is_plain and self.start < self.chat.seen:
             gone = self.chat.ledger.column("flags")[self.start :] & (Flag.ERASED | Flag.EXCLUDED)
             current = self.start + np.flatnonzero(gone == 0)
             if self.chat.profile.policy != "anchor":
-                assert np.isin(current, residency.selection.held).all(), "the message was evicted"
+                assert np.isin(current, self.chat.ledger.held_positions).all(), (
+                    "the message was evicted"
+                )
 
     def check(self) -> None:
         check(self.chat, self.theta)
 
     def check_round(self) -> None:
         """What is held after a round is what the rules say."""
-        chat, residency = self.chat, self.chat._engine.residency
-        assert residency.selection.is_plain
+        chat, evictor = self.chat, self.chat._engine.evictor
+        assert self.chat._engine.store.is_plain
         self.check()
         if self.before is None or self.ended or chat.profile.policy not in ("sink", "entropy"):
             return
         own = [*self.before.tolist(), *range(self.start, chat.seen)]
-        wanted = kept(chat, own, residency.divide_budget().hard_bound)
+        wanted = kept(chat, own, evictor.divide_budget().hard_bound)
         assert chat.ledger.held_positions.tolist() == wanted
 
     def do(self, name: str, *given: Any) -> None:
@@ -133,7 +135,7 @@ class Chat:
         with suppress(KeyboardInterrupt):
             list(self.chat.ask(text))
         self.model.fail_in.clear()
-        assert self.chat._engine.residency.selection.is_plain
+        assert self.chat._engine.store.placement.is_plain
 
     def leave_off(self, text: str, at: int) -> None:
         """The caller takes no more events."""
@@ -141,7 +143,7 @@ class Chat:
         for _ in zip(range(at), events, strict=False):
             pass
         events.close()  # type: ignore[attr-defined]
-        assert self.chat._engine.residency.selection.is_plain
+        assert self.chat._engine.store.placement.is_plain
 
     def switch(self, updates: dict[str, Any]) -> None:
         self.chat.switch("/set", **updates)
@@ -158,7 +160,7 @@ class Chat:
         again.load(self.chat.save(), self.chat.state, self.chat.copy_key_values())
         follow(again, shadow_of(self.chat))
         self.use(again)
-        assert again._engine.residency.selection.is_plain
+        assert again._engine.store.placement.is_plain
         assert again.ledger.held_positions.tolist() == held.tolist()
 
     def retry(self, text: str, is_full: bool) -> None:
@@ -196,7 +198,7 @@ class Chat:
             return
         with SessionStore.open(path) as store:
             resume_session(again, store)
-        assert again._engine.residency.selection.is_plain
+        assert again._engine.store.placement.is_plain
         assert again.ledger.held_positions.tolist() == self.chat.save().held.tolist()
         assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
 
@@ -212,7 +214,7 @@ class Chat:
                 assert digest_is(self.chat, before), f"there and back: {given}"
         self.before = None
         list(self.chat.read_reply("I see."))
-        assert self.chat._engine.residency.selection.is_plain
+        assert self.chat._engine.store.placement.is_plain
 
 
 def drawn(random: Random, among: list[int], count: int) -> Positions:
@@ -237,7 +239,7 @@ def kept(chat: Session, own: list[int], most: int) -> list[int]:
 def digest(chat: Session) -> tuple[Any, ...]:
     rows, engine = chat.ledger.rows(), chat._engine
     columns = [rows[name].tolist() for name in ("token_id", "round", "flags", "state")]
-    return columns, engine.residency.selection, contents(engine) if engine.cache.length else []
+    return columns, engine.store.placement, contents(engine) if engine.cache.length else []
 
 
 def digest_is(chat: Session, before: tuple[Any, ...]) -> bool:
@@ -250,17 +252,17 @@ def digest_is(chat: Session, before: tuple[Any, ...]) -> bool:
 @pytest.fixture
 def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
     """The chat that is told when room was made."""
-    chats, usual = list[Chat](), Residency.make_room
+    chats, usual = list[Chat](), Evictor.make_room
 
-    def make_room(self: Residency, count: int, *given: Any) -> Any:
-        was_plain = self.selection.is_plain
+    def make_room(self: Evictor, count: int, *given: Any) -> Any:
+        was_plain = self._store.is_plain
         evicted = usual(self, count, *given)
-        if chats and chats[-1].chat._engine.residency is self:
+        if chats and chats[-1].chat._engine.evictor is self:
             assert self._cache.length + count <= self.divide_budget().hard_bound
             chats[-1].room_made(self, was_plain)
         return evicted
 
-    monkeypatch.setattr(Residency, "make_room", make_room)
+    monkeypatch.setattr(Evictor, "make_room", make_room)
     with watching():
         yield chats
 

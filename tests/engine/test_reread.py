@@ -57,7 +57,7 @@ def test_a_passage_is_read_after_the_sinks_and_what_stood_before_it() -> None:
     ids, sinks = chat.ledger.column("token_id").tolist(), chat.profile.sinks
     passage = lost_of(chat)[BEFORE + sinks :][:6]
     assert (np.diff(passage) == 1).all()
-    chat._engine.residency.reread(passage)
+    chat._engine.evictor.reread(passage)
     rows = chat._engine.store.archive.fetch(passage)
     start, end = int(passage[0]), int(passage[-1]) + 1
     read = [*ids[:sinks], *ids[start - BEFORE : end]]
@@ -81,7 +81,7 @@ def test_what_was_erased_is_never_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LoadedModel, "read", read)
     last = lost_of(chat)[-1]
-    chat._engine.residency.reread(np.arange(chat.seen))
+    chat._engine.evictor.reread(np.arange(chat.seen))
     assert len(erased)
     assert lost_of(chat).tolist() == erased.tolist()
     rest = np.setdiff1d(np.arange(last + 1), erased)
@@ -138,14 +138,14 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
 ):
     chat = told(archive_limit="40KiB")
     point = chat.undo_points[-1].checkpoint
-    lost = np.intersect1d(lost_of(chat), point.cache.held)
+    lost = np.intersect1d(lost_of(chat), point.cache.placement.held)
     assert len(lost)
-    chat._engine.residency.reread(lost)
+    chat._engine.evictor.reread(lost)
     with pytest.raises(UndoError, match="no longer archived"):
         chat.undo()
 
 
 def test_without_an_archive_nothing_is_read_again() -> None:
     chat = told(archive="off")
-    chat._engine.residency.reread(np.arange(chat.seen))
+    chat._engine.evictor.reread(np.arange(chat.seen))
     assert {rank.state for rank in chat.why("pelican")} == {"gone"}

@@ -15,6 +15,7 @@ from held_rows import append_rows
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import KeyValueStat, Ledger
+from sirchat.memory.placement import Placement
 from sirchat.memory.rope import Rotation
 
 LAYERS, HEADS, DIMS, ROWS = 3, 2, 6, 12
@@ -97,7 +98,7 @@ def test_of_held_rows_they_are_those_of_what_attention_reads_and_archived_ones_c
     store, keys, values = filled(dtype)
     check(store, keys, values, list(range(ROWS)), rel)
     stays = [0, 2, 3, 7, 8, 11]
-    store.keep(torch.tensor(stays))
+    store.place(Placement(np.array(stays)))
     for at in (stays, list(range(ROWS)), [1, 2, 4, 5, 11]):
         check(store, keys, values, at, rel)
 
@@ -105,9 +106,9 @@ def test_of_held_rows_they_are_those_of_what_attention_reads_and_archived_ones_c
 def test_they_are_the_same_wherever_the_rows_are() -> None:
     store, _, _ = filled()
     at = np.arange(ROWS)
-    store.keep(torch.tensor([0, 3, 5, 11]))
+    store.place(Placement(np.array([0, 3, 5, 11])))
     before = store.statistics(at, WANTED)
-    store.hold(np.array([1, 2, 3, 4, 5, 6, 9]))
+    store.place(Placement(np.array([1, 2, 3, 4, 5, 6, 9])))
     after = store.statistics(at, WANTED)
     for name in WANTED:
         torch.testing.assert_close(after[name], before[name], rtol=1e-6, atol=1e-6)
@@ -115,7 +116,7 @@ def test_they_are_the_same_wherever_the_rows_are() -> None:
 
 def test_a_row_that_is_gone_has_the_median() -> None:
     store, keys, values = filled()
-    store.keep(torch.tensor([0, 2, 3]))
+    store.place(Placement(np.array([0, 2, 3])))
     store.erase(np.array([2, 5]))
     known = [p for p in range(ROWS) if p not in (2, 5)]
     found = store.statistics(np.arange(ROWS), ["value_norm"])["value_norm"]

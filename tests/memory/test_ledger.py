@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import session
-from held_rows import append_rows
+from held_rows import append_rows, keep_rows
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.memory.policies.scores import automatic_decay
@@ -48,8 +47,8 @@ def test_every_column_is_what_was_appended_and_held_rows_are_what_was_kept(
             rows += [{**row, "turn": turn, "round": turn // 2, "decay": 1.0} for row in what]
         elif step == "keep":
             kept = sorted(i for i in what if i < len(held))
-            gone = ledger.keep(torch.tensor(kept, dtype=torch.int64))
-            assert gone.tolist() == [p for i, p in enumerate(held) if i not in what]
+            gone = keep_rows(ledger, kept)
+            assert gone == [p for i, p in enumerate(held) if i not in what]
             held = [held[i] for i in kept]
         else:
             ledger.apply_decay(what)
@@ -123,7 +122,7 @@ def test_a_long_stream_keeps_its_rows_and_costs_forty_bytes_a_token() -> None:
     for start in range(0, count, 100):
         ids = list(range(start, min(count, start + 100)))
         append_rows(ledger, [i / 8 for i in ids], ids=ids)
-        ledger.keep(torch.arange(max(0, ledger.held_count - 50), ledger.held_count))
+        keep_rows(ledger, range(max(0, ledger.held_count - 50), ledger.held_count))
     assert ledger.column("token_id").tolist() == list(range(count))
     assert ledger.column("surprisal").tolist() == [i / 8 for i in range(count)]
     assert ledger.held_positions.tolist() == list(range(count - 50, count))
@@ -137,7 +136,7 @@ def test_arrival_keys_depend_on_seed_and_position_alone() -> None:
     append_rows(other, [1.0] * 40)
     for i in range(40):
         append_rows(one_by_one, [2.0], ids=[i])
-        one_by_one.keep(torch.tensor([0]))
+        keep_rows(one_by_one, [0])
     keys = at_once.column("arrival_key").tolist()
     assert keys == one_by_one.column("arrival_key").tolist()
     assert not set(keys) & set(other.column("arrival_key").tolist())

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from held_rows import append_rows
+from held_rows import append_rows, keep_rows
 from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
@@ -178,7 +178,7 @@ def cases(pick: st.DrawFn) -> Case:
         scores += [Fraction(n, 2 ** (rounds - number)) for n in nats]
         flags += new_flags
     held = sorted(random.sample(range(len(scores)), random.randint(1, len(scores))))
-    ledger.keep(torch.tensor(held))
+    keep_rows(ledger, held)
 
     def row(p: int) -> Row:
         is_sink, is_pinned = p < sinks, bool(flags[p] & Flag.PINNED)

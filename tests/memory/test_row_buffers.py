@@ -23,6 +23,7 @@ from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions, Transfers, to_device
 from sirchat.memory.ledger import Ledger
+from sirchat.memory.placement import Placement
 from sirchat.memory.rope import Rotation
 
 HEADS, DIMS, CAPACITY = 2, 8, 24
@@ -242,15 +243,15 @@ def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
         append_rows(ledger, [1.0] * 20)
         checkpoint = store.checkpoint()
         with counted() as eviction:
-            store.keep(torch.tensor([0, 1, 2, *range(9, 20)]))
+            store.place(Placement(np.array([0, 1, 2, *range(9, 20)])))
         assert eviction == {"upload": 1, "download": 1}
         with counted() as again:  # the rows are archived already
             store.undo(checkpoint)
             again.clear()
-            store.keep(torch.tensor([0, 1, 2, *range(9, 20)]))
+            store.place(Placement(np.array([0, 1, 2, *range(9, 20)])))
         assert again == {"upload": 1}
         with counted() as recall:
-            store.hold(np.array([0, 1, 4, 6, *range(9, 20)]))
+            store.place(Placement(np.array([0, 1, 4, 6, *range(9, 20)])))
         saved = cache.first_written(torch.arange(15), ledger.held_positions.copy()).to("cpu")
         with counted() as resume:
             cache.replace(saved)
@@ -303,7 +304,8 @@ def test_an_eviction_on_a_gpu_waits_for_nothing() -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 held = store.ledger.held_count
-                store.keep(torch.tensor([0, *range(max(1, held - 9), held)]))
+                stays = store.ledger.held_positions[[0, *range(max(1, held - 9), held)]]
+                store.place(Placement(stays))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         expected, found = (store.copy_key_values() for store in stores)

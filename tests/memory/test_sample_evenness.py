@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from engine_steps import SAMPLER, prefill
 from families import BigramModel
-from held_rows import append_rows
+from held_rows import append_rows, keep_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, EvictedRows, TurnRef
 from sirchat.memory.ledger import Ledger, Role
@@ -136,7 +136,7 @@ def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[n
                 newest = max(opened, ledger.seen - policy.newest_room(room) // 2)
                 at = ledger.held_positions
                 held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
-                ledger.keep(policy.keep(held, BUDGET - count))
+                keep_rows(ledger, policy.keep(held, BUDGET - count))
                 end = min(newest, held.seen - recent)
             append_rows(ledger, [1.0] * count, number)
     return ledger.held_positions, end

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from held_rows import keep_rows
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.token_vectors import TokenVectors
 
@@ -63,7 +64,7 @@ def test_undo_and_erasing_reach_them_through_the_ledger() -> None:
         roles = [Role.USER] * 4
         ledger.append([5] * 4, [1.0] * 4, turn=start, round=start, roles=roles, flags=[0] * 4)
         ledger.token_vectors.append(start, torch.rand(4, 3))
-    ledger.keep(torch.arange(4))
+    keep_rows(ledger, range(4))
     ledger.erase(np.array([5]))
     assert ledger.token_vectors.mean(4, 6) is None
     assert ledger.token_vectors.mean(6, 8) is not None

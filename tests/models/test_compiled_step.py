@@ -144,11 +144,11 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
         sampler = Sampler(Sampling(temperature=1.0))
         for turn in range(40):
             if turn == 10:
-                engine.residency.switch(
+                engine.evictor.switch(
                     CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
                 )
             if turn == 20:
-                engine.residency.switch(memory("salience"))
+                engine.evictor.switch(memory("salience"))
             point = engine.checkpoint()
             for again in range(2 if turn == 30 else 1):
                 if again:

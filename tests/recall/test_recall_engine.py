@@ -90,7 +90,7 @@ def test_what_comes_back_is_what_the_equations_choose(family: str, retriever: st
     assert found is not None
     restore(engine, found, 6)
     mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-    chosen = [positions.index(at) for at in engine.residency.selection.wanted.tolist()]
+    chosen = [positions.index(at) for at in engine.store.placement.wanted.tolist()]
     assert are_the_best(mean, chosen, 30)
 
 
@@ -137,11 +137,11 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
     roomy = Engine(model, replace(memory("sink", 1000), recall=None))
     for turn in range(6):
         list(roomy.prefill(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
-    roomy.residency.switch(memory("sink", 24, n=1))
+    roomy.evictor.switch(memory("sink", 24, n=1))
     assert small.resident <= 64
     assert roomy.resident < 30
-    roomy.residency.switch(memory("sink", 700, n=500, retriever=retriever))
-    roomy.residency.switch(memory("sink", 524, n=500, retriever=retriever))
+    roomy.evictor.switch(memory("sink", 700, n=500, retriever=retriever))
+    roomy.evictor.switch(memory("sink", 524, n=500, retriever=retriever))
     assert roomy.resident <= 131
     for engine in (roomy, never):
         ids = some_ids(77, 9)
@@ -161,11 +161,11 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn() -> Non
     without, _ = talked(replace(memory("sink", 96), recall=None), rounds=9)
     held = without.ledger.held_positions.tolist()
     assert with_recall.ledger.held_positions.tolist() == held
-    assert with_recall.residency.selection.is_plain
+    assert with_recall.store.placement.is_plain
     found = find(with_recall, model, some_ids(9, 20), 9)
     assert found is not None
     restore(with_recall, found, 20)
-    recall = with_recall.residency.selection  # a turn may find tokens that it would evict
+    recall = with_recall.store.placement  # a turn may find tokens that it would evict
     assert len(recall.wanted) == 30
     assert with_recall.resident <= 96 - 20
 
@@ -191,11 +191,11 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
             now = replace(now, recall=replace(recall, retriever="cosine"))
         elif change == "off":
             now = replace(now, recall=None)
-        engine.residency.switch(now)
+        engine.evictor.switch(now)
         assert engine.resident <= engine.budget
         say(engine, model, turn, count=data.draw(st.integers(1, 60)))
         assert engine.resident <= engine.budget
-        assert engine.residency.selection.is_plain
+        assert engine.store.placement.is_plain
 
 
 def test_there_and_back_and_undo_bring_what_came_back_too() -> None:
@@ -204,19 +204,19 @@ def test_there_and_back_and_undo_bring_what_came_back_too() -> None:
     found = find(engine, model, some_ids(59, 9), 59)
     assert found is not None
     restore(engine, found, 9)
-    before, recalled = contents(engine), engine.ledger.recalled.tolist()
+    before, recalled = contents(engine), engine.store.placement.recalled.tolist()
     assert recalled
-    engine.residency.switch(memory("sink", 50))
-    engine.residency.switch(replace(first, recall=None))
-    engine.residency.switch(first)
+    engine.evictor.switch(memory("sink", 50))
+    engine.evictor.switch(replace(first, recall=None))
+    engine.evictor.switch(first)
     assert same(contents(engine), before)
-    assert engine.ledger.recalled.tolist() == recalled
+    assert engine.store.placement.recalled.tolist() == recalled
     checkpoint = engine.checkpoint()
     say(engine, model, 60)
     after = contents(engine)
     engine.undo(checkpoint)
     assert same(contents(engine), before)
-    assert engine.ledger.recalled.tolist() == recalled
+    assert engine.store.placement.recalled.tolist() == recalled
     say(engine, model, 60)
     assert same(contents(engine), after)
 
@@ -230,7 +230,7 @@ def test_recall_leaves_the_conversation_room_to_read() -> None:
     assert most_recalled(None, 252) == 188
     assert most_recalled(None, 100) == 36
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert [engine.residency.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
+    assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 
 
 def test_an_empty_archive_is_not_searched() -> None:
@@ -242,6 +242,6 @@ def test_an_empty_archive_is_not_searched() -> None:
 
 def test_nothing_is_recalled_for_a_turn_that_fills_the_budget() -> None:
     engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
-    engine.residency.switch(memory("sink", 96, n=30))
+    engine.evictor.switch(memory("sink", 96, n=30))
     assert find(engine, model, some_ids(5, 300), 5) is None
     assert engine.ledger.seen == 20

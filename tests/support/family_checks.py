@@ -176,17 +176,17 @@ def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     _feed(engine, first, 0)
     own.read(first)
     rows = np.arange(len(first))
-    engine.residency.exclude(rows)
+    engine.evictor.exclude(rows)
     _feed(engine, second, 1)
     pairs = [(_logits(engine), own.read_alone(second)[-1])]
-    engine.residency.exclude(rows, False)
-    engine.residency.switch(replace(roomy, budget=300))
+    engine.evictor.exclude(rows, False)
+    engine.evictor.switch(replace(roomy, budget=300))
     for number, layer in enumerate(own.row_layers()):
         pairs.append((engine.cache.layer_keys(number).clone(), layer.keys))
         pairs.append((engine.cache.layer_values(number).clone(), layer.values))
     few = third[: 1 if model.reads_singly else 3]
     pairs.append((model.forward(few, engine.cache), own.read(few)))
-    engine.residency.switch(CacheSettings(Sink(), budget=_BUDGET))
+    engine.evictor.switch(CacheSettings(Sink(), budget=_BUDGET))
     _feed(engine, third, 2)
     if engine.resident > _BUDGET or not _logits(engine).isfinite().all():
         raise RuntimeError(f"a budget of {_BUDGET} tokens is not kept")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sirchat.chat.events import Event, Evicted, Restored, TurnDone
 from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
-from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.ledger import Ledger, Role, State
+from sirchat.memory.placement import Placement
 
 
 def contents(engine: Engine) -> list[Tensor]:
@@ -62,6 +64,15 @@ class Count:
     @property
     def held(self) -> list[int]:
         return [position for position in range(self.ends[-1]) if position not in self.gone]
+
+
+def keep_rows(ledger: Ledger, rows: Sequence[int] | Tensor) -> list[int]:
+    """Evict all held rows but those with these numbers; returns the positions of the evicted."""
+    held = ledger.held_positions.copy()
+    kept = held[np.asarray(rows, np.int64)]
+    gone = np.setdiff1d(held, kept)
+    ledger.hold(Placement(kept), gone, held[:0], State.GONE)
+    return [int(position) for position in gone]
 
 
 def append_rows(

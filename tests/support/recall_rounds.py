@@ -40,7 +40,7 @@ def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Searc
         restore(engine, found, count)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
-    engine.residency.end_recall()
+    engine.evictor.end_recall()
     engine.decay_at_round_end()
     return found
 

@@ -39,7 +39,7 @@ def read_ids(
     ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
-    for _ in engine.residency.make_room_for_turn(len(ids), to_come, turn):
+    for _ in engine.evictor.make_room_for_turn(len(ids), to_come, turn):
         pass
     for _ in engine.prefill(ids, roles or [Role.USER] * len(ids), turn):
         pass

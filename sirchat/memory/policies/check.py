@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role, State
+from sirchat.memory.placement import Placement
 from sirchat.memory.policies.base import Policy, ScorePolicy
 
 _CASES = 50
@@ -77,8 +78,8 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
             learned_scores=learned.tolist(),
         )
         ledger.apply_decay(0.9)
-        survivors = np.flatnonzero(random.random(ledger.held_count) < 0.8)
-        ledger.keep(torch.from_numpy(survivors))
+        at, stays = ledger.held_positions.copy(), random.random(ledger.held_count) < 0.8
+        ledger.hold(Placement(at[stays]), at[~stays], at[:0], State.GONE)
     sinks = 4 if policy.honours_sinks else 0
     at = ledger.held_positions
     protected = (at < sinks) | (at >= ledger.seen - 3)

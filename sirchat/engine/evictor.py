@@ -1,4 +1,4 @@
-"""Decides which tokens the KV cache holds; the only place that evicts and restores tokens.
+"""Decides which tokens the KV cache holds: chooses a `Placement`, which the store puts into effect.
 
 Tokens move when room is needed, when settings or pins change, by undo and by recall.
 """
@@ -22,13 +22,13 @@ from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
     RestoredRows,
-    Selection,
     TurnRef,
 )
 from sirchat.errors import SettingError
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows
+from sirchat.memory.placement import Placement
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 
@@ -40,17 +40,16 @@ class _LastPass:
     """The state after the last forward pass, before the settings were switched."""
 
     settings: CacheSettings
-    selection: Selection  # what the cache held
+    placement: Placement
     seen: int  # tokens read by then
 
 
-class Residency:
+class Evictor:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
     `round` is the number of the current round, whose newest tokens are protected from eviction.
     From `begin_recall` to `end_recall`, tokens that recall wants are held, and for these some of
-    the policy's tokens are aside, in the archive. `before_end` is what the cache held until the
-    last `end_recall`; None if nothing has been recalled since the last user turn.
+    the policy's tokens are aside, in the archive.
     """
 
     def __init__(
@@ -64,23 +63,10 @@ class Residency:
         self.round = 0
         self._ledger, self._cache, self._store = reader.ledger, reader.cache, store
         self._reader = reader
-        self._aside, self._wanted = _NONE, _NONE  # see `Selection`
         self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
-        self.before_end: Selection | None = None
-        # Noted by `switch`, so that switching back is exact; None if tokens moved otherwise.
-        self._last_pass: _LastPass | None = None
-
-    @property
-    def recalled_count(self) -> int:
-        """Number of tokens that recall has restored for this round."""
-        return len(self._ledger.recalled)
-
-    @property
-    def selection(self) -> Selection:
-        """What the cache holds now."""
-        ledger = self._ledger
-        held = ledger.held_positions.copy()
-        return Selection(held, ledger.recalled, self._aside, self._wanted)
+        # Noted by `switch`, with where it put the tokens: as long as these are there, switching
+        # back is exact.
+        self._last_pass: tuple[_LastPass, Placement] | None = None
 
     def divide_budget(self) -> Division:
         """How the budget is divided now, with the settings in force."""
@@ -91,7 +77,7 @@ class Residency:
 
         Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_of(self._policy_positions(), round)
+        return self.view_of(self._store.placement.chosen, round)
 
     def view_of(
         self, at: Positions, round: int | None = None, division: Division | None = None
@@ -122,24 +108,25 @@ class Residency:
         """
         policy, evicted = self.settings.policy, list[EvictedRows]()
         if policy.compacts_at_anchors and self._ends_at_anchor():
-            own = self._own_positions()
+            now = self._store.placement
+            own = now.own
             stays = policy.reduce(self.view_of(own))
             if stays is not None:
                 gone = np.setdiff1d(own, own[stays.numpy()], assume_unique=True)
-                self._apply_selection(self._selection_without(gone))
+                self._place(now.without(gone))
                 evicted.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
                 division = None
         division = division or self.divide_budget()
         excess = self._cache.length + count - division.hard_bound
         if excess <= 0:
             return evicted
-        if self.selection.is_plain:
+        if self._store.is_plain:
             rows = self.view_of(self._ledger.held_positions, self.round, division)
-            evicted.append(self._keep(rows, division.hard_bound - count))
-        elif (selection := self._without(excess)) is not None:
-            self._apply_selection(selection)
+            evicted += self._keep(rows, division.hard_bound - count)
+        elif (placement := self._without(excess)) is not None:
+            self._place(placement)
         else:
-            evicted += self._end_recall(count)
+            evicted += self.end_recall(count)
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
@@ -148,7 +135,7 @@ class Residency:
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         evicted = self.end_recall()
-        self.round, self.before_end, self._to_come = at.round, None, 0
+        self.round, self._to_come = at.round, 0
         settings, division, to_come = self.settings, self.divide_budget(), count + max_new_tokens
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
@@ -156,7 +143,7 @@ class Residency:
         most = division.total - (0 if between_turns else to_come)
         num_keep = max(most, int(rows.protected.sum()))
         if num_keep < len(rows):
-            evicted.append(self._keep(rows, num_keep))
+            evicted += self._keep(rows, num_keep)
         if between_turns:
             self._cache.grow_to(min(division.hard_bound, self._cache.length + to_come))
         else:
@@ -208,18 +195,21 @@ class Residency:
         order = np.argsort(np.arange(len(chosen)) if scores is None else scores, kind="stable")
         aside = np.setdiff1d(held, own, assume_unique=True)
         self.reread(restored)
-        self._last_pass, held = None, np.union1d(own, restored)
-        selection = Selection(held, restored, aside, chosen[order])
-        return moves + self._apply_selection(selection)
+        held = np.union1d(own, restored)
+        return moves + self._place(Placement(held, restored, aside, chosen[order]))
 
-    def end_recall(self) -> list[EvictedRows]:
-        """End a round: recalled tokens leave, and those that stepped aside are back.
+    def end_recall(self, count: int = 0) -> list[EvictedRows]:
+        """End recall for this round: recalled tokens leave, and those that stepped aside are back.
 
-        If these and the round's are more than the budget, the policy chooses among them. Returns
-        what that evicts.
+        If these and the round's leave no room for `count` more, the policy chooses among them.
+        Returns what that evicts.
         """
-        self.before_end = None if self.selection.is_plain else self.selection
-        return self._end_recall()
+        if self._store.is_plain:
+            return []
+        own, stays = self._store.placement.own, self.held_without_recall(count)
+        self._place(Placement(stays))
+        gone = np.setdiff1d(own, stays, assume_unique=True)
+        return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
 
     @contextmanager
     def recall_ends_at_error(self) -> Iterator[None]:
@@ -232,24 +222,25 @@ class Residency:
 
     def held_without_recall(self, count: int = 0) -> Positions:
         """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
-        if self.selection.is_plain:
-            return self._ledger.held_positions.copy()
-        own, most = self._own_positions(), self.divide_budget().hard_bound - count
+        now = self._store.placement
+        if now.is_plain:
+            return now.held
+        own, most = now.own, self.divide_budget().hard_bound - count
         if len(own) <= most:
             return own
         chosen: Positions = own[self._choose_rows(self.view_of(own, self.round), most).numpy()]
         return chosen
 
     @contextmanager
-    def holding(self, selection: Selection) -> Iterator[None]:
-        """Context manager: in it the cache holds `selection`, and after it what it held before."""
-        before = self.selection
+    def holding(self, placement: Placement) -> Iterator[None]:
+        """Context manager: in it tokens are where `placement` says, after it where they were."""
+        before = self._store.placement
         with self._store.unlimited():
-            self._apply_selection(selection)
+            self._place(placement)
             try:
                 yield
             finally:
-                self._apply_selection(before)
+                self._place(before)
 
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Positions [k] of the tokens that will be evicted next; empty while there is much room.
@@ -269,7 +260,7 @@ class Residency:
             return _NONE
         leaves = np.ones(len(rows), bool)
         leaves[settings.policy.keep(rows, len(rows) - count).numpy()] = False
-        return self._policy_positions()[leaves]
+        return self._store.placement.chosen[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
         """Change the settings; the new policy chooses among all tokens held or archived.
@@ -281,19 +272,20 @@ class Residency:
         old, self.settings = self.settings, settings
         try:
             self.check_pins(pins)
-            selection = self._selection_after_switch(old)
+            placement = self._placement_after_switch(old)
         except Exception:  # whatever the new policy raises
             self.settings = old
             raise
-        if self._last_pass_if_unread() is None:
-            self._last_pass = _LastPass(old, self.selection, self._ledger.seen)
+        last = self._last_pass_if_unread()
+        last = last or _LastPass(old, self._store.placement, self._ledger.seen)
+        self._last_pass = last, placement
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
-        moves = self._apply_selection(selection)
+        moves = self._place(placement)
         is_moved = (settings.archive, settings.folder) != (old.archive, old.folder)
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
         if is_moved:
-            moves += self._end_recall()  # what is aside is in the old archive
+            moves += self.end_recall()  # what is aside is in the old archive
             self._store.set_limit(settings.archive, settings.folder)
         if settings.policy.bounded:
             self._cache.shrink_to(settings.budget)
@@ -319,33 +311,30 @@ class Residency:
             self.reread(positions)
         self._ledger.pin(positions, pinned)
         try:
-            chosen = self._choose_selection()
+            chosen = self._choose()
         except Exception:  # whatever a policy raises
             self._ledger.pin_only(before)
             raise
-        self._last_pass = None
-        return self._apply_selection(chosen)
+        return self._place(chosen)
 
     def pin_held(self, positions: Positions) -> int:
         """Pin those of the tokens that are held, and move none; returns how many that are.
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
         """
-        held = np.intersect1d(positions, self._policy_positions())
+        held = np.intersect1d(positions, self._store.placement.chosen)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
         self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()))
         self._ledger.pin(held, True)
-        self._last_pass = None
+        self._place(self._store.placement)  # a new one: no switch leads back behind the pins
         return len(held)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict the tokens at these positions, except sinks, for good; or let them return again."""
         positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
-        self._last_pass = None
-        if not excluded:
-            return []
-        return self._apply_selection(self._selection_without(positions))
+        now = self._store.placement
+        return self._place(now.without(positions) if excluded else now)
 
     def check_pins(self, more: int, among: Positions | None = None) -> None:
         """Raise SettingError if the pins, and `more` tokens, would leave too little room.
@@ -366,47 +355,30 @@ class Residency:
                 hint="raise the budget, /unpin something, or set pin_system to false",
             )
 
-    def undo(
-        self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
-    ) -> CacheUpdate:
-        """Go back to the checkpoint `to`, with what `selection` held and recalled in `round`.
+    def undo(self, to: CacheCheckpoint, round: int, *, keep_pins: bool) -> CacheUpdate:
+        """Go back to the checkpoint `to`, in `round`.
 
         If that does not fit the present settings, the policy chooses again; with `keep_pins`, the
         present pins stay. Raises LookupError, changing nothing, if a held token is lost.
         """
-        self._cache.grow_to(len(to.held))
+        self._cache.grow_to(len(to.placement.held))
         self._store.undo(to)
-        self.round, self._last_pass = round, None
-        self._note_recall(selection)
+        self.round = round
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
-        if not self._fits() or not self._holds_pins(self.selection):
-            return self._apply_selection(self._choose_selection())
+        if not self._fits() or not self._holds_pins(self._store.placement):
+            return self._place(self._choose())
         return []
 
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
-        left = self._selection_without(positions)
         self._store.erase(positions)
-        self.before_end = None
-        self._note_recall(left)
         self._ledger.erase(positions)
-        self._last_pass = None
-
-    def _policy_positions(self) -> Positions:
-        """Stream positions [n] of the held tokens that recall has not restored."""
-        held, recalled = self._ledger.held_positions, self._ledger.recalled
-        return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
-
-    def _own_positions(self) -> Positions:
-        """Stream positions of the policy's tokens, held or aside."""
-        own = self._policy_positions()
-        return np.union1d(own, self._aside) if len(self._aside) else own
 
     def _reachable(self) -> Positions:
         """Stream positions of all tokens that can be held, also if the archive is off."""
-        reachable = self._store.reachable()
-        return np.union1d(reachable, self._aside) if len(self._aside) else reachable
+        reachable, aside = self._store.reachable(), self._store.placement.aside
+        return np.union1d(reachable, aside) if len(aside) else reachable
 
     def _ends_at_anchor(self) -> bool:
         flags = self._ledger.column("flags")
@@ -415,32 +387,34 @@ class Residency:
     def _fits(self) -> bool:
         return self._cache.length <= self.divide_budget().hard_bound
 
-    def _holds_pins(self, selection: Selection) -> bool:
+    def _holds_pins(self, placement: Placement) -> bool:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
         reachable = self._reachable()
         pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
-        held = np.setdiff1d(selection.held, selection.recalled, assume_unique=True)
-        return bool(np.isin(pinned, held).all())
+        return bool(np.isin(pinned, placement.chosen).all())
 
     def _last_pass_if_unread(self) -> _LastPass | None:
         """The state noted after the last pass; None if there is none, or tokens were read since."""
-        last = self._last_pass
-        return last if last is not None and last.seen == self._ledger.seen else None
+        if self._last_pass is None:
+            return None
+        last, placed = self._last_pass
+        is_there = last.seen == self._ledger.seen and self._store.is_placed(placed)
+        return last if is_there else None
 
-    def _selection_after_switch(self, old: CacheSettings) -> Selection:
-        """What the cache must hold, after the settings have changed from `old`."""
-        new, selection, last = self.settings, self.selection, self._last_pass_if_unread()
+    def _placement_after_switch(self, old: CacheSettings) -> Placement:
+        """Where the tokens must be, after the settings have changed from `old`."""
+        new, now, last = self.settings, self._store.placement, self._last_pass_if_unread()
         if last is not None and last.settings == new:
-            held_then = last.selection
-            needed = np.union1d(held_then.held, held_then.aside)
-            if self._store.has(needed) and self._holds_pins(held_then):
-                return held_then
+            then = last.placement
+            needed = np.union1d(then.held, then.aside)
+            if self._store.has(needed) and self._holds_pins(then):
+                return then
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
-        if is_same and self._fits() and self._holds_pins(selection):
-            return selection
-        return self._choose_selection()
+        if is_same and self._fits() and self._holds_pins(now):
+            return now
+        return self._choose()
 
-    def _choose_selection(self) -> Selection:
+    def _choose(self) -> Placement:
         """Let the policy choose among all tokens held or archived; none counts as recalled."""
         policy, reachable = self.settings.policy, self._reachable()
         if policy.compacts_at_anchors:
@@ -448,21 +422,17 @@ class Residency:
             reachable = reachable if rows is None else reachable[rows.numpy()]
         num_keep = self.divide_budget().total
         if len(reachable) <= num_keep:
-            return Selection(reachable)
+            return Placement(reachable)
         if not policy.bounded:  # not all fit: continue with those that are held
             if self._cache.length > num_keep:
                 policy.keep(self.view(None), num_keep)  # raises the error, in its own words
-            return Selection(self._ledger.held_positions.copy())
+            return Placement(self._ledger.held_positions.copy())
         chosen = self._choose_rows(self.view_of(reachable, self.round), num_keep)
-        return Selection(reachable[chosen.numpy()])
+        return Placement(reachable[chosen.numpy()])
 
-    def _apply_selection(self, selection: Selection) -> CacheUpdate:
-        """Evict and restore tokens, so that the cache holds exactly `selection`."""
-        gone, came = _NONE, _NONE
-        self._store.keeps_all = not selection.is_plain
-        if not np.array_equal(selection.held, self._ledger.held_positions):
-            gone, came = self._store.hold(selection.held)
-        self._note_recall(selection)
+    def _place(self, placement: Placement) -> CacheUpdate:
+        """Evict and restore tokens, so that they are where `placement` says."""
+        gone, came = self._store.place(placement)
         moves: CacheUpdate = []
         if len(gone):
             moves.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
@@ -470,35 +440,21 @@ class Residency:
             moves.append(RestoredRows(came, self._cache.length, self._ledger.seen))
         return moves
 
-    def _keep(self, rows: HeldRows, num_keep: int) -> EvictedRows:
+    def _keep(self, rows: HeldRows, num_keep: int) -> list[EvictedRows]:
         """Let the policy choose `num_keep` of the `rows`, all that are held; evict the others."""
-        gone = self._store.keep(self._choose_rows(rows, num_keep))
-        return EvictedRows(gone, self._cache.length, self._ledger.seen)
+        stays = self._choose_rows(rows, num_keep).numpy()
+        moves = self._place(Placement(self._ledger.held_positions[stays]))
+        return [move for move in moves if isinstance(move, EvictedRows)]
 
-    def _note_recall(self, selection: Selection) -> None:
-        """Note what recall does for this round."""
-        self._ledger.mark_recalled(selection.recalled)
-        self._aside, self._wanted = selection.aside, selection.wanted
-        self._store.keeps_all = not selection.is_plain
-
-    def _end_recall(self, count: int = 0) -> list[EvictedRows]:
-        """End recall so that `count` more tokens fit; returns which of the policy's are evicted."""
-        if self.selection.is_plain:
-            return []
-        own, stays = self._own_positions(), self.held_without_recall(count)
-        self._last_pass = None
-        self._apply_selection(Selection(stays))
-        gone = np.setdiff1d(own, stays, assume_unique=True)
-        return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
-
-    def _without(self, excess: int) -> Selection | None:
-        """The selection without `excess` tokens of earlier rounds or recall; None if these are few.
+    def _without(self, excess: int) -> Placement | None:
+        """The placement without `excess` tokens of earlier rounds or recall; None if these are few.
 
         Those of earlier rounds step aside as the policy says, then go those that recall wants.
         """
-        own, now, rounds = self._policy_positions(), self.selection, self._ledger.column("round")
+        now, rounds = self._store.placement, self._ledger.column("round")
+        own = now.chosen
         fixed = self.view_of(own).protected.numpy() | (rounds[own] == self.round)
-        is_wanted = np.isin(own, self._wanted)
+        is_wanted = np.isin(own, now.wanted)
         stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)
         excess -= len(own) - len(stays)
         goes = now.wanted[~np.isin(now.wanted, own[fixed])][: max(0, excess)]
@@ -508,15 +464,7 @@ class Residency:
         recalled = np.setdiff1d(now.recalled, goes, assume_unique=True)
         aside = np.union1d(now.aside, np.setdiff1d(own, held, assume_unique=True))
         wanted = now.wanted[~np.isin(now.wanted, goes)]
-        return Selection(held, recalled, aside, wanted)
-
-    def _selection_without(self, positions: Positions) -> Selection:
-        """What the cache holds and recall does now, without the tokens at these positions."""
-        now = self.selection
-        held, recalled, aside, wanted = (
-            at[~np.isin(at, positions)] for at in (now.held, now.recalled, now.aside, now.wanted)
-        )
-        return Selection(held, recalled, aside, wanted)
+        return Placement(held, recalled, aside, wanted)
 
     def _keep_most(self, at: Positions, stays: NDArray[np.bool_], most: int) -> Positions:
         """Those of the tokens at positions `at` [n] that the policy keeps: at most `most`.

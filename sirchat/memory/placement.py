@@ -1,0 +1,49 @@
+"""Where the tokens of a conversation are: one value; `KeyValueStore.place` puts it into effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sirchat.memory.key_values import Positions
+
+
+def _none() -> Positions:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which tokens the cache holds, or is to hold, as ascending stream positions.
+
+    Between two rounds it has only `held`; the others are what recall does for the current round.
+    """
+
+    held: Positions  # [n]
+    recalled: Positions = field(default_factory=_none)  # those of `held` that recall has restored
+    aside: Positions = field(default_factory=_none)  # archived until the round is complete
+    # Those of `held` that recall wants, in the order in which they leave if room is needed.
+    wanted: Positions = field(default_factory=_none)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether recall has changed nothing."""
+        return not any(map(len, (self.recalled, self.aside, self.wanted)))
+
+    @property
+    def chosen(self) -> Positions:
+        """The held tokens that recall has not restored."""
+        if not len(self.recalled):
+            return self.held
+        return np.setdiff1d(self.held, self.recalled, assume_unique=True)
+
+    @property
+    def own(self) -> Positions:
+        """The policy's tokens: those that recall has not restored, held or aside."""
+        return np.union1d(self.chosen, self.aside) if len(self.aside) else self.chosen
+
+    def without(self, positions: Positions) -> Placement:
+        """This placement without the tokens at these positions."""
+        each = (self.held, self.recalled, self.aside, self.wanted)
+        return Placement(*(at[~np.isin(at, positions)] for at in each))
