@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sirchat.recall import RecalledTurn
 
 if TYPE_CHECKING:
-    from sirchat.engine.types import ChosenToken
     from sirchat.text.reply_parts import Part
 
 # Why a turn ended. `stop`: the model generated an end token. `control`: it generated a control
@@ -73,16 +72,6 @@ class Delta(Event):
     text: str
     part: Part = "answer"
     end: int = 0
-
-
-@dataclass(frozen=True)
-class Choosing(Event):
-    """The next token of the reply is sampled, but not read yet; only if `Session.together`.
-
-    The caller can let the model read the tokens of several sessions in one batch.
-    """
-
-    token: ChosenToken
 
 
 @dataclass(frozen=True)

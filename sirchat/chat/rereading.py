@@ -15,7 +15,7 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.chat.tool_loop import expect_calls, read_result
+from sirchat.chat.tool_loop import calls_in, read_result
 from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
@@ -73,8 +73,8 @@ def read_again(
             call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
             list(read_result(session, call, turn.text, session.last_said, before=following))
         else:
-            calls = expect_calls(session, turn.text)
-            list(session.read_reply(tagged(turn.thinking, turn.text)))
+            calls, given = calls_in(session, turn.text)
+            list(session.read_reply(tagged(turn.thinking, turn.text), given=given))
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         for index in range(done, done := len(session.turns)):
             lost += _pin_again(session, index, parts.get(index, []))

@@ -10,7 +10,6 @@ import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
+from sirchat.chat.reply import AfterReply, OpenReply
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
@@ -44,12 +44,12 @@ from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ran
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Division, budget_for
 from sirchat.engine.extra_passes import score_continuations
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError, UsageError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.token_vectors import TokenVectors
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -67,7 +67,7 @@ __all__ = ("Interrupted", "Session")
 class Session:
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Callers may set `template`, `toolbox`, `together` and `stop_ids`, and read all others:
+    Callers may set `template`, `toolbox` and `stop_ids`, and read all others:
         model, profile, template: the model, the settings in force, and what turns text into ids.
         state: turns, token counts and times.
         ledger: the table of all tokens ever read.
@@ -76,7 +76,6 @@ class Session:
         epoch: number of conversations begun; each `reset` begins one.
         erasures: number of calls of `erase`, after which saved text must be written again.
         toolbox: the tools that the model may call.
-        together: whether to yield `Choosing` before each token, so that sessions share a batch.
 
     `rows_in_events`: whether events list the tokens themselves, not only their positions.
     """
@@ -90,7 +89,6 @@ class Session:
         self.template = Template(model.tokenizer, model.anchors, declared)
         self.stop_ids = self.template.stop_ids(declared)
         self.toolbox = Toolbox()
-        self.together = False
         self.epoch = self.erasures = 0
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
@@ -114,8 +112,7 @@ class Session:
         self.recall = Recall(self._engine, self.model, self._texts)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
-        self._at_reply = 0, self._engine.store.placement  # seen and held at a reply's end
-        self._cut: tuple[UndoPoint, TokenVectors] | None = None  # as `_note_cut` says
+        self._last_reply = AfterReply()
 
     @property
     def turns(self) -> list[Turn]:
@@ -185,16 +182,29 @@ class Session:
         Raises ContextFullError, before reading, if they can't fit.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        yield from self._tell_tools(box.told)
-        yield from self.read_user(text, interrupted)
+        yield from self.read_question(text, interrupted, told=box.told)
+        self.state.attempt = attempt
+        yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
+
+    def read_question(
+        self,
+        text: str,
+        interrupted: Interrupted = lambda: False,
+        *,
+        told: str = "",
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn that is to be answered, with the tools `told`, and pin its rules.
+
+        `given` is as `read_user` says.
+        """
+        yield from self._tell_tools(told)
+        yield from self.read_user(text, interrupted, given=given)
         encoder, policy = self.model.encoder, self._engine.settings.policy
         if len(encoder.kinds):
             wanted, chat = self.profile.pin_instructions and policy.honours_pins, self.state
             engine, texts = self._engine, self._texts
             yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
-        self.state.attempt = attempt
-        first, again = self._answer(interrupted, reply, allowed), self._answer
-        yield from answer_with_tools(self, box, text, first, again, interrupted)
 
     def _tell_tools(self, told: str) -> list[Event]:
         """Let the model read of the tools `told`, in place of those that it was told before."""
@@ -205,41 +215,44 @@ class Session:
         self.state.tools, self.template = told, template
         return events
 
-    def _answer(
+    def begin_reply(
         self,
         interrupted: Interrupted,
         reply: Reply | None = None,
         allowed: Allowed | None = None,
         turn: OpenTurn | None = None,
-    ) -> Iterator[Event]:
+    ) -> OpenReply:
+        """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
+
+        The caller generates it by `OpenReply.events`, or by `step` with those of other sessions.
+        """
         turn = turn or self._begin_turn("assistant")
-        profile, finish = self.profile, reply.finish if reply else None
+        profile, closing = self.profile, self.template.closing
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
-        stops = sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted
-        # A format may want repetitions.
-        loops = LoopCheck() if profile.stop_loops and not (reply or allowed) else None
-        closing, stream, self._cut = self.template.closing, self.template.reply_stream(), None
-        records = self._engine.generate(
+        generation = Generation(
+            self._engine,
             sampler,
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=most,
             closing=len(closing),
-            interrupted=lambda: stream.has_ended or bool(loops and loops.found) or stops(),
             lookup=PromptLookup() if profile.lookup else None,
-            together=lambda: self.together,
         )
-        with self._engine.evictor.recall_ends_at_error():
-            yield from turn.answer(
-                records, stream, closing, self._end_ids, finish, loops, self._note_cut
-            )
-        self._at_reply = self.seen, turn.placement
-
-    def _note_cut(self) -> None:
-        """Keep the state, and vectors for passages, before what ends the round of a cut reply."""
-        if self.profile.archive != "off":  # else a new checkpoint deletes what an undo needs
-            here = UndoPoint.of(self.state, self._engine.checkpoint(), "", False, self.budget)
-            self._cut = here, deepcopy(self.ledger.token_vectors)
+        opened = OpenReply(
+            turn,
+            generation,
+            self.template.reply_stream(),
+            closing,
+            self._end_ids,
+            stops=sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted,
+            # A format may want repetitions.
+            loops=LoopCheck() if profile.stop_loops and not (reply or allowed) else None,
+            finish=reply.finish if reply else None,
+            # Without an archive, a new checkpoint deletes what an undo needs.
+            can_go_on=profile.archive != "off",
+        )
+        self._last_reply = opened.after
+        return opened
 
     def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Go on with the last reply, which was cut, as if it had not been.
@@ -247,8 +260,9 @@ class Session:
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
-        cut, self._cut = self._cut, None
-        if cut is None or self._at_reply[0] != self.seen or not self.undo_points:
+        last = self._last_reply
+        at_end, cut, last.cut = last.at_end, last.cut, None
+        if cut is None or at_end is None or at_end[0] != self.seen or not self.undo_points:
             raise LookupError("the state at the end of the reply is not known")
         self._engine.undo(cut[0].checkpoint, keep_pins=True)
         self.state = cut[0].restored_state(self.state, keep_pins=True)
@@ -256,7 +270,8 @@ class Session:
         start = self.undo_points[-1].checkpoint.cache.seen
         self.recall.search.truncate(start)
         self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
-        yield from self._answer(interrupted, turn=self._open_turn(self.state.reply))
+        turn = self._open_turn(self.state.reply)
+        yield from self.begin_reply(interrupted, turn=turn).events()
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -275,10 +290,12 @@ class Session:
         interrupted: Interrupted = lambda: False,
         *,
         before: str | None = None,
+        given: TurnIds | None = None,
     ) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt.
 
-        `before` is the role of the next message, if that is given and not generated.
+        `before` is the role of the next message, if that is given and not generated; `given` are
+        the ids of the turn, if they are not those of a user turn `text`.
         """
         text, state, closing = without_surrogates(text), self.state, self.template.closing
         if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
@@ -286,7 +303,7 @@ class Session:
             system, ids = self.template.opening(text, self.profile.system)
         else:
             is_unanswered = state.in_round and state.header == []
-            system, ids = None, self.template.user(text, after_user=is_unanswered)
+            system, ids = None, given or self.template.user(text, after_user=is_unanswered)
         ids = self.template.before(ids, before)
         turn = yield from self.begin_message("user", ids, system, text)
         after = closing if ids.header is None else []
@@ -319,10 +336,18 @@ class Session:
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         return turn
 
-    def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Read `text`, from a transcript, as the reply, instead of generating a reply."""
+    def read_reply(
+        self,
+        text: str,
+        interrupted: Interrupted = lambda: False,
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read `text`, from a transcript, as the reply, instead of generating a reply.
+
+        `given` are the ids of the turn, if it has more than this text.
+        """
         text = without_surrogates(text)
-        ids = self.template.assistant(text, self.state.header)
+        ids = given or self.template.assistant(text, self.state.header)
         closing = self.template.closing if ids.closing is None else ids.closing
         self._engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
@@ -421,7 +446,7 @@ class Session:
         try:
             yield
         finally:
-            self.profile, self.together = profile, False
+            self.profile = profile
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
@@ -457,7 +482,7 @@ class Session:
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
-        self._cut = None
+        self._last_reply.cut = None
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
@@ -486,7 +511,7 @@ class Session:
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
+        return attention_paid(self._engine, turn, self._last_reply.at_end, self.profile.sinks)
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""

@@ -16,9 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
+from sirchat.chat.reply import OpenReply
 from sirchat.chat.state import ConversationState, Reply
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.engine.engine import Engine
+from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import Recall
@@ -102,6 +104,12 @@ class Conversation(Protocol):
     _engine: Engine
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]: ...
+    def begin_reply(
+        self,
+        interrupted: Interrupted,
+        reply: Reply | None = None,
+        allowed: Allowed | None = None,
+    ) -> OpenReply: ...
     def begin_message(self, role: str, ids: TurnIds) -> Generator[Event, None, OpenTurn]: ...
 
 
@@ -122,26 +130,30 @@ def answer_with_tools(
     chat: Conversation,
     box: Toolbox,
     question: str,
-    reply: Iterator[Event],
-    again: Callable[..., Iterator[Event]],
     interrupted: Interrupted,
+    reply: Reply | None = None,
+    allowed: Allowed | None = None,
 ) -> Iterator[Event]:
-    """Yield the events of `reply`, do its calls, read their results, reply `again`, and so on.
+    """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
 
-    The user's `question` is that of all these replies.
+    `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
     left = MOST_CALLS
     if not box.tools:
-        yield from reply
+        yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
     if isinstance(chat.template, PromptedTools) and not box.is_explained:
         box.is_explained = True
         yield Notice("the model's chat template takes no tools; a text tells of them instead")
-    parser = _parser(chat, box)
+    parser, stops = _parser(chat, box), interrupted
     if begun := _begun_call(chat):
-        reply = again(lambda: interrupted() or parser.has_ended, Reply(begun, None))
+        reply, allowed, first = Reply(begun, None), None, parser
+        stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
-        calls = yield from _reply(chat, parser, reply)
+        taken = _CallsTaken(chat, parser)
+        for event in chat.begin_reply(stops, reply, allowed).events():
+            yield from taken.push(event)
+        calls = taken.calls
         if left <= 0 and calls:
             yield Notice(f"the model goes on calling tools; {MOST_CALLS} calls for a message are")
         if not calls or left <= 0 or interrupted():
@@ -151,7 +163,8 @@ def answer_with_tools(
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, before=following)
-        reply, parser = again(interrupted), _parser(chat, box)
+        reply = allowed = None
+        parser, stops = _parser(chat, box), interrupted
 
 
 def read_result(
@@ -189,15 +202,14 @@ def read_result(
         yield turn.finish(text)
 
 
-def expect_calls(chat: Conversation, text: str) -> list[ToolCall]:
-    """The calls in the text of a reply, which will be read next as the template writes them."""
+def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
+    """The calls in the text of a reply, and the ids of such a turn; None without calls."""
     parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
     said = parser.push(text)[0] + parser.rest()[0]
-    if parser.calls:
-        said, calls = calls_from_key(calls_key(said, parser.calls))
-        template = _tool_template(chat)
-        template.following = template.calls(said, calls, chat.state.header)
-    return parser.calls
+    if not parser.calls:
+        return [], None
+    said, calls = calls_from_key(calls_key(said, parser.calls))
+    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.header)
 
 
 def _begun_call(chat: Conversation) -> tuple[int, ...]:
@@ -233,29 +245,31 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
     return CallParser(box.tools, number, only_one=True, known=known)
 
 
-def _reply(
-    chat: Conversation, parser: CallParser, events: Iterator[Event]
-) -> Generator[Event, None, list[ToolCall]]:
-    """Yield the events of a reply, with the calls taken out of its text; returns these."""
-    turns, said, is_whole = chat.state.turns, "", False
-    for event in events:
+class _CallsTaken:
+    """Takes the calls out of the text of a reply; they are in `calls` once it is whole."""
+
+    def __init__(self, chat: Conversation, parser: CallParser) -> None:
+        self._chat, self._parser, self._said = chat, parser, ""
+        self.calls: list[ToolCall] = []
+
+    def push(self, event: Event) -> list[Event]:
+        """The events to yield instead of the next one of the reply."""
+        parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.holds(event.text)
             text = "" if is_held else parser.push(event.text)[0]
-            said += text
-            yield replace(event, text=text)
-        elif isinstance(event, TurnDone):
-            is_whole = event.finish != "interrupt" or parser.has_ended
-            is_short = event.finish not in ("stop", "control")
-            rest, _ = parser.rest(chat.template.marks.call_lead, is_short=is_short)
-            yield Delta(rest, end=len(said + rest))
-            if parser.calls:
-                messages = [call.message() for call in parser.calls]
-                turns[-1].text = with_calls((said + rest).strip(), messages)
-            yield replace(event, text=turns[-1].text)
-        else:
-            yield event
-    return parser.calls if is_whole else []
+            self._said += text
+            return [replace(event, text=text)]
+        if not isinstance(event, TurnDone):
+            return [event]
+        if event.finish != "interrupt" or parser.has_ended:
+            self.calls = parser.calls
+        is_short = event.finish not in ("stop", "control")
+        rest, _ = parser.rest(self._chat.template.marks.call_lead, is_short=is_short)
+        said = self._said + rest
+        if parser.calls:
+            turns[-1].text = with_calls(said.strip(), [call.message() for call in parser.calls])
+        return [Delta(rest, end=len(said)), replace(event, text=turns[-1].text)]
 
 
 def _run(

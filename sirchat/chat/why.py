@@ -94,16 +94,16 @@ def token_ranks(
 
 
 def attention_paid(
-    engine: Engine, turn: int, at_reply: tuple[int, Placement], sinks: int
+    engine: Engine, turn: int, at_end: tuple[int, Placement] | None, sinks: int
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    The model reads the reply once more, over what was held then; no state changes. `at_reply`: the
-    number of tokens seen, and what was held, when the chat's last reply ended.
+    The model reads the reply once more, over what was held then; no state changes. `at_end` is that
+    of the chat's last `AfterReply`.
     """
-    seen, placement = at_reply
-    if seen != engine.ledger.seen:
+    if at_end is None or at_end[0] != engine.ledger.seen:
         return _paid(engine, turn, None, sinks)
+    placement = at_end[1]
     then = frozenset(placement.held.tolist())
     if placement.is_plain or not engine.store.has(placement.held):
         return _paid(engine, turn, then, sinks)

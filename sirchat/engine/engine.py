@@ -1,4 +1,4 @@
-"""The engine: reads and generates token ids, and keeps the KV cache within its budget.
+"""The engine: reads token ids, and keeps the KV cache within its budget.
 
 Room is made before each chunk of at most E/4 ids is read, and by a block of tokens whenever the
 cache is full while a reply is generated (E: the tokens that the policy decides about, `budget`).
@@ -17,17 +17,13 @@ from torch import Tensor
 from sirchat.engine.budget import Division
 from sirchat.engine.evictor import CacheUpdate, Evictor
 from sirchat.engine.reader import Reader
-from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
 from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
     EngineState,
     EvictedRows,
-    Generated,
-    GeneratedToken,
-    PrefillChunk,
+    NewTokens,
     ReadProgress,
-    Stopped,
     TurnRef,
 )
 from sirchat.errors import ContextFullError
@@ -36,7 +32,6 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.policies.scores import automatic_decay
-from sirchat.models.captured_step import CapturedStep
 from sirchat.models.model import LoadedModel
 
 # Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
@@ -46,7 +41,7 @@ _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
 
 
 class Engine:
-    """Reads and generates the token ids of one conversation; owns its KV cache and its ledger.
+    """Reads the token ids of one conversation; owns its KV cache and its ledger.
 
     `ends_sequence` says whether an id ends a sequence, for the policy `anchor`; `continues_word`,
     called as (previous id, id), whether both belong to one word. Callers may read the attributes
@@ -108,7 +103,7 @@ class Engine:
         evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
         evictor.round = at.round
         self.require_room(len(ids))
-        turn = PrefillChunk(ids, roles, self._flags(ids, pinned), at)
+        turn = NewTokens(ids, roles, self.flags_of(ids, pinned), at)
         stats, division = self.settings.attention_stats, evictor.divide_budget()
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > self._pass_size(division, pinned):
@@ -122,7 +117,7 @@ class Engine:
                 end = next(ends, end)
             yield from evictor.make_room(end - done, division)
             is_first = not ledger.seen
-            self._grow_for(end - done)
+            self.grow_for(end - done)
             with shared:  # not around a yield: another conversation may run then
                 self.reader.read(turn.part(done, end), stats, division.sinks if compacts else None)
             if is_first:
@@ -131,101 +126,6 @@ class Engine:
             if compacts:
                 yield from evictor.make_room(0)
             yield ReadProgress(done, len(ids))
-
-    def generate(
-        self,
-        sampler: Sampler,
-        at: TurnRef,
-        *,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
-        closing: int = 0,
-        interrupted: Callable[[], bool] = lambda: False,
-        lookup: PromptLookup | None = None,
-        together: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Generated]:
-        """Generate tokens until a stop id, `max_new_tokens` or an interrupt; `Stopped` says which.
-
-        `lookup` guesses tokens that are computed in advance, in one pass. While `together` returns
-        true, a `ChosenToken` comes before each token that a pass with others' tokens may read.
-        Raises ContextFullError if nothing may be evicted and fewer than `closing` more ids fit.
-        """
-        if self.logits is None:
-            raise RuntimeError("nothing has been read yet")
-        stats, compacts = self.settings.attention_stats, self._compacts_at_anchors
-        # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
-        # recurrent layers, because a wrong guess can't be removed from their state.
-        may_look_ahead = stats is None and not compacts and not self.cache.has_state
-        step, choice = self._model.decode_step, None
-        if may_look_ahead and isinstance(step, CapturedStep):
-            choice = device_choice(sampler, step)
-        self.reader.begin_reply(choice)
-        try:
-            yield from self._generate(
-                sampler,
-                at,
-                stop_ids,
-                max_new_tokens,
-                closing,
-                interrupted,
-                lookup,
-                together,
-                may_look_ahead,
-            )
-        finally:
-            self.reader.end_reply()
-
-    def _generate(
-        self,
-        sampler: Sampler,
-        at: TurnRef,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
-        closing: int,
-        interrupted: Callable[[], bool],
-        lookup: PromptLookup | None,
-        together: Callable[[], bool],
-        may_look_ahead: bool,
-    ) -> Iterator[Generated]:
-        evictor, reader, ledger = self.evictor, self.reader, self.ledger
-        cursor, compacts = self.cache.cursor, self._compacts_at_anchors
-        is_bounded, stats = self.settings.policy.bounded, self.settings.attention_stats
-        may_be_full = not is_bounded or self.cache.absolute_positions
-        evictor.round = at.round
-        division = evictor.divide_budget()
-        for left in range(max_new_tokens, 0, -1):
-            if interrupted():
-                yield Stopped("interrupt")
-                return
-            is_full = is_bounded and cursor.length >= division.hard_bound
-            may_read = not (is_full or together())
-            if may_be_full:
-                may_read &= ledger.seen + 1 + closing <= self._model.context_length
-            token_id = reader.choose(sampler, may_read=may_read)
-            if token_id in stop_ids:
-                yield Stopped("stop", token_id)
-                return
-            if may_be_full:
-                self.require_room(1 + closing)
-            if is_full:
-                division = evictor.divide_budget()
-                yield from evictor.make_room(division.eviction_block, division)
-            if may_look_ahead and not reader.is_ahead(token_id):
-                if lookup is not None:
-                    self._look_ahead(lookup, token_id, left - 1, division.hard_bound)
-                if together() and not reader.is_ahead(token_id):
-                    self._grow_for(1)
-                    yield reader.chosen_token(token_id)
-            if cursor.length == cursor.capacity:
-                self._grow_for(1)
-            flags = self._flags([token_id])
-            chunk = PrefillChunk([token_id], [Role.ASSISTANT], flags, at)
-            surprisal = reader.read(chunk, stats, division.sinks if compacts else None)
-            yield GeneratedToken(token_id, ledger.seen - 1, surprisal[0])
-            if compacts:
-                yield from evictor.make_room(0)
-                division = evictor.divide_budget()
-        yield Stopped("length")
 
     def decay_at_round_end(self) -> None:
         """End a round: multiply surprisal and attention by `decay`; `auto` spares this round."""
@@ -345,6 +245,26 @@ class Engine:
                 hint="/set positions cache lets the chat go on",
             )
 
+    def flags_of(self, ids: Sequence[int], pinned: bool = False) -> list[int]:
+        """The ledger's flags of `ids` [m], which are read next."""
+        flags = [int(Flag.PINNED) if pinned else 0] * len(ids)
+        previous = int(self.ledger.column("token_id")[-1]) if self.ledger.seen else None
+        for number, token_id in enumerate(ids):
+            if self._ends_sequence(token_id):
+                flags[number] |= _ANCHOR
+            if previous is not None and self._continues_word(previous, token_id):
+                flags[number] |= _CONTINUES
+            previous = token_id
+        return flags
+
+    def grow_for(self, count: int) -> None:
+        """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
+        cursor = self.cache.cursor
+        needed = cursor.length + count
+        if needed > cursor.capacity:  # the budget is no hard bound
+            most = self.evictor.divide_budget().hard_bound
+            self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))
+
     @property
     def _compacts_at_anchors(self) -> bool:
         return self.settings.policy.compacts_at_anchors
@@ -359,39 +279,3 @@ class Engine:
             return size
         free = min(division.hard_bound - self.cache.length, _AT_ONCE)
         return size * max(1, free // size)
-
-    def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int, bound: int) -> None:
-        """Compute the logits after `token_id` and up to `most` guessed tokens, in one pass.
-
-        The cache may hold `bound` tokens.
-        """
-        used = self.reader.drop_ahead()
-        if used is not None:
-            lookup.learn(used - 1)
-        ledger, cursor = self.ledger, self.cache.cursor
-        room = min(cursor.capacity, bound) - cursor.length
-        if self.cache.absolute_positions:
-            room = min(room, self._model.context_length - ledger.seen)
-        guess = lookup.guess(ledger.column("token_id"), token_id, min(most, room - 1))
-        if guess:
-            self.reader.look_ahead([token_id, *guess])
-
-    def _flags(self, ids: Sequence[int], pinned: bool = False) -> list[int]:
-        """The ledger's flags of `ids` [m], which are read next."""
-        flags = [int(Flag.PINNED) if pinned else 0] * len(ids)
-        previous = int(self.ledger.column("token_id")[-1]) if self.ledger.seen else None
-        for number, token_id in enumerate(ids):
-            if self._ends_sequence(token_id):
-                flags[number] |= _ANCHOR
-            if previous is not None and self._continues_word(previous, token_id):
-                flags[number] |= _CONTINUES
-            previous = token_id
-        return flags
-
-    def _grow_for(self, count: int) -> None:
-        """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
-        cursor = self.cache.cursor
-        needed = cursor.length + count
-        if needed > cursor.capacity:  # the budget is no hard bound
-            most = self.evictor.divide_budget().hard_bound
-            self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))

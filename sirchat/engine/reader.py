@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
 from sirchat.engine.sampling import Sampler, takes_likeliest
-from sirchat.engine.types import ChosenToken, PrefillChunk
+from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
@@ -37,8 +37,8 @@ _ANCHOR = int(Flag.ANCHOR)
 class _Ahead:
     """The ids [m] that may be read next, and what was computed for them in advance.
 
-    `Reader.look_ahead` fills it with a guess of two ids or more, `ChosenToken.accept` with a single
-    id. Keys and values are in the cache's buffers already, but do not count as held.
+    `Reader.look_ahead` fills it with a guess of two ids or more, `note_ahead` with a single id.
+    Keys and values are in the cache's buffers already, but do not count as held.
     """
 
     ids: Sequence[int]
@@ -127,7 +127,7 @@ class Reader:
 
     def read(
         self,
-        chunk: PrefillChunk,
+        chunk: NewTokens,
         stats: AttentionStatsConfig | None = None,
         anchor_sinks: int | None = None,
     ) -> list[float]:
@@ -223,16 +223,16 @@ class Reader:
         ahead, self._ahead = self._ahead, None
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
-    def chosen_token(self, token_id: int) -> ChosenToken:
-        """The record of the id that is read next, whose logits the caller may compute."""
+    @property
+    def rotary_position(self) -> int:
+        """The rotary position of the next token."""
+        return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
-        def accept(logits: Tensor, readings: Readings, likeliest: Likeliest | None = None) -> None:
-            self._ahead = _Ahead([token_id], logits, readings, self.cache.length, likeliest)
-
-        is_absolute = self.cache.absolute_positions
-        position = self.ledger.seen if is_absolute else self.cache.length
-        encodes = self.ledger.token_vectors.wanted
-        return ChosenToken(token_id, position, self.cache, encodes, accept)
+    def note_ahead(
+        self, token_id: int, logits: Tensor, readings: Readings, likeliest: Likeliest
+    ) -> None:
+        """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
+        self._ahead = _Ahead([token_id], logits, readings, self.cache.length, likeliest)
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
@@ -299,13 +299,12 @@ class Reader:
         if vectors.wanted and readings.numbers is not None:
             vectors.append(start, readings.numbers)
 
-    def _read_chosen(self, chunk: PrefillChunk, run: TokenRun, chosen: Chosen) -> float:
+    def _read_chosen(self, chunk: NewTokens, run: TokenRun, chosen: Chosen) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
         ids, roles, flags, ref = chunk
         ledger, cache = self.ledger, self.cache
         if not run.is_ahead:
-            rotary = ledger.seen if cache.absolute_positions else cache.length
-            run.resume(ids[0], rotary, self._said_ids(run.window))
+            run.resume(ids[0], self.rotary_position, self._said_ids(run.window))
             run.launch()
         run.is_ahead, self._chosen = False, None
         nats = max(0.0, chosen.surprisal)
@@ -331,7 +330,7 @@ class Reader:
     def _tracker(self, stats: AttentionStatsConfig) -> AttentionTracker:
         return AttentionTracker(stats, self.model, self.cache, self.ledger)
 
-    def _record(self, chunk: PrefillChunk, result: PassResult, readings: Readings) -> list[float]:
+    def _record(self, chunk: NewTokens, result: PassResult, readings: Readings) -> list[float]:
         """Add the ids of `chunk`, which the model has read, to cache and ledger.
 
         Returns their surprisals; that of the first id comes from the logits before it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,13 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.key_values import CacheState, Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
-from sirchat.models.captured_step import Likeliest
-from sirchat.models.readout import Readings
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class GeneratedToken(NamedTuple):
     surprisal: float
 
 
-class PrefillChunk(NamedTuple):
+class NewTokens(NamedTuple):
     """Ids [m] of one turn that are read together, with the role and the flags of each."""
 
     ids: Sequence[int]
@@ -117,37 +114,18 @@ class PrefillChunk(NamedTuple):
     flags: Sequence[int]
     turn: TurnRef
 
-    def part(self, start: int, end: int) -> PrefillChunk:
+    def part(self, start: int, end: int) -> NewTokens:
         """The ids with index `start` to `end` - 1, with their roles and flags."""
         at = slice(start, end)
-        return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenToken:
-    """Record of the next token of a reply, which has been chosen but not read yet.
-
-    The caller may read it in one forward pass with tokens of other conversations, and then call
-    `accept` with the logits [1, V] after it, what was read from its states (with the encoder's
-    numbers if it `encodes`), and what is the most likely next token, if that is known.
-    """
-
-    id: int
-    position: int  # rotary position
-    cache: BoundedCache  # has room for the token
-    encodes: bool
-    accept: Callable[[Tensor, Readings, Likeliest | None], None]
+        return NewTokens(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 @dataclass(frozen=True)
 class Stopped:
     """Record of the end of a reply; a stop id that ended it has not been read into the cache."""
 
-    reason: Literal["stop", "length", "interrupt"]
+    reason: Literal["stop", "length"]
     stop_id: int | None = None
-
-
-Generated = GeneratedToken | EvictedRows | ChosenToken | Stopped
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.chat.events import Choosing, Delta, Notice, TurnDone
+from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import Reply
+from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import Allowed
-from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.requests import RequestError
 from sirchat.text.other_templates import NoToolsError, PlainText, PromptedTools, ToolTemplate
 from sirchat.text.reply_marks import shared
+from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
     CallParser,
     ToolCall,
@@ -109,13 +110,15 @@ class ReplyOptions:
         return {**self.memory, **set_before}
 
 
-Step = ReplyText | ReplyEnd | ChosenToken | None  # a part of the reply, or a token to read next
+Part = ReplyText | ReplyEnd | None
+# A part of the reply; or the reply being generated, whose next `StepResult` is to be sent back.
+Parts = Generator[Part | Generation, StepResult | None]
 
 
 def generate_reply(
     conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
-) -> Generator[Step]:
-    """Read the new messages of `history`, and generate the reply to the last one, in steps.
+) -> Parts:
+    """Read the new messages of `history`, and generate the reply to the last one, part by part.
 
     If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
     not completely read is undone. Raises the same errors as `Session.ask`.
@@ -133,11 +136,11 @@ def generate_reply(
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
             ):
-                said = _prepare_text(session, role, text)
+                said, given = _prepared(session, role, text)
                 if role in ("user", "tool"):
-                    read = session.read_user(said, gone, before=following)
+                    read = session.read_user(said, gone, before=following, given=given)
                 else:
-                    read = session.read_reply(said, gone)
+                    read = session.read_reply(said, gone, given)
                 for _ in read:
                     yield None
                 conversation.add(role, text)
@@ -175,25 +178,18 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
             session.template = tools
 
 
-def _prepare_text(session: Session, role: str, text: str) -> str:
-    """The text of a message as the session stores it.
-
-    The chat template gets the ids of tool calls, or of their results, if this message has any.
-    """
+def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
+    """The text of a message as the session stores it; its ids if these are of calls or results."""
     template = session.template
-    if not isinstance(template, ToolTemplate):
-        return text
-    template.following = None  # left by a turn that was refused before it was read
-    if role not in ("tool", "calls"):
-        return text
+    if not isinstance(template, ToolTemplate) or role not in ("tool", "calls"):
+        return text, None
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            template.following = template.results(results)
-            return "\n".join(result["content"] for result in results)
+            return "\n".join(one["content"] for one in results), template.results(results)
         said, calls = calls_from_key(text)
-        template.following = template.calls(said, calls, session.state.header)
-        return calls_as_text(said, [call["function"] for call in calls])
+        given = template.calls(said, calls, session.state.header)
+        return calls_as_text(said, [call["function"] for call in calls]), given
 
 
 @contextmanager
@@ -212,34 +208,40 @@ def _answer(
     gone: Interrupted,
     cached: int,
     allowed: Allowed | None,
-) -> Iterator[Step]:
+) -> Parts:
     """Read the last message, and reply; `cached` tokens had been read before this request."""
     session, pieces, notes = conversation.session, _Pieces(conversation.session, options), []
     role, question = history.messages[-1]
-    asked = done = plain = None
-    text = _prepare_text(session, role, question)
-    if options.is_plain:
-        plain = PlainReply(session)
+    text, given = _prepared(session, role, question)
+    plain = PlainReply(session) if options.is_plain else None
+    if plain is not None:
         if options.holds_all:
             raise_budget_for(session, text)
         notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
     reply = _begun_reply(session, options.prefill) if options.prefill else None
-    for event in session.ask(
-        text, lambda: gone() or pieces.has_ended, reply=reply, allowed=allowed
-    ):
-        if isinstance(event, Choosing):
-            yield event.token
-            continue
-        if isinstance(event, TurnDone) and event.role == "user":
-            asked = event
-            pieces.begin()
-        elif isinstance(event, TurnDone):
-            done = event
+    asked = done = None
+
+    def part_of(event: Event) -> ReplyText | None:
+        nonlocal notes
         said = event if isinstance(event, Delta) else Delta("")
         if plain is not None:
             text, more = plain.push(event)
             said, notes = Delta(text), notes + more
-        yield pieces.push(said) if said.text else None
+        return pieces.push(said) if said.text else None
+
+    for event in session.read_question(text, gone, given=given):
+        if isinstance(event, TurnDone) and event.role == "user":
+            asked = event
+        yield part_of(event)
+    pieces.begin()
+    with session.begin_reply(lambda: gone() or pieces.has_ended, reply, allowed) as opened:
+        while not opened.is_over():
+            stepped = yield opened.generation
+            assert stepped is not None
+            yield from filter(None, map(part_of, opened.push(stepped)))
+        for event in opened.end():
+            done = event if isinstance(event, TurnDone) else done
+            yield from filter(None, [part_of(event)])
     assert asked is not None
     assert done is not None
     yield pieces.end(is_short=done.finish in _SHORT)

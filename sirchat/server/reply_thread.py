@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sirchat.engine.types import ChosenToken
+from sirchat.engine.generation import Generation, StepResult, step
 from sirchat.errors import ContextFullError, SirchatError, UsageError
-from sirchat.models.captured_step import Likeliest
-from sirchat.models.readout import Readings
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, generate_reply
+from sirchat.server.replies import Parts, ReplyEnd, ReplyOptions, ReplyText, generate_reply
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
@@ -38,8 +36,8 @@ class WaitingReply:
         send: called with each part of the reply, in the thread that generates it.
         is_cancelled: whether the client no longer waits for it.
         conversation: where the reply is generated; None while it waits.
-        steps: does one step of the reply at a time; None while it waits.
-        chosen: the token to read next, if it can be read together with those of other replies.
+        parts: generates the reply part by part; None while it waits.
+        next: what the next token is to be added to, if the message has been read.
     """
 
     history: History
@@ -47,8 +45,8 @@ class WaitingReply:
     send: Callable[[Sent], None]
     is_cancelled: bool = False
     conversation: ServedConversation | None = None
-    steps: Generator[Step] | None = None
-    chosen: ChosenToken | None = None
+    parts: Parts | None = None
+    next: Generation | None = None
 
     def is_gone(self) -> bool:
         """Whether the client no longer waits for the reply."""
@@ -127,10 +125,7 @@ class ReplyThread:
         while self._wait():
             self._call()
             self._begin()
-            for reply in tuple(self._running):
-                if reply.chosen is None:
-                    self._advance(reply)
-            self._read_chosen()
+            self._step()
         for reply in (*self._running, *self._waiting):
             reply.send(_ending_error())
         self._call()
@@ -183,65 +178,57 @@ class ReplyThread:
                 reply.send(RequestError("the request was cancelled", status=499))
                 continue
             reply.conversation = taken
-            reply.steps = generate_reply(taken, reply.history, reply.options, reply.is_gone)
+            reply.parts = generate_reply(taken, reply.history, reply.options, reply.is_gone)
 
-    def _read_chosen(self) -> None:
-        """Read the next token of each reply, all in one forward pass, and continue the replies.
+    def _step(self) -> None:
+        """Let each running reply do one step; the next tokens of all are read in one pass."""
+        for reply in tuple(self._running):
+            if reply.next is None:
+                self._advance(reply)
+        generating = [reply for reply in self._running if reply.next is not None]
+        # The rounding of plain replies is that of a program on its own.
+        together = [reply for reply in generating if not reply.options.is_plain]
+        alone = [[reply] for reply in generating if reply.options.is_plain]
+        for replies in (together, *alone) if together else alone:
+            steps = step([reply.next for reply in replies if reply.next is not None])
+            for reply, done in zip(replies, steps, strict=True):
+                reply.next = None
+                self._advance(reply, done)
 
-        If this pass fails, each reply reads its token alone, so that an error ends only one reply.
+    def _advance(self, reply: WaitingReply, done: StepResult | None = None) -> None:
+        """Let a reply go on, after the step `done`, and send its parts.
+
+        It stops where a part of a message was read, or where it needs its next step.
         """
-        replies = [reply for reply in self._running if reply.chosen is not None]
-        chosen = [reply.chosen for reply in replies if reply.chosen is not None]
-        if len(chosen) > 1:
+        assert reply.parts is not None
+        while True:
             try:
-                self._read_together(chosen)
+                part, done = reply.parts.send(done), None
+            except StopIteration:
+                self._finish(reply)
+                return
             except Exception as error:  # whatever a model raises
-                _LOG.warning("tokens are read one by one: %s", type(error).__name__)
-        for reply in replies:
-            reply.chosen = None
-            self._advance(reply)
-
-    def _read_together(self, chosen: Sequence[ChosenToken]) -> None:
-        model = self._conversations.model
-        assert model.decode_step is not None
-        tokens = [(token.id, token.position, token.cache) for token in chosen]
-        logits, states = model.decode_step.read_together(tokens)
-        readings = Readings(any(token.encodes for token in chosen))
-        model.readout.fill(readings, states, len(chosen))
-        likeliest = Likeliest.of_rows(logits)
-        for at, (token, row, most) in enumerate(zip(chosen, logits, likeliest, strict=True)):
-            token.accept(row[None], readings.part(at), most)
-
-    def _advance(self, reply: WaitingReply) -> None:
-        """Do one step of a reply, and send the part of the reply that the step yields, if any."""
-        if reply.conversation is not None:
-            reply.conversation.session.together = (
-                len(self._running) > 1
-                and self._conversations.model.decode_step is not None
-                and not reply.options.is_plain  # its rounding is that of a program on its own
-            )
-        try:
-            part = None if reply.steps is None else next(reply.steps)
-        except StopIteration:
-            self._finish(reply)
-        except Exception as error:  # whatever a model raises
-            self._finish(reply)
-            reply.send(_error_for_client(error))
-        else:
+                self._finish(reply)
+                reply.send(_error_for_client(error))
+                return
+            if part is None:
+                return
+            if isinstance(part, Generation):
+                reply.next = part
+                return
             if isinstance(part, ReplyEnd):
                 self._finish(reply)
-            if isinstance(part, ChosenToken):
-                reply.chosen = part
-            elif part is not None:
-                reply.send(part)
+            reply.send(part)
+            if isinstance(part, ReplyEnd):
+                return
 
     def _finish(self, reply: WaitingReply) -> None:
-        if reply.steps is not None:
-            reply.steps.close()
+        if reply.parts is not None:
+            reply.parts.close()
         with self._changed:
             self._running.remove(reply)
         # Whoever still refers to the reply must not keep the memory of its conversation.
-        ended, reply.conversation, reply.steps = reply.conversation, None, None
+        ended, reply.conversation, reply.parts = reply.conversation, None, None
         if ended is not None:
             self._conversations.release(ended, self.wake)
 

@@ -64,8 +64,7 @@ class NoToolsError(ModelError):
 class ToolTemplate(Template):
     """The template of a chat in which the model may call `tools`, which are JSON or "".
 
-    `following`, if set, is the next turn, as made by `results` or `calls`. Raises NoToolsError, or
-    ModelError if these tools can't be read.
+    Raises NoToolsError, or ModelError if these tools can't be read.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class ToolTemplate(Template):
         if ANSWER in tools:  # it would be taken for the reply that stands for the history
             raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
-        self.following: TurnIds | None = None
         self._take_tools()
 
     def _take_tools(self) -> None:
@@ -120,16 +118,6 @@ class ToolTemplate(Template):
         first, later = self._first_turn_ids(system, QUESTION, True), self._later_user(QUESTION)
         head = first[: len(first) - shared(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
-
-    def user(self, content: str, *, after_user: bool = False) -> TurnIds:
-        """The ids of a user turn after the first, or those of `following`, which is then unset."""
-        turn, self.following = self.following, None
-        return super().user(content, after_user=after_user) if turn is None else turn
-
-    def assistant(self, content: str, header: list[int] | None = None) -> TurnIds:
-        """The ids of the text of a reply, or those of `following`, which is then unset."""
-        turn, self.following = self.following, None
-        return super().assistant(content, header) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""

@@ -16,7 +16,7 @@ from sirchat.chat.plain_reply import (
     raise_budget_for,
 )
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import expect_calls, read_result
+from sirchat.chat.tool_loop import calls_in, read_result
 from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
 from sirchat.text.tool_calls import ToolCall, call_id
@@ -133,9 +133,9 @@ def _events(
                 raise TranscriptError(
                     f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
                 )
-            calls = expect_calls(session, turn.content)
+            calls, given = calls_in(session, turn.content)
             with Interrupt() as interrupted:
-                yield from session.read_reply(turn.content, interrupted)
+                yield from session.read_reply(turn.content, interrupted, given)
             _stop_if(interrupted)
         previous = turn.role
 

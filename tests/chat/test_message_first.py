@@ -45,9 +45,11 @@ def test_the_message_just_written_is_held_beside_what_it_recalls(recall_n: int |
 def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
     chat = told()
     for text in (QUESTION, "Tell me a joke.", "Where is the gate?"):
-        for event in chat.ask(text):
-            if isinstance(event, Delta):
-                ended = chat._engine.store.placement
+        asked = chat.ask(text)
+        while not isinstance(next(asked), Delta):
+            pass
+        ended = chat._engine.store.placement
+        list(asked)
         assert chat.resident > 256 - 16, "but for the block that a reply evicts"
         assert chat.snapshot().recalled == 0
         found = chat.recall.found

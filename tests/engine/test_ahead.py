@@ -17,11 +17,10 @@ from engine_steps import prefill, some_ids
 from families import build
 from scorers import random_encoder, random_scorer
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation, step
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
-    ChosenToken,
-    EvictedRows,
     GeneratedToken,
     Stopped,
     TurnRef,
@@ -30,9 +29,8 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.full import Full
 from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.memory.policies.sink import Sink
-from sirchat.models.captured_step import CapturedStep, Likeliest
+from sirchat.models.captured_step import CapturedStep
 from sirchat.models.model import wrap_model
-from sirchat.models.readout import Readings
 
 VOCAB = 24
 MODEL = wrap_model(
@@ -87,50 +85,42 @@ class Play:
         prefill(engine, some_ids(turn["read"], number, VOCAB), number)
         with pytest.MonkeyPatch.context() as patch:
             if not self.ahead:
-                patch.setattr("sirchat.engine.engine.device_choice", lambda *_: None)
+                patch.setattr("sirchat.engine.generation.device_choice", lambda *_: None)
             self.reply(number, turn)
         getattr(self, turn["then"])(before, np.random.default_rng(turn["choice"]))
 
     def reply(self, number: int, turn: dict[str, Any]) -> None:
-        tokens, ends = 0, turn["end"]
-        records = self.engine.generate(
+        tokens, ends, is_over = 0, turn["end"], False
+        reply = Generation(
+            self.engine,
             Sampler(SAMPLINGS[turn["sampling"]]),
             TurnRef(number, number),
             stop_ids=turn["stops"],
             max_new_tokens=turn["count"],
-            interrupted=lambda: ends == "interrupt" and tokens >= turn["after"],
             lookup=PromptLookup() if turn["lookup"] else None,
-            together=lambda: ends == "together" and tokens >= turn["after"],
         )
-        for record in records:
-            if isinstance(record, EvictedRows) and ends == "other":
-                self.use_device()
-            if isinstance(record, ChosenToken):
-                if turn["choice"] % 2:  # the caller leaves it to the engine
+        at = TurnRef(0, 0)
+        partner = Generation(
+            *(self.other, Sampler(Sampling()), at), stop_ids=frozenset(), max_new_tokens=99
+        )
+        with reply, partner:
+            while not is_over and not (ends in ("interrupt", "close") and tokens >= turn["after"]):
+                both = ends == "together" and tokens >= turn["after"]
+                done = step([reply, partner] if both else [reply])[0]
+                assert done.error is None
+                for record in done.records:
+                    is_over |= isinstance(record, Stopped)
+                    tokens += isinstance(record, GeneratedToken)
+                    is_token = isinstance(record, GeneratedToken | Stopped)
+                    self.records.append(record if is_token else repr(record))
+                if ends == "other" and (tokens == turn["after"] or len(done.records) > 1):
                     self.use_device()
-                    continue
-                logits, states = self.step.read(record.id, record.position, record.cache)
-                likeliest = Likeliest.of_rows(logits)[0]
-                readings = Readings(record.encodes)
-                MODEL.readout.fill(readings, states, 1)
-                record.accept(logits, readings, likeliest)
-                continue
-            if isinstance(record, GeneratedToken):
-                tokens += 1
-            self.records.append(
-                record if isinstance(record, GeneratedToken | Stopped) else repr(record)
-            )
-            if tokens == turn["after"] and ends == "close":
-                records.close()  # type: ignore[attr-defined]
-                break
-            if tokens == turn["after"] and ends == "other":
-                self.use_device()
 
     def use_device(self) -> None:
         """Let another conversation generate with the same device."""
         other = Sampler(Sampling())
         at = TurnRef(0, 0)
-        list(self.other.generate(other, at, stop_ids=frozenset(), max_new_tokens=2))
+        list(Generation(self.other, other, at, stop_ids=frozenset(), max_new_tokens=2))
 
     def nothing(self, before: Any, random: Any) -> None: ...
 

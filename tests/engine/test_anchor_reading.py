@@ -22,6 +22,7 @@ from sirchat.chat.events import Event, Notice
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ContextFullError, ModelError, SettingError
@@ -157,7 +158,7 @@ def test_generated_anchors_reduce_what_is_held() -> None:
     list(engine.prefill(ids, [Role.USER] * 8, TurnRef(0, 0)))
     sampler = Sampler(Sampling(temperature=1.0, seed=2))
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
-    reply = engine.generate(sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
+    reply = Generation(engine, sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
     for record in reply:
         if isinstance(record, GeneratedToken):
             assert gone == []
@@ -240,8 +241,8 @@ def test_positions_of_the_stream_end_with_the_models_context() -> None:
     list(engine.prefill([5] * 1024, [Role.USER] * 1024, TurnRef(0, 0)))
     with pytest.raises(ContextFullError):
         list(
-            engine.generate(
-                Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=2
+            Generation(
+                engine, Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=2
             )
         )
 

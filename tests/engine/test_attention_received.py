@@ -20,6 +20,7 @@ from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError
@@ -111,8 +112,12 @@ def talk(family: str, policy: Policy, decay: float = 0.8, **more: Any) -> tuple[
         ids = torch.randint(3, 128, (17,), generator=generator).tolist()
         records = chain(
             engine.prefill(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),
-            engine.generate(
-                sampler, TurnRef(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
+            Generation(
+                engine,
+                sampler,
+                TurnRef(2 * number + 1, number),
+                stop_ids=frozenset(),
+                max_new_tokens=9,
             ),
         )
         for _ in records:

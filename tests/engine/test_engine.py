@@ -26,6 +26,7 @@ from engine_steps import (
 )
 from families import HELD, BigramModel, build, loaded
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, EvictedRows, ReadProgress, TurnRef
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, HeldRows, Role
@@ -112,8 +113,8 @@ def records_of(
         elif step == "open":
             yield from engine.evictor.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
-            yield from engine.generate(
-                SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
+            yield from Generation(
+                engine, SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
             )
         elif step == "switch":
             yield from engine.evictor.switch(CacheSettings(**what))

@@ -13,6 +13,7 @@ from chatting import tiny
 from engine_steps import generate, prefill, some_ids
 from families import loaded
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.memory.policies import policy_class
@@ -89,7 +90,8 @@ def test_the_conversation_is_the_same_and_takes_fewer_passes(
         for turn in range(0, 6, 2):
             prefill(engine, [*phrase, *some_ids(3, turn), *phrase], turn)
             passes.clear()
-            records = engine.generate(
+            records = Generation(
+                engine,
                 sampler,
                 TurnRef(turn + 1, turn // 2),
                 stop_ids=frozenset(),

@@ -13,6 +13,7 @@ from engine_steps import SAMPLER, prefill
 from families import BigramModel
 from held_rows import append_rows, keep_rows
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.types import CacheSettings, EvictedRows, TurnRef
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies import policy_class
@@ -100,7 +101,9 @@ def test_a_reply_takes_room_from_the_recent_window_alone() -> None:
     engine = Engine(BigramModel(), CacheSettings(Reservoir(40, 80), 124, 4), seed=SEED)
     prefill(engine, [5] * 400)
     evictions = 0
-    for record in engine.generate(SAMPLER, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=90):
+    for record in Generation(
+        engine, SAMPLER, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=90
+    ):
         if isinstance(record, EvictedRows):
             held, window = engine.ledger.held_positions, 124 - 4 - 80 - 8
             old = np.arange(4, record.seen - window)

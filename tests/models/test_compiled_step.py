@@ -25,6 +25,7 @@ from gguf_models import random_model, write_model
 from recall_rounds import memory, say
 from scorers import random_scorer
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
@@ -154,8 +155,8 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
                 if again:
                     engine.undo(point)
                 say(engine, model, turn)
-                for record in engine.generate(
-                    sampler, TurnRef(turn, turn), stop_ids=frozenset(), max_new_tokens=40
+                for record in Generation(
+                    engine, sampler, TurnRef(turn, turn), stop_ids=frozenset(), max_new_tokens=40
                 ):
                     if isinstance(record, GeneratedToken):
                         events.append(record.id)

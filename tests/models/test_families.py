@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from families import HELD, HYBRIDS, LATENT, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
@@ -45,8 +46,8 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model, ids = loaded(name), random_ids(60)
     engine = Engine(model, CacheSettings(Entropy(), budget=128))
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
-    reply = engine.generate(
-        Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
+    reply = Generation(
+        engine, Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
     )
     got = [record.id for record in reply if isinstance(record, GeneratedToken)]
     expected = model.module.generate(

@@ -11,11 +11,19 @@ import numpy as np
 
 from families import BigramModel
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import EvictedRows, Generated, ReadProgress, RestoredRows, TurnRef
+from sirchat.engine.types import (
+    EvictedRows,
+    GeneratedToken,
+    ReadProgress,
+    RestoredRows,
+    Stopped,
+    TurnRef,
+)
 from sirchat.memory.ledger import Role
 
-Record = ReadProgress | RestoredRows | Generated
+Record = ReadProgress | RestoredRows | GeneratedToken | EvictedRows | Stopped
 CONTEXT = 300  # context length of a bigram model
 
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
@@ -29,7 +37,7 @@ def prefill(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -
 def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:
     sampler: Sampler = options.pop("sampler", SAMPLER)
     options = {"stop_ids": frozenset(), "max_new_tokens": count, **options}
-    return list(engine.generate(sampler, TurnRef(turn, turn // 2), **options))
+    return list(Generation(engine, sampler, TurnRef(turn, turn // 2), **options))
 
 
 def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:

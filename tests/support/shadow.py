@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
-from sirchat.engine.types import PrefillChunk
+from sirchat.engine.types import NewTokens
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
@@ -180,7 +180,7 @@ def watching() -> Iterator[None]:
     """Context manager: ids, surprisals and logits are noted, too."""
     recorded = Reader._record
 
-    def record(self: Reader, chunk: PrefillChunk, found: Any, readings: Readings) -> list[float]:
+    def record(self: Reader, chunk: NewTokens, found: Any, readings: Readings) -> list[float]:
         shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
         before, seen, ledger = self.logits, self.ledger.seen, self.ledger
         held, start = ledger.held_positions.copy(), self.cache.length

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.lab.bench.peers import LlamaCpp
@@ -83,8 +84,8 @@ def _prefill(engine: Engine, ids: list[int], turn: TurnRef = _TURN) -> None:
 def _generate(
     engine: Engine, sampler: Sampler, count: int, lookup: PromptLookup | None = None
 ) -> None:
-    for _ in engine.generate(
-        sampler, _TURN, stop_ids=frozenset(), max_new_tokens=count, lookup=lookup
+    for _ in Generation(
+        engine, sampler, _TURN, stop_ids=frozenset(), max_new_tokens=count, lookup=lookup
     ):
         pass
 
@@ -244,8 +245,8 @@ def generated_blocks(
     text = TextStream(model.tokenizer) if model.tokenizer is not None else None
 
     def block() -> None:
-        records = engine.generate(
-            sampler, _TURN, stop_ids=frozenset(), max_new_tokens=options.block
+        records = Generation(
+            engine, sampler, _TURN, stop_ids=frozenset(), max_new_tokens=options.block
         )
         for record in records:
             if text is not None and isinstance(record, GeneratedToken):

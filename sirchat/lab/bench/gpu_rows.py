@@ -26,6 +26,7 @@ from torch.profiler import profile, supported_activities
 from transformers import DynamicCache
 
 from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, RecallSettings, TurnRef
 from sirchat.errors import ModelError, SirchatError
@@ -491,7 +492,7 @@ def _read(engine: Engine, ids: list[int]) -> None:
 
 def _said(engine: Engine, count: int, how: Sampling = _GREEDY) -> tuple[list[int], Tensor]:
     """Generate a reply: its ids [count], and the logits [V] after it."""
-    records = engine.generate(Sampler(how), _TURN, stop_ids=frozenset(), max_new_tokens=count)
+    records = Generation(engine, Sampler(how), _TURN, stop_ids=frozenset(), max_new_tokens=count)
     ids = [record.id for record in records if isinstance(record, GeneratedToken)]
     assert engine.logits is not None
     return ids, engine.logits.clone()

@@ -1,0 +1,197 @@
+"""A reply while it is generated: makes events of each step, and ends the round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import starmap
+
+import numpy as np
+
+from sirchat.chat.events import Delta, Event, Finish, Notice
+from sirchat.chat.state import CUT, UndoPoint
+from sirchat.chat.turn import OpenTurn
+from sirchat.engine.generation import Generation, StepResult, step
+from sirchat.engine.types import EvictedRows, GeneratedToken, Stopped
+from sirchat.errors import ContextFullError
+from sirchat.memory.ledger import Role
+from sirchat.memory.placement import Placement
+from sirchat.memory.token_vectors import TokenVectors
+from sirchat.text.loops import LoopCheck
+from sirchat.text.reply_parts import Piece, ReplyStream
+
+
+@dataclass(eq=False)
+class AfterReply:
+    """What is known of a reply once it has ended.
+
+    `at_end`: the number of tokens seen, and where these were. `cut`, of a reply that can go on: the
+    state, and vectors for passages, before what ended its round.
+    """
+
+    at_end: tuple[int, Placement] | None = None
+    cut: tuple[UndoPoint, TokenVectors] | None = None
+
+
+class OpenReply(AbstractContextManager["OpenReply"]):
+    """A reply while it is generated: a context manager that takes each step of its `generation`.
+
+    Without an error, `end` is called in it; with one, the text so far is stored, and the template's
+    ids after the reply are read before the next turn. `stops` says whether to stop early.
+    """
+
+    def __init__(
+        self,
+        turn: OpenTurn,
+        generation: Generation,
+        parts: ReplyStream,
+        closing: Sequence[int],
+        end_ids: Collection[int],
+        *,
+        stops: Callable[[], bool],
+        loops: LoopCheck | None = None,
+        finish: Finish | None = None,
+        can_go_on: bool = True,
+    ) -> None:
+        self.generation = generation
+        self._turn, self._parts, self._closing, self._end_ids = turn, parts, closing, end_ids
+        self._stops, self._loops, self._finish, self._can_go_on = stops, loops, finish, can_go_on
+        self._stopped: Stopped | None = None
+        self._is_cut = self._is_done = False
+        self._failure: ContextFullError | None = None
+        self.after = AfterReply()
+        self._at, self._said = self._said_before()
+        turn.now.reply, turn.now.pending_ids = turn.stats, list(closing)
+        turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
+
+    def __enter__(self) -> OpenReply:
+        self.generation.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.generation.close()
+        if not self._is_done:  # the caller took no more events, or the model failed
+            self._turn.now.finish(self._turn.stats, *_texts(self._said))
+            self._turn.engine.evictor.end_recall()
+
+    def events(self) -> Iterator[Event]:
+        """Generate the reply, and yield its events."""
+        with self:
+            while not self.is_over():
+                yield from self.push(step([self.generation])[0])
+            yield from self.end()
+
+    def is_over(self) -> bool:
+        """Whether the reply has ended, or must end now; then only `end` is to be called."""
+        is_stopped = self._stopped is not None or self._failure is not None or self._is_cut
+        if not is_stopped and self.generation.left:
+            is_looping = self._loops is not None and self._loops.found
+            self._is_cut = is_stopped = self._parts.has_ended or is_looping or self._stops()
+        return is_stopped
+
+    def push(self, done: StepResult) -> list[Event]:
+        """Take what a step has done; returns the events. Raises what failed in it."""
+        stats, events = self._turn.stats, list[Event]()
+        stats.seconds_decode += done.seconds
+        for record in done.records:
+            if isinstance(record, GeneratedToken):
+                stats.tokens_out += 1
+                self._at.append(record.position)
+                new = self._parts.push_id(record.id)
+                self._said += new
+                if self._loops is not None:
+                    self._loops.push(_joined(new))
+                events += starmap(Delta, new)
+            elif isinstance(record, EvictedRows):
+                events.append(self._turn.evicted(record))
+            else:
+                self._stopped = record
+        if isinstance(done.error, ContextFullError):
+            self._failure = done.error
+        elif done.error is not None:
+            raise done.error
+        return events
+
+    def end(self) -> list[Event]:
+        """Read what the template has after the reply, and end the round; returns the events."""
+        turn, stats = self._turn, self._turn.stats
+        self.generation.close()
+        self._note_finish()
+        if stats.finish in CUT and self._can_go_on:
+            here = UndoPoint.of(turn.now, turn.engine.checkpoint(), "", False, turn.engine.budget)
+            self.after.cut = here, deepcopy(turn.engine.ledger.token_vectors)
+        new = [] if self._failure else self._parts.flush()
+        self._said += new
+        said = [] if self._failure or new else [Delta("")]
+        ids = turn.engine.ledger.column("token_id")[np.asarray(self._at, np.int64)].tolist()
+        unread = _unread(self._closing, ids, self._end_ids)
+        events = [*said, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
+        text, thinking = _texts(self._said)
+        events.append(turn.finish(text, thinking))
+        self._is_done, self.after.at_end = True, (turn.engine.ledger.seen, turn.placement)
+        if self._finish is None and not text.strip():
+            events += self._say_why_empty(thinking)
+        events += turn.events.take_problems()
+        return events if self._failure is None else [*events, Notice(str(self._failure))]
+
+    def _note_finish(self) -> None:
+        """Store why the reply ends; a stop id that is no end id is a control token."""
+        stopped, found = self._stopped, self._finish
+        if self._failure is not None:
+            found = "context"
+        elif found is None and stopped is not None and stopped.reason == "stop":
+            found = "stop" if stopped.stop_id in self._end_ids else "control"
+        if found is None and self._parts.has_ended:
+            found = "stop"
+        if found is None and self._loops is not None and self._loops.found:
+            found = "loop"
+        self._turn.stats.finish = found or ("interrupt" if stopped is None else stopped.reason)
+
+    def _said_before(self) -> tuple[list[int], list[Piece]]:
+        """The positions and pieces of what a reply that goes on has said, for both arguments."""
+        ledger, said = self._turn.engine.ledger, list[Piece]()
+        is_said = ledger.column("turn") == self._turn.ref.turn
+        at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
+        for token_id in ledger.column("token_id")[at].tolist():
+            said += self._parts.push_id(token_id)
+        if self._loops is not None:
+            self._loops.push(_joined(said))
+            if self._loops.found:  # the user has let it go on
+                self._loops.begin()
+        return at, said
+
+    def _say_why_empty(self, thinking: str) -> Iterator[Notice]:
+        """Say why a reply has no answer."""
+        stop_id = None if self._stopped is None else self._stopped.stop_id
+        stats, texts = self._turn.stats, self._turn.events.texts
+        finish, many = stats.finish, f"the {stats.tokens_out:,} tokens"
+        (end,) = ["USER:"] if stop_id is None else texts([stop_id], [0])
+        if finish in ("stop", "control") and thinking:
+            yield Notice(f"the reply has no answer: {end} ended it after its reasoning")
+        elif finish == "length" and thinking:
+            why = f"all of {many} that --max-new-tokens allows were reasoning"
+            yield Notice(f"the reply has no answer: {why}")
+        elif finish == "stop":
+            yield Notice(f"the reply is empty: the model ended it at once, with {end}")
+        elif finish == "control":
+            why = f"it began with the control token {end}, which belongs in no reply of this model"
+            yield Notice(f"the reply is empty: {why}")
+
+
+def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
+    """The ids `closing` but the first ones, before an end id, with which the reply has ended."""
+    end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
+    said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
+    return closing[next(said, 0) :]
+
+
+def _joined(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _texts(said: Sequence[Piece]) -> tuple[str, str]:
+    """The text and the reasoning of a reply in pieces."""
+    thinking = "".join(piece.text for piece in said if piece.part == "thinking")
+    return "".join(piece.text for piece in said if piece.part != "thinking"), thinking

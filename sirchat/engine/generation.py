@@ -1,0 +1,203 @@
+"""Generates replies, one token in a step; several conversations share the pass of a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from sirchat.engine.engine import Engine
+from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
+from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
+from sirchat.memory.ledger import Role
+from sirchat.models.captured_step import CapturedStep, Likeliest
+from sirchat.models.readout import Readings
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepResult(NamedTuple):
+    """What a step did for one reply.
+
+    `records` has at most one token, after what was evicted to make room for it. `error` is what
+    failed after them; `seconds` the time that the step took.
+    """
+
+    records: Sequence[GeneratedToken | EvictedRows | Stopped]
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class Generation(AbstractContextManager["Generation"]):
+    """A reply while it is generated, until a stop id or `left` more tokens; `step` adds a token.
+
+    `lookup` guesses tokens that are computed in advance, in one pass. A step has ContextFullError
+    if nothing may be evicted and fewer than `closing` more ids fit. It is a context manager.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        at: TurnRef,
+        *,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        closing: int = 0,
+        lookup: PromptLookup | None = None,
+    ) -> None:
+        self.engine, self.reader, self.left = engine, engine.reader, max_new_tokens
+        self._sampler, self._at, self._stop_ids = sampler, at, stop_ids
+        self._closing, self._lookup = closing, lookup
+        settings = engine.settings
+        self._stats, self._compacts = settings.attention_stats, settings.policy.compacts_at_anchors
+        # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
+        # recurrent layers, because a wrong guess can't be removed from their state.
+        has_state = engine.cache.has_state
+        self._may_look_ahead = self._stats is None and not self._compacts and not has_state
+        self._is_bounded = settings.policy.bounded
+        self._may_be_full = not self._is_bounded or engine.cache.absolute_positions
+        self._division = engine.evictor.divide_budget()
+        self.chosen = -1  # the id to be read next, or -1
+        self.records: list[GeneratedToken | EvictedRows | Stopped] = []  # of the present step
+
+    def __enter__(self) -> Generation:
+        if self.engine.logits is None:
+            raise RuntimeError("nothing has been read yet")
+        self.engine.evictor.round = self._at.round
+        self._division = self.engine.evictor.divide_budget()
+        step, choice = self.reader.model.decode_step, None
+        if self._may_look_ahead and isinstance(step, CapturedStep):
+            choice = device_choice(self._sampler, step)
+        self.reader.begin_reply(choice)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reply; what is read next follows its last token."""
+        self.reader.end_reply()
+
+    def __iter__(self) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+        """Generate the whole reply, and yield its records; raises the errors of its steps."""
+        with self:
+            while True:
+                (done,) = step([self])
+                yield from done.records
+                if done.error is not None:
+                    raise done.error
+                if isinstance(done.records[-1], Stopped):
+                    return
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the chosen token may be read in one pass with those of other conversations."""
+        may_be = self.chosen >= 0 and self._may_look_ahead
+        return may_be and not self.reader.is_ahead(self.chosen)
+
+    def choose(self, *, alone: bool) -> None:
+        """Choose the next token, and make room for it; `alone`: it may then be read ahead."""
+        reader, engine, cursor = self.reader, self.engine, self.engine.cache.cursor
+        self.records, self.chosen = [], -1
+        if self.left <= 0:
+            self.records.append(Stopped("length"))
+            return
+        is_full = self._is_bounded and cursor.length >= self._division.hard_bound
+        may_read = alone and not is_full
+        if self._may_be_full:
+            to_come = engine.ledger.seen + 1 + self._closing
+            may_read = may_read and to_come <= reader.model.context_length
+        token_id = reader.choose(self._sampler, may_read=may_read)
+        if token_id in self._stop_ids:
+            self.records.append(Stopped("stop", token_id))
+            return
+        if self._may_be_full:
+            engine.require_room(1 + self._closing)
+        if is_full:
+            self._division = division = engine.evictor.divide_budget()
+            self.records += engine.evictor.make_room(division.eviction_block, division)
+        self.left -= 1
+        if self._may_look_ahead and self._lookup is not None and not reader.is_ahead(token_id):
+            self._look_ahead(self._lookup, token_id)
+        if cursor.length == cursor.capacity:
+            engine.grow_for(1)
+        self.chosen = token_id
+
+    def read(self) -> None:
+        """Read the token that was chosen, unless the reply has ended."""
+        token_id, engine = self.chosen, self.engine
+        if token_id < 0:
+            return
+        new = NewTokens([token_id], [Role.ASSISTANT], engine.flags_of([token_id]), self._at)
+        sinks = self._division.sinks if self._compacts else None
+        (surprisal,) = self.reader.read(new, self._stats, sinks)
+        self.records.append(GeneratedToken(token_id, engine.ledger.seen - 1, surprisal))
+        if self._compacts:
+            self.records += engine.evictor.make_room(0)
+            self._division = engine.evictor.divide_budget()
+        if not self.left:
+            self.records.append(Stopped("length"))
+
+    def _look_ahead(self, lookup: PromptLookup, token_id: int) -> None:
+        """Compute the logits after `token_id` and some guessed tokens, in one pass."""
+        used = self.reader.drop_ahead()
+        if used is not None:
+            lookup.learn(used - 1)
+        engine, cursor = self.engine, self.engine.cache.cursor
+        room = min(cursor.capacity, self._division.hard_bound) - cursor.length
+        if engine.cache.absolute_positions:
+            room = min(room, self.reader.model.context_length - engine.ledger.seen)
+        ids = engine.ledger.column("token_id")
+        if guess := lookup.guess(ids, token_id, min(self.left, room - 1)):
+            self.reader.look_ahead([token_id, *guess])
+
+
+def step(replies: Sequence[Generation]) -> list[StepResult]:
+    """Choose and read the next token of each reply; those of several are read in one pass.
+
+    An error of one reply is in its `StepResult`, and leaves the others alone.
+    """
+    start, is_alone = time.perf_counter(), len(replies) == 1
+    errors = list[Exception | None]()
+    for reply in replies:
+        errors.append(None)
+        try:
+            reply.choose(alone=is_alone)
+        except Exception as error:  # whatever a sampler or a policy raises
+            errors[-1] = error
+    if not is_alone:
+        _read_together([reply for reply in replies if reply.is_shared])
+    for at, reply in enumerate(replies):
+        try:
+            reply.read()
+        except Exception as error:  # whatever a model raises
+            errors[at] = error
+    seconds = time.perf_counter() - start
+    return [
+        StepResult(reply.records, error, seconds)
+        for reply, error in zip(replies, errors, strict=True)
+    ]
+
+
+def _read_together(replies: Sequence[Generation]) -> None:
+    """Compute in one pass what follows the chosen tokens; if that fails, each is read alone."""
+    model = replies[0].reader.model if len(replies) > 1 else None
+    if model is None or model.decode_step is None:
+        return
+    readers = [reply.reader for reply in replies]
+    try:
+        logits, states = model.decode_step.read_together(
+            [(reply.chosen, reply.reader.rotary_position, reply.reader.cache) for reply in replies]
+        )
+        readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
+        model.readout.fill(readings, states, len(replies))
+        likeliest = Likeliest.of_rows(logits)
+    except Exception as error:  # whatever a model raises
+        _LOG.warning("tokens are read one by one: %s", type(error).__name__)
+        return
+    for at, reply in enumerate(replies):
+        one = readings.part(at)
+        reply.reader.note_ahead(reply.chosen, logits[at][None], one, likeliest[at])
