@@ -393,7 +393,7 @@ def test_a_file_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path:
     file = tmp_path / "old.yaml"
     file.write_text(
         "policy: salience\nforget_thinking: true\nevict: turn\nrecall_index: auto\n"
-        "policy_options: {words: false, user: true}\n"
+        "recall_from: all\npolicy_options: {words: false, user: true}\n"
     )
     found = resolve(str(file), {}, {})
     assert (found.evict_thinking, found.evict) == (True, "before-turn")
