@@ -35,7 +35,6 @@ from sirchat.paths import server_file
 from sirchat.ui.screen import Screen
 from speaking import saying
 from tool_server import servers_file
-from warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)
@@ -141,28 +140,6 @@ def turns(lines: str) -> list[str]:
 )
 def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
     assert problem in refused("ask", text=text)[1]
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_it_with_130(home: Path) -> None:
-    text = home / "long.txt"
-    text.write_text("What a lovely day it is. " * 40_000, encoding="utf-8")
-    with text.open("rb") as stdin:
-        process = subprocess.Popen(
-            [*warm_python(), "-m", "sirchat", "ask", "--json", "What is this?"],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"SIRCHAT_HOME": str(home)},
-        )
-    assert process.stdout is not None
-    first = json.loads(process.stdout.readline())
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    last = json.loads(rest.splitlines()[-1])
-    assert (first["event"], last["event"]) == ("session", "end")
-    assert process.returncode == 130
 
 
 JOKE = "Tell me a joke."

@@ -191,20 +191,6 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
     assert resumed(folder, ident)[0].turns == again.turns
 
 
-def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
-    saved(folder, "there")
-    chat, straight = Chat(), Chat(save=False)
-    for each in (chat, straight):
-        each.say(*SAYINGS[2:4])
-    chat.do("/save here")
-    chat.do("/load there")
-    chat.do("/load here")
-    for each in (chat, straight):
-        each.say(SAYINGS[4])
-    assert chat.session.turns == straight.session.turns
-    assert chat.session.snapshot().rows == straight.session.snapshot().rows
-
-
 def test_a_chat_that_is_not_to_be_saved_stays_so_until_it_is_asked_for(folder: Path) -> None:
     ident = saved(folder)
     path = find_session(folder, ident)
