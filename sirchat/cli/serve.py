@@ -100,11 +100,6 @@ def serve(
         )
     seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    if profile.recall_from == "all":
-        raise UsageError(
-            "recall_from can't be 'all' in a server: its conversations are of several users",
-            hint="start sirchat with --recall-from all, without serve",
-        )
     with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
         limits = conversations, saved, queue
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)

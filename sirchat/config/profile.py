@@ -30,7 +30,7 @@ FIXED = (
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
 # Settings that are gone; in a saved chat or profile they do nothing.
-_RETIRED = {"recall_index", "recall_scope", "recall_soft", "recall_span"}
+_RETIRED = {"recall_from", "recall_index", "recall_scope", "recall_soft", "recall_span"}
 _FORMER_RETRIEVERS = dict.fromkeys(("attention", "bm25", "hybrid", "random"), "words")
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policy salience
@@ -153,9 +153,6 @@ class Profile(BaseModel):
     """What recall compares by meaning: auto is the model's own encoder; or a sentence encoder of
     yours, such as sentence-transformers/all-MiniLM-L6-v2: a folder, or a name of the hub after
     `sirchat models pull NAME`."""
-    recall_from: Literal["chat", "all"] = "chat"
-    """all quotes passages of your other saved chats that fit a message before it, in a chat at the
-    prompt."""
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
     """How many tokens are restored for a message at most; auto chooses by the budget,
     and of passages it leaves out those that do not fit."""

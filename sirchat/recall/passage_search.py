@@ -80,22 +80,6 @@ class PassageSearch:
         for text, turn in zip(self.passages.texts(ledger, known), turns, strict=True):
             self._index.add(text, turn)
 
-    def take(
-        self,
-        rows: NDArray[np.void],
-        vectors: Sequence[NDArray[np.float16]],
-        texts: Sequence[str],
-    ) -> None:
-        """Take in passages that no ledger has: `rows` [n] as of `Passages`, the others of each."""
-        size = max(map(len, vectors), default=0)
-        known = np.full((len(rows), size), np.nan, np.float16)
-        for at, vector in enumerate(vectors):
-            if len(vector):
-                known[at] = vector
-        self.passages.load({"rows": rows, "vectors": known, "until": np.zeros(1, np.int64)})
-        for text, turn in zip(texts, rows["turn"].tolist(), strict=True):
-            self._index.add(text, turn)
-
     def truncate(self, seen: int) -> None:
         """Forget the passages of all but the first `seen` tokens of the stream."""
         self.passages.truncate(seen)

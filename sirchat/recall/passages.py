@@ -78,17 +78,11 @@ class Passages:
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
         """The text of each passage from number `start` to `stop` - 1, without erased tokens."""
         columns = {name: ledger.column(name) for name in ("flags", "token_id")}
-        return self.texts_of(self.rows[start:stop], columns)
-
-    def texts_of(
-        self, rows: NDArray[np.void], tokens: NDArray[np.void] | Mapping[str, NDArray[Any]]
-    ) -> list[str]:
-        """The text of each passage in `rows`, of the ledger's columns `flags` and `token_id`."""
         found = list[str]()
-        for first, end in rows[["start", "end"]].tolist():
+        for first, end in self.rows[start:stop][["start", "end"]].tolist():
             at = np.arange(first, end)
-            at = at[tokens["flags"][at] & _NO_TEXT == 0]
-            found.append("".join(self._texts(tokens["token_id"][at].tolist(), at.tolist())))
+            at = at[columns["flags"][at] & _NO_TEXT == 0]
+            found.append("".join(self._texts(columns["token_id"][at].tolist(), at.tolist())))
         return found
 
     def state(self) -> dict[str, NDArray[np.generic]]:

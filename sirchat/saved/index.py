@@ -88,15 +88,13 @@ def chats_in(folder: Path) -> list[Indexed]:
     return _with_index(folder, _chats)
 
 
-def find_matches(
-    folder: Path, words: str, most: int, notice: Callable[[str], object], *, any_word: bool = False
-) -> Matches:
-    """Find the chats of `folder` with all `words`, or any; of the last, a beginning is enough.
+def find_matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
+    """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
 
     At most `most` get a snippet. `notice` gets a message before many chats are read. Raises
     SessionError if the index can't be used.
     """
-    query = _query(words, " OR " if any_word else " ")
+    query = _query(words)
 
     def search(connection: sqlite3.Connection) -> Matches:
         with connection:
@@ -140,11 +138,11 @@ def remove_from_index(path: Path) -> None:
             _delete(index)
 
 
-def _query(words: str, between: str = " ") -> str:
+def _query(words: str) -> str:
     """The query of FTS5 for texts with all `words`; empty if there is no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
     quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
-    return f"{between.join(quoted)} *" if quoted else ""
+    return f"{' '.join(quoted)} *" if quoted else ""
 
 
 def _spaced(text: str) -> str:

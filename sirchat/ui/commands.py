@@ -32,7 +32,6 @@ from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import draw_policies, draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
-from sirchat.ui.quoting import Quoting
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
@@ -178,7 +177,6 @@ class Commands:
         self._screen = screen
         self._switching = Switching(session, screen, trusted)
         self._erasing = Erasing(session, screen, history, saved_chat)
-        self.quoting = Quoting(session, screen, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -277,14 +275,10 @@ class Commands:
         self._switching.change_setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|WORDS|TIME|all WORDS]: restore archived tokens for each of your
-        messages; alone, show what was restored; WORDS of the chat, or what you said at a TIME, such
-        as yesterday or first, are restored now and pinned; all looks for WORDS in your other saved
-        chats, and your next message quotes what fits."""
-        where, words = [*rest.split(None, 1), "", ""][:2]
-        if where == "all" and words:
-            self.quoting.search(without_quotes(words))
-        elif (asked := time_range(rest, time())) and asked.words == rest:
+        """[on|off|RETRIEVER|WORDS|TIME]: restore archived tokens for each of your messages; alone,
+        show what was restored; WORDS of the chat, or what you said at a TIME, such as yesterday or
+        first, are restored now and pinned."""
+        if (asked := time_range(rest, time())) and asked.words == rest:
             self._switching.pin_time(asked)
         elif rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)

@@ -280,7 +280,6 @@ class Chat:
 
     def _send(self, text: str, line: Line) -> None:
         """Send the message `text`, which was made from the typed `line`, and show the turn."""
-        text = self._commands.quoting.with_quotes(text)
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)

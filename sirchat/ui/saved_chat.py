@@ -17,8 +17,6 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
-from sirchat.recall.passage_search import PassageSearch
-from sirchat.saved.across import Passage, find_passages
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
@@ -36,7 +34,6 @@ from sirchat.saved.session_list import (
     same_name,
 )
 from sirchat.saved.store import SessionStore
-from sirchat.text.detokenizer import TokenTexts
 from sirchat.ui.lists import SessionLines, draw_sessions
 from sirchat.ui.prompt import Draw
 from sirchat.ui.screen import Screen
@@ -122,20 +119,6 @@ class SavedChat:
         if not self._failure or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
-
-    def passages_elsewhere(self, text: str) -> list[Passage]:
-        """The passages of other saved chats that fit `text`; branches of this chat are left out."""
-        session, family = self._session, self._saving.family
-        turn = session.template.opening(text)[1]
-        return find_passages(
-            sessions_dir(),
-            session.recall.message(turn.ids, turn.roles),
-            PassageSearch(TokenTexts(session.model.tokenizer), session.model.tokenizer),
-            (session.model.name, session.model.passage_encoder.check_sum),
-            without=[family],
-            known=[turn.text for turn in session.turns],
-            notice=self._screen.note,
-        )
 
     def close(self) -> None:
         """Write what is not saved yet, with the KV cache, and release the chat's file."""

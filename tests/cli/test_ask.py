@@ -25,6 +25,7 @@ import uvicorn
 
 from chatting import babbler, tiny
 from command import Done, refused, run
+from saved_chats import Chat
 from serving import Served, served
 from sirchat.cli.asking import _events, _print
 from sirchat.cli.own_server import own_port
@@ -33,9 +34,7 @@ from sirchat.errors import SirchatError
 from sirchat.paths import server_file
 from sirchat.ui.screen import Screen
 from speaking import saying
-from terminal import Terminal
 from tool_server import servers_file
-from warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)
@@ -55,61 +54,19 @@ def test_only_the_reply_is_printed() -> None:
     assert done.stdout.strip() == run("ask", "Tell me a joke.").stdout.strip()
 
 
-def test_a_model_that_nobody_chose_is_said_to_be_a_toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SIRCHAT_MODEL")
-    noted = run("ask", "Tell me a joke.").stderr
-    assert noted.startswith("tiny is a toy")
-    assert "sirchat models default NAME" in noted
-    assert len(noted.splitlines()) == 1
-    assert run("ask", "-m", "tiny", "Tell me a joke.").stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("thinking", "printed", "noted"),
-    [
-        ("show", "<think>\nAnna?\n</think>\n\nHello.\n", ""),
-        ("fold", "Hello.\n", "the reasoning was left out; --thinking show prints it\n"),
-        ("hide", "Hello.\n", ""),
-    ],
-)
-def test_reasoning_is_left_out_if_asked_for(
-    thinking: str, printed: str, noted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
-    done = run("ask", "Hi.", "--thinking", thinking)
-    assert (done.stdout, done.stderr) == (printed, noted)
-
-
-def test_what_is_piped_in_stands_before_the_question() -> None:
+def test_what_is_piped_in_stands_before_the_question_or_is_it() -> None:
     assert "Anna" in run("ask", "What is my name?", text="My name is Anna.\n").stdout
-    (user,) = turns(run("ask", "--json", "What is my name?", text="My name is Anna.\n").stdout)[:1]
-    assert user == "My name is Anna.\n\nWhat is my name?"
-
-
-def test_what_is_piped_in_can_be_the_question() -> None:
+    asked = turns(run("ask", "--json", "What is my name?", text="My name is Anna.\n").stdout)
+    assert asked[0] == "My name is Anna.\n\nWhat is my name?"
     assert turns(run("ask", "--json", text="Tell me a joke.\n").stdout)[0] == "Tell me a joke."
 
 
-LONG = "Anna has a red bicycle. " * 100  # 1,012 tokens with the question
-EXCESS = "read 1,012 tokens, {} held; --budget 1024 would hold all"
-
-
-def held(*arguments: str, text: str) -> tuple[int, int]:
-    """Tokens held and read when the reply to "Who has it?" ended."""
-    done = run("ask", "--json", "Who has it?", *arguments, text=text)
-    end = json.loads(done.stdout.splitlines()[-1])
-    return end["resident"], end["seen"]
-
-
-def test_what_is_piped_in_is_held_whole_unless_a_budget_is_given() -> None:
-    assert held(text=LONG * 2) == (2013, 2013)
-    assert held("--budget", "256", text=LONG) == (256, 1013)
-
-
-def test_a_piped_text_takes_no_more_than_half_of_the_memory_that_is_free(
+def test_what_is_piped_in_is_held_whole_unless_a_budget_or_the_memory_is_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row_bytes = tiny().row_bytes
+    assert held(text=LONG * 2) == (2013, 2013)
+    assert held("--budget", "256", text=LONG) == (256, 1013)
+    row_bytes = tiny().row_bytes  # no more than half of the free memory is taken
     monkeypatch.setattr("sirchat.chat.plain_reply.free_memory", lambda: 2 * 1500 * row_bytes)
     assert held(text=LONG * 2) == (1500, 2013)
 
@@ -119,26 +76,18 @@ def test_what_is_not_held_is_said_on_stderr(question: list[str]) -> None:
     done = run(*question, "--budget", "128", text=f"{LONG}\n")
     assert re.search(r"read 1,0\d\d tokens, 1\d\d held; --budget 1024 would hold all", done.stderr)
     assert "read 1" not in run(*question, "--budget", "1040", text=f"{LONG}\n").stderr
-
-
-def test_a_text_beyond_the_context_is_said_to_be() -> None:
-    done = run("ask", text=LONG * 3)
-    assert "read 3,0" in done.stderr
-    assert "the model's context, 2,048 tokens, is too short for all" in done.stderr
-
-
-def turns(lines: str) -> list[str]:
-    events = [json.loads(line) for line in lines.splitlines()]
-    return [event["text"] for event in events if event["event"] == "turn"]
+    if "ask" in question:
+        said = run("ask", text=LONG * 3).stderr
+        assert "read 3,0" in said
+        assert "the model's context, 2,048 tokens, is too short for all" in said
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--max-new-tokens", "2", "ask", "Tell me a joke."),
-        ("ask", "Tell me a joke.", "--max-new-tokens", "2"),
+        ("ask", "-m", "tiny", "Tell me a joke.", "--max-new-tokens", "2"),
         ("-m", "tiny", "ask", "--max-new-tokens", "2", "Tell me a joke."),
-        ("ask", "-m", "tiny", "--max-new-tokens", "2", "Tell me a joke."),
     ],
 )
 def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
@@ -148,23 +97,11 @@ def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
     assert "cut at the length limit" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("\n\n", "there is no question"), ("\udcff", "is not UTF-8"), ("a\0", "NUL bytes")],
-)
-def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
-    assert problem in refused("ask", text=text)[1]
-
-
-@pytest.mark.slow
-def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on(home: Path) -> None:
-    with Terminal(home=home) as chat:
-        chat.say("My name is Anna.")
-        chat.wait_prompt()
-        chat.say("/save holiday")
-        chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
+def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on() -> None:
+    chat = Chat(tiny(), budget=1024, max_new_tokens=40)
+    chat.say("My name is Anna.")
+    chat.do("/save holiday")
+    chat.saved_chat.close()
     assert "Anna" in run("ask", "--resume", "holiday", "What is my name?").stdout
     shown = run("sessions", "show", "holiday").stdout
     assert shown.count("USER: ") == 2
@@ -173,26 +110,36 @@ def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on(home: Path) -> None
     assert run("sessions", "show", "holiday").stdout == shown
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_it_with_130(home: Path) -> None:
-    text = home / "long.txt"
-    text.write_text("What a lovely day it is. " * 40_000, encoding="utf-8")
-    with text.open("rb") as stdin:
-        process = subprocess.Popen(
-            [*warm_python(), "-m", "sirchat", "ask", "--json", "What is this?"],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"SIRCHAT_HOME": str(home)},
-        )
-    assert process.stdout is not None
-    first = json.loads(process.stdout.readline())
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    last = json.loads(rest.splitlines()[-1])
-    assert (first["event"], last["event"]) == ("session", "end")
-    assert process.returncode == 130
+def test_a_model_that_nobody_chose_is_said_to_be_a_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIRCHAT_MODEL")
+    noted = run("ask", "Tell me a joke.").stderr
+    assert noted.startswith("tiny is a toy")
+    assert "sirchat models default NAME" in noted
+    assert len(noted.splitlines()) == 1
+    assert run("ask", "-m", "tiny", "Tell me a joke.").stderr == ""
+
+
+LONG = "Anna has a red bicycle. " * 100  # 1,012 tokens with the question
+
+
+def held(*arguments: str, text: str) -> tuple[int, int]:
+    """Tokens held and read when the reply to "Who has it?" ended."""
+    done = run("ask", "--json", "Who has it?", *arguments, text=text)
+    end = json.loads(done.stdout.splitlines()[-1])
+    return end["resident"], end["seen"]
+
+
+def turns(lines: str) -> list[str]:
+    events = [json.loads(line) for line in lines.splitlines()]
+    return [event["text"] for event in events if event["event"] == "turn"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("\n\n", "there is no question"), ("\udcff", "is not UTF-8"), ("a\0", "NUL bytes")],
+)
+def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
+    assert problem in refused("ask", text=text)[1]
 
 
 JOKE = "Tell me a joke."
@@ -258,14 +205,21 @@ def test_output_errors_and_exit_code_are_those_without_a_server(
     assert asked == ANSWERED or without.returncode == 2
 
 
-@pytest.mark.parametrize("thinking", ["show", "fold", "hide"])
-def test_reasoning_is_as_without_a_server(
-    asked: list[str], thinking: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("thinking", "printed", "noted"),
+    [
+        ("show", "<think>\nAnna?\n</think>\n\nHello.\n", ""),
+        ("fold", "Hello.\n", "the reasoning was left out; --thinking show prints it\n"),
+        ("hide", "Hello.\n", ""),
+    ],
+)
+def test_reasoning_is_left_out_if_asked_for_with_and_without_a_server(
+    asked: list[str], thinking: str, printed: str, noted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
-    by_server = run("ask", JOKE, "--thinking", thinking)
-    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
-    assert by_server == run("ask", JOKE, "--thinking", thinking, "--server", "off")
+    for server in ("auto", "off"):
+        monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+        done = run("ask", JOKE, "--thinking", thinking, "--server", server)
+        assert (done.stdout, done.stderr) == (printed, noted)
     assert asked == ANSWERED
 
 
@@ -287,6 +241,26 @@ def test_what_the_server_can_not_answer_is_answered_without_it(
     assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
 
 
+def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
+    path = server_file("tiny")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    port, token = path.read_text("ascii").split()
+    for given, status in (("", 401), (token[:-1], 401), ("é" * 32, 401), (token, 200)):
+        client = HTTPConnection("127.0.0.1", int(port))
+        client.request("GET", "/v1/models", headers={"Sirchat-Token": given.encode()})
+        assert client.getresponse().status == status
+        client.close()
+    asked.clear()
+    with own_port("tiny") as second:  # a server that listens keeps its file
+        assert second is None
+    assert run("ask", JOKE).stdout
+    assert asked == ANSWERED
+    path.chmod(0o620)  # another user may have named it
+    assert run("ask", JOKE).stdout
+    assert asked == ANSWERED
+
+
 def test_nothing_of_a_question_is_kept(tmp_path: Path) -> None:
     with listening("tiny", tiny(), folder=tmp_path) as (asked, server):
         assert run("ask", JOKE).stdout
@@ -306,19 +280,6 @@ def test_what_a_killed_server_left_is_no_obstacle() -> None:
         assert mine is not None
         assert next_one is not None  # as the first does not listen yet
     assert not path.exists()
-
-
-def test_a_server_that_listens_keeps_its_file(asked: list[str]) -> None:
-    with own_port("tiny") as second:
-        assert second is None
-    assert run("ask", JOKE).stdout
-    assert asked == ANSWERED
-
-
-def test_a_server_that_another_user_may_have_named_is_not_asked(asked: list[str]) -> None:
-    server_file("tiny").chmod(0o620)
-    assert run("ask", JOKE).stdout
-    assert not asked
 
 
 @contextmanager
@@ -406,18 +367,6 @@ def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes, s
     with pytest.raises(SirchatError, match=said):
         list(_events(response))  # type: ignore[arg-type]
     assert response.tell() < 2**22
-
-
-def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
-    path = server_file("tiny")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    port, token = path.read_text("ascii").split()
-    for given, status in (("", 401), (token[:-1], 401), ("é" * 32, 401), (token, 200)):
-        client = HTTPConnection("127.0.0.1", int(port))
-        client.request("GET", "/v1/models", headers={"Sirchat-Token": given.encode()})
-        assert client.getresponse().status == status
-        client.close()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,6 @@ import pytest
 from chatting import tiny
 from command import refused, run
 from saved_chats import Chat, saved
-from sirchat.chat.session import Session
-from sirchat.config.profile import Profile
-from sirchat.saved.autosave import Autosave
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -46,12 +43,126 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def saved_with_tiny(name: str) -> None:
     """A saved chat of `tiny` in which two messages were said."""
-    session = Session(tiny(), Profile(model="tiny", max_new_tokens=8))
-    list(session.ask("My name is Anna."))
-    saving = Autosave(session)
-    saving.name = name
-    saving.begin()
-    saving.close_without_saving()
+    chat = Chat(tiny(), budget=1024, max_new_tokens=8)
+    chat.say("My name is Anna.")
+    chat.do(f"/save {name}")
+    chat.crash()
+
+
+def test_a_question_that_looks_like_a_flag_or_is_missing_is_told_how_to_be_asked() -> None:
+    code, told = refused("ask", "-5 + 3 = ?")
+    assert code == 2
+    assert "sirchat" not in told.split("(")[1]
+    assert told.endswith("(a question that begins with - follows --: ask -- '-5 + 3 = ?')\n")
+    assert run("ask", "--", "-5 + 3 = ?").stdout.strip()
+    done = run()
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == (
+        "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE answers a "
+        "transcript\n"
+    )
+
+
+def test_c_asks_in_the_last_chat_and_opens_it(here: Path, folder: Path) -> None:
+    saved_with_tiny("other")
+    saved_with_tiny("trip")
+    for path in folder.glob("*.sqlite"):
+        os.utime(path, (1, 1 + (path == find_session(folder, "trip"))))
+    assert run("ask", "-c", "Thanks!").returncode == 0
+    assert "USER: Thanks!" in run("sessions", "show", "trip").stdout
+    with Terminal("-c", home=here) as chat:
+        assert "4 messages" in chat.ask("/stats")
+        told = "the last chat, trip, is open in another process"
+        for command in (["ask", "-c", "Hi."], ["sessions", "show", "last"]):
+            assert told in refused(*command)[1]
+        with Terminal("--continue", home=here) as second:
+            second.wait(r"is open in another\s+process[^;]*;\s+continuing\s+with\s+session\s+other")
+    assert "USER: Hi." not in run("sessions", "show", "other").stdout
+
+
+def test_settings_of_one_question_do_not_stay_in_the_chat(folder: Path) -> None:
+    saved_with_tiny("trip")
+    once = ("--max-new-tokens", "3", "--budget", "64", "--thinking", "hide", "--policy", "sink")
+    done = run("ask", "--resume", "trip", "Hi.", *once)
+    assert "cut at the length limit" in done.stderr
+    with SessionStore.open(find_session(folder, "trip")) as store:
+        kept = saved_profile(store)
+    assert (kept.budget, kept.thinking, kept.policy) == (1024, "show", "salience")
+    assert kept.max_new_tokens == 8
+
+
+# --- names and the shell
+
+
+@pytest.mark.parametrize("name", ["train", "my trip", "it's `id`", "$HOME; ls", "ask"])
+def test_the_hint_to_resume_runs_in_a_shell(name: str, folder: Path) -> None:
+    chat = Chat()
+    chat.say("Hello!")
+    hint = " ".join(chat.do(f"/save {name}").split())
+    command = hint.partition(", or ")[2]
+    chat.crash()
+    assert shlex.split(command)[-1] == f"--resume={name}"
+    done = shell(f"printf '%s\\n' {command.removeprefix('sirchat ')}")
+    assert done.stdout == f"--resume={name}\n"
+
+
+def test_bash_completes_names_with_blanks_quoted(here: Path, folder: Path) -> None:
+    saved(folder, "my trip to $HOME")
+    (here / "bin").mkdir()
+    (here / "bin/sirchat").write_text(f'#!/bin/sh\nexec {SIRCHAT} "$@"\n', encoding="utf-8")
+    (here / "bin/sirchat").chmod(0o755)
+    (here / "rc").write_text(run("completion", "bash").stdout + "PS1='$ '\n", encoding="utf-8")
+    path = f"{here}/bin:{os.environ['PATH']}"
+    bash = ("bash", "--noprofile", "--rcfile", str(here / "rc"), "-i")
+    with Terminal(*bash, home=here, environ={"PATH": path}) as terminal:
+        escaped = r"my\ trip\ to\ \$HOME"
+        for typed, shown in (("my", escaped), ("'my", "'my trip to $HOME"), (r"my\ tr", escaped)):
+            terminal.send(f"sirchat --resume {typed}\t")
+            terminal.wait_screen(re.escape(f"--resume {shown}"))
+            terminal.send("\x15")
+
+
+# --- streams and windows
+
+
+def test_a_long_text_is_read_behind_a_bar_that_goes_and_is_drawn_only_on_a_terminal(
+    here: Path,
+) -> None:
+    done = shell("FORCE_COLOR=1 sirchat ask 'Hello!'")
+    assert (done.returncode, done.stderr) == (0, "")
+    (here / "long.txt").write_text("What a day it is. " * 400, encoding="utf-8")
+    flags = ("ask", "-f", "long.txt", "What?", "--no-input", "--max-new-tokens=8", "--budget=512")
+    with Terminal(WARM, "-m", "sirchat", *flags, home=here) as it:
+        assert it.ended() == 0
+    drawn = it.raw.decode()
+    assert re.search(r"reading 2,[\d,]+ tokens", drawn)
+    assert "reading" not in it.text
+
+
+def test_lists_on_a_pipe_are_whole_and_exported_columns_are_not_the_window(
+    here: Path, folder: Path
+) -> None:
+    chat = Chat()
+    chat.say("What a long message this is, " * 8)
+    chat.do("/save")
+    (ident,) = [entry.id for entry in list_sessions(folder).sessions]
+    (line,) = shell("FORCE_COLOR=1 sirchat sessions").stdout.splitlines()
+    assert len(line) > 120
+    listing = ("bash", "-c", f"COLUMNS=160 LINES=60 {SIRCHAT} sessions")
+    with Terminal(*listing, home=here, columns=80) as it:
+        it.ended()
+        rows = it.everything.splitlines()
+    assert rows[0].startswith(ident)
+    assert rows[1].endswith("…")  # in two lines, as in any window of less than 120 columns
+
+
+def test_a_closed_pipe_is_no_error_and_a_deleted_folder_is_said_to_be_gone(here: Path) -> None:
+    done = shell("sirchat --help | true; echo ${PIPESTATUS[0]}")
+    assert done.stderr == ""
+    done = shell(f"mkdir gone; cd gone; rmdir ../gone; {COLD} ask hi")
+    assert done.stderr.splitlines()[-1] == (
+        "sirchat: the working folder was deleted (cd to another one)"
+    )
 
 
 def asked(lines: str) -> str:
@@ -94,23 +205,6 @@ def test_a_file_named_in_the_question_is_said_to_be_plain_text(here: Path) -> No
     assert run("ask", "What is in @notes.txt?", "-f", "notes.txt").stderr == ""
 
 
-def test_a_question_that_looks_like_a_flag_is_told_how_to_be_asked() -> None:
-    code, told = refused("ask", "-5 + 3 = ?")
-    assert code == 2
-    assert "sirchat" not in told.split("(")[1]
-    assert told.endswith("(a question that begins with - follows --: ask -- '-5 + 3 = ?')\n")
-    assert run("ask", "--", "-5 + 3 = ?").stdout.strip()
-
-
-def test_nothing_on_standard_input_is_said(here: Path) -> None:
-    done = run()
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == (
-        "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE answers a "
-        "transcript\n"
-    )
-
-
 # --- an open standard input
 
 
@@ -137,117 +231,3 @@ def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:
     swallowed = shell(piped.replace(" --no-input", ""))
     assert swallowed.stdout.count("[") == 1
     assert swallowed.stderr.count("standard input (20 characters) is sent, too; < /dev/null") == 1
-
-
-# --- the last chat
-
-
-def test_c_asks_in_the_last_chat_and_opens_it(here: Path, folder: Path) -> None:
-    saved_with_tiny("other")
-    saved_with_tiny("trip")
-    for path in folder.glob("*.sqlite"):
-        os.utime(path, (1, 1 + (path == find_session(folder, "trip"))))
-    assert run("ask", "-c", "Thanks!").returncode == 0
-    assert "USER: Thanks!" in run("sessions", "show", "trip").stdout
-    with Terminal("-c", home=here) as chat:
-        assert "4 messages" in chat.ask("/stats")
-        told = "the last chat, trip, is open in another process"
-        for command in (["ask", "-c", "Hi."], ["sessions", "show", "last"]):
-            assert told in refused(*command)[1]
-        with Terminal("--continue", home=here) as second:
-            second.wait(r"is open in another\s+process[^;]*;\s+continuing\s+with\s+session\s+other")
-    assert "USER: Hi." not in run("sessions", "show", "other").stdout
-
-
-def test_settings_of_one_question_do_not_stay_in_the_chat(folder: Path) -> None:
-    saved_with_tiny("trip")
-    once = ("--max-new-tokens", "3", "--budget", "64", "--thinking", "hide", "--policy", "sink")
-    done = run("ask", "--resume", "trip", "Hi.", *once)
-    assert "cut at the length limit" in done.stderr
-    with SessionStore.open(find_session(folder, "trip")) as store:
-        kept = saved_profile(store)
-    usual = Profile()
-    for name in ("budget", "thinking", "policy"):
-        assert getattr(kept, name) == getattr(usual, name)
-    assert kept.max_new_tokens == 8
-
-
-# --- names and the shell
-
-
-@pytest.mark.parametrize("name", ["train", "my trip", "it's `id`", "$HOME; ls", "ask"])
-def test_the_hint_to_resume_runs_in_a_shell(name: str, folder: Path) -> None:
-    chat = Chat()
-    chat.say("Hello!")
-    (hint,) = [
-        line for line in chat.do(f"/save {name}").split("\n\n") for line in [" ".join(line.split())]
-    ]
-    command = hint.partition(", or ")[2]
-    chat.crash()
-    assert shlex.split(command)[-1] == f"--resume={name}"
-    done = shell(f"printf '%s\\n' {command.removeprefix('sirchat ')}")
-    assert done.stdout == f"--resume={name}\n"
-
-
-def test_bash_completes_names_with_blanks_quoted(here: Path, folder: Path) -> None:
-    saved(folder, "my trip to $HOME")
-    (here / "bin").mkdir()
-    (here / "bin/sirchat").write_text(f'#!/bin/sh\nexec {SIRCHAT} "$@"\n', encoding="utf-8")
-    (here / "bin/sirchat").chmod(0o755)
-    (here / "rc").write_text(run("completion", "bash").stdout + "PS1='$ '\n", encoding="utf-8")
-    path = f"{here}/bin:{os.environ['PATH']}"
-    bash = ("bash", "--noprofile", "--rcfile", str(here / "rc"), "-i")
-    with Terminal(*bash, home=here, environ={"PATH": path}) as terminal:
-        escaped = r"my\ trip\ to\ \$HOME"
-        for typed, shown in (("my", escaped), ("'my", "'my trip to $HOME"), (r"my\ tr", escaped)):
-            terminal.send(f"sirchat --resume {typed}\t")
-            terminal.wait_screen(re.escape(f"--resume {shown}"))
-            terminal.send("\x15")
-
-
-# --- streams and windows
-
-
-def test_a_bar_is_drawn_only_on_a_terminal(here: Path) -> None:
-    done = shell("FORCE_COLOR=1 sirchat ask 'Hello!'")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_long_text_is_read_behind_a_bar_that_goes(here: Path) -> None:
-    (here / "long.txt").write_text("What a day it is. " * 400, encoding="utf-8")
-    flags = ("ask", "-f", "long.txt", "What?", "--no-input", "--max-new-tokens=8", "--budget=512")
-    with Terminal(WARM, "-m", "sirchat", *flags, home=here) as it:
-        assert it.ended() == 0
-    drawn = it.raw.decode()
-    assert re.search(r"reading 2,[\d,]+ tokens", drawn)
-    assert "reading" not in it.text
-
-
-def test_lists_on_a_pipe_are_whole_and_exported_columns_are_not_the_window(
-    here: Path, folder: Path
-) -> None:
-    chat = Chat()
-    chat.say("What a long message this is, " * 8)
-    chat.do("/save")
-    (ident,) = [entry.id for entry in list_sessions(folder).sessions]
-    (line,) = shell("FORCE_COLOR=1 sirchat sessions").stdout.splitlines()
-    assert len(line) > 120
-    with Terminal(
-        "bash", "-c", f"COLUMNS=160 LINES=60 {SIRCHAT} sessions", home=here, columns=80
-    ) as it:
-        it.ended()
-        rows = it.everything.splitlines()
-    assert rows[0].startswith(ident)
-    assert rows[1].endswith("…")  # in two lines, as in any window of less than 120 columns
-
-
-def test_help_into_a_pipe_that_closes_says_nothing() -> None:
-    done = shell("sirchat --help | true; echo ${PIPESTATUS[0]}")
-    assert done.stderr == ""
-
-
-def test_a_deleted_folder_is_said_to_be_gone(here: Path) -> None:
-    done = shell(f"mkdir gone; cd gone; rmdir ../gone; {COLD} ask hi")
-    assert done.stderr.splitlines()[-1] == (
-        "sirchat: the working folder was deleted (cd to another one)"
-    )

@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import pytest
 from typer import Context
 from typer.main import get_group
 
-from chatting import session, tiny
+from chatting import tiny
 from command import refused, run
+from saved_chats import Chat
 from sirchat import paths
 from sirchat.cli.app import app
 from sirchat.cli.doctor import size_of
-from sirchat.saved.autosave import Autosave
+from sirchat.memory.policies import policy_names
 
 
 @pytest.mark.slow
@@ -48,18 +48,7 @@ def test_help_is_there_in_a_blink() -> None:
     assert seconds_of("-m", "sirchat", "ask", "--help") < 4 * libraries
 
 
-def seconds_of(*arguments: str) -> float:
-    """The processor's time that Python takes, the best of several."""
-    best = 100.0
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return best
-
-
-def test_help_is_one_screen_with_every_command() -> None:
+def test_help_is_one_screen_with_every_command_and_names_that_of_the_settings() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert run("-h").stdout == run("--policy", "sink", "--help").stdout == done.stdout
@@ -69,20 +58,102 @@ def test_help_is_one_screen_with_every_command() -> None:
     told = {line.split()[0] for line in lines if line.startswith("  ")}
     commands = get_group(app)
     assert told >= set(commands.list_commands(Context(commands)))
-
-
-def test_all_settings_have_a_help_of_their_own() -> None:
-    told = run("--help-settings", COLUMNS="100").stdout
-    assert all(f"--{name.replace('_', '-')}" in told for name in ("policy", "recall_n", "archive"))
-    assert "--help-settings" in run("--help").stdout
+    assert "--help-settings" in done.stdout
+    settings = run("--help-settings", COLUMNS="100").stdout
+    assert all(f"--{name}" in settings for name in ("policy", "recall-n", "archive"))
 
 
 @pytest.mark.parametrize(
     "group", ["bench", "eval", "models", "policies", "profiles", "sessions", "train"]
 )
-def test_a_group_that_is_loaded_when_asked_for_has_its_commands(group: str) -> None:
+def test_a_group_has_its_commands_and_alone_lists_its_things(group: str, tmp_path: Path) -> None:
     assert f"sirchat {group}" in run(group, "--help").stdout
     assert run(group, "--nonsense").returncode == 2
+    things = {"sessions": "no saved chats", "profiles": "sirllm"}
+    if group in things:
+        done = run(group, SIRCHAT_HOME=str(tmp_path))
+        assert done.returncode == 0
+        assert things[group] in done.stdout + done.stderr
+    elif group in ("eval", "train"):
+        done = run(group)
+        assert (done.returncode, done.stderr) == (2, "")
+        assert "Usage" in done.stdout
+
+
+def test_flag_over_environment_over_profile_and_numbers_as_they_are_shown() -> None:
+    profile = ("--profile", "sirllm-dailydialog")
+    assert settings(*profile)["budget"] == 512
+    assert settings(*profile, SIRCHAT_BUDGET="600")["budget"] == 600
+    assert settings(*profile, "--budget", "700", SIRCHAT_BUDGET="600")["budget"] == 700
+    assert settings("--budget", "1,024")["budget"] == 1024
+    assert run("--json", "--budget", "10,24").returncode == 2
+    assert settings("--no-protect", "--no-pin-system")["protect"] is False
+    assert settings("--profile", "sirllm-rps", "--protect")["protect"] is True
+
+
+def test_a_misspelt_variable_is_refused_and_others_are_none_of_our_business() -> None:
+    for name in ("SIRCHAT_BUGDET", "SIRCHAT_MODLE"):
+        done = run("--json", **{name: "256"})
+        assert done.returncode == 2
+        assert name in done.stderr
+        assert "did you mean SIRCHAT_" in done.stderr
+    assert run("--json", SIRCHAT_DATA="x", SIRCHAT_WEBSITE="x").returncode == 0
+
+
+def test_every_shipped_profile_opens_a_chat() -> None:
+    listed = run("profiles", "list").stdout
+    names = [line.split()[0] for line in listed.splitlines()[1:]]
+    assert {"default", "sirllm-grocery", "sirllm-rps", "streaming-llm", "anchor"} <= set(names)
+    for name in names:
+        assert run("--json", "--profile", name).returncode == 0
+
+
+def test_policies_are_listed_with_options_and_source() -> None:
+    listed = run("policies").stdout
+    assert all(f"\n{name} " in listed for name in policy_names())
+    assert "sample = None" in listed
+    assert "SirLLM" in listed
+
+
+def test_a_healthy_installation_has_no_problem_and_no_private_word_in_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = run("doctor", SIRCHAT_HOME=str(tmp_path / "all"))
+    assert done.returncode == 0, done.stdout
+    assert "<-" not in done.stdout
+    for word in ("torch", "Python", "cores", "tiny: float32 on", "tokens a second", "~/all/data"):
+        assert word in done.stdout
+    assert str(tmp_path) not in done.stdout
+    chosen = {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_MODEL": "tiny-anchor"}
+    found = json.loads(run("doctor", "--json", **chosen).stdout)
+    assert {each["problem"] for each in found} == {""}
+    assert [each["name"] for each in found][-3:] == ["memory", "compiled step", "speed"]
+    assert "tiny-anchor: float32 on" in str(found)
+
+
+def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o755)
+    (tmp_path / "data").chmod(0o755)
+    (tmp_path / "state").touch()
+    broken = tmp_path / "model.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    done = run("doctor", "-m", str(broken), SIRCHAT_HOME=str(tmp_path))
+    assert done.returncode == 1
+    problems = [line for line in done.stdout.splitlines() if "<-" in line]
+    assert [line.split()[0] for line in problems] == ["data", "state", "model"]
+    assert "chmod 700" in problems[0]
+
+
+def seconds_of(*arguments: str) -> float:
+    """The processor's time that Python takes, the best of several."""
+    best = 100.0
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return best
 
 
 @pytest.mark.parametrize(
@@ -124,58 +195,6 @@ def test_a_wrong_word_gets_one_line_that_helps(arguments: list[str], words: list
 def settings(*flags: str, **variables: str) -> Any:
     """The settings of a chat with these flags and environment variables."""
     return json.loads(run("--json", *flags, **variables).stdout.splitlines()[0])["profile"]
-
-
-def test_flag_over_environment_over_profile() -> None:
-    profile = ("--profile", "sirllm-dailydialog")
-    assert settings(*profile)["budget"] == 512
-    assert settings(*profile, SIRCHAT_BUDGET="600")["budget"] == 600
-    assert settings(*profile, "--budget", "700", SIRCHAT_BUDGET="600")["budget"] == 700
-
-
-def test_numbers_can_be_given_as_they_are_shown_and_booleans_both_ways() -> None:
-    assert settings("--budget", "1,024")["budget"] == 1024
-    assert run("--json", "--budget", "10,24").returncode == 2
-    assert settings("--no-protect", "--no-pin-system")["protect"] is False
-    assert settings("--profile", "sirllm-rps", "--protect")["protect"] is True
-
-
-def test_a_misspelt_variable_is_refused_and_others_are_none_of_our_business() -> None:
-    for name in ("SIRCHAT_BUGDET", "SIRCHAT_MODLE"):
-        done = run("--json", **{name: "256"})
-        assert done.returncode == 2
-        assert name in done.stderr
-        assert "did you mean SIRCHAT_" in done.stderr
-    assert run("--json", SIRCHAT_DATA="x", SIRCHAT_WEBSITE="x").returncode == 0
-
-
-def test_a_group_of_things_alone_lists_them_and_one_of_commands_shows_its_help(
-    tmp_path: Path,
-) -> None:
-    for group, word in (("sessions", "no saved chats"), ("profiles", "sirllm")):
-        done = run(group, SIRCHAT_HOME=str(tmp_path))
-        assert done.returncode == 0
-        assert word in done.stdout + done.stderr
-    for group in ("eval", "train"):
-        done = run(group)
-        assert (done.returncode, done.stderr) == (2, "")
-        assert "Usage" in done.stdout
-
-
-def test_every_shipped_profile_opens_a_chat() -> None:
-    listed = run("profiles", "list").stdout
-    names = [line.split()[0] for line in listed.splitlines()[1:]]
-    assert {"default", "sirllm-grocery", "sirllm-rps", "streaming-llm", "anchor"} <= set(names)
-    for name in names:
-        assert run("--json", "--profile", name).returncode == 0
-
-
-def test_policies_are_listed_with_options_and_source() -> None:
-    listed = run("policies").stdout
-    for name in ("full", "window", "sink", "entropy", "random", "interval", "reservoir", "anchor"):
-        assert f"\n{name} " in listed
-    assert "sample = None" in listed
-    assert "SirLLM" in listed
 
 
 def test_a_policy_is_checked_and_an_outside_one_is_used(
@@ -220,62 +239,17 @@ def test_a_policy_in_the_current_folder_is_found(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (files("sirchat") / "py.typed").is_file()
-
-
 @pytest.mark.parametrize("words", [["sessions"], ["paths"], ["-m", "tiny"], ["ask", "Hi"]])
 def test_a_home_of_a_user_that_does_not_exist_is_one_line(words: list[str]) -> None:
     error = 'sirchat: SIRCHAT_HOME "~no-such-user/x" names a user that does not exist\n'
     assert refused(*words, SIRCHAT_HOME="~no-such-user/x") == (2, error)
 
 
-def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:
-    done = run("doctor", SIRCHAT_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stdout
-    assert "<-" not in done.stdout
-    for word in ("torch", "Python", "cores", "tiny: float32 on", "tokens a second"):
-        assert word in done.stdout
-    found = json.loads(run("doctor", "--json", SIRCHAT_HOME=str(tmp_path)).stdout)
-    assert {each["problem"] for each in found} == {""}
-    assert [each["name"] for each in found][-3:] == ["memory", "compiled step", "speed"]
-
-
-def test_the_model_that_a_chat_uses_is_checked(tmp_path: Path) -> None:
-    done = run("doctor", SIRCHAT_HOME=str(tmp_path), SIRCHAT_MODEL="tiny-anchor")
-    assert "tiny-anchor: float32 on" in done.stdout
-
-
-def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir(mode=0o755)
-    (tmp_path / "data").chmod(0o755)
-    (tmp_path / "state").touch()
-    broken = tmp_path / "model.gguf"
-    broken.write_bytes(b"GGUF" + bytes(100))
-    done = run("doctor", "-m", str(broken), SIRCHAT_HOME=str(tmp_path))
-    assert done.returncode == 1
-    problems = [line for line in done.stdout.splitlines() if "<-" in line]
-    assert [line.split()[0] for line in problems] == ["data", "state", "model"]
-    assert "chmod 700" in problems[0]
-
-
-def test_what_was_said_and_the_users_name_are_not_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    done = run("doctor", SIRCHAT_HOME=str(tmp_path / "all"))
-    assert str(tmp_path) not in done.stdout
-    assert "~/all/data" in done.stdout
-
-
-def test_paths_say_what_lies_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+def test_paths_say_what_lies_where(own_home: Path) -> None:
     assert run("paths").stdout.count("nothing yet") == 8
-    chat = session(tiny(), max_new_tokens=4)
-    list(chat.ask("Hello."))
-    saving = Autosave(chat)
-    saving.save()
-    saving.close()
+    chat = Chat(tiny())
+    chat.say("Hello.")
+    chat.saved_chat.close()
     told = run("paths").stdout
     (line,) = (one for one in told.splitlines() if one.startswith("saved chats"))
     assert str(paths.sessions_dir()) in line

@@ -160,38 +160,23 @@ install_exit_handlers()
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_a_signal_is_not_lost_where_exceptions_are_ignored(name: str) -> None:
-    program = f"""
+IGNORED = """
 class Ending:
     def __del__(self):
-        os.kill(os.getpid(), signal.{name})
+        os.kill(os.getpid(), signal.{})
 Ending()
 try:
     time.sleep(30)
 except KeyboardInterrupt:
     sys.exit(130)
 """
-    assert ended(program) == (128 + getattr(signal, name), "", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_that_a_library_swallows_is_sent_again(name: str) -> None:
-    program = f"""
+SWALLOWED = """
 with suppress(BaseException):
-    os.kill(os.getpid(), signal.{name})
+    os.kill(os.getpid(), signal.{})
     time.sleep(30)
 time.sleep(30)
 """
-    assert ended(program) == (128 + getattr(signal, name), "", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocking", [0, 30])
-def test_a_signal_within_an_event_loop_loses_no_step_of_a_task(blocking: int) -> None:
-    program = f"""
+IN_AN_EVENT_LOOP = """
 import asyncio
 usual = asyncio.Handle._run
 def interrupted(handle):
@@ -200,7 +185,7 @@ def interrupted(handle):
     usual(handle)
 async def main():
     other = asyncio.create_task(asyncio.sleep(30))
-    asyncio.get_running_loop().call_soon(time.sleep, {blocking})
+    asyncio.get_running_loop().call_soon(time.sleep, {})
     asyncio.Handle._run = interrupted
     try:
         await asyncio.sleep(30)
@@ -210,32 +195,40 @@ async def main():
         print("closed")
 asyncio.run(main())
 """
-    assert ended(program) == (143, "closed\n", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("closing", "code", "out"),
-    [
-        ("raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
-        ("time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
-    ],
-)
-def test_an_ending_is_not_disturbed_but_by_a_later_signal(
-    closing: str, code: int, out: str
-) -> None:
-    program = f"""
+CLOSING = """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 finally:
     with suppress(KeyError):
-        {closing}
+        {}
     time.sleep(2)
     print("closed")
 """
-    assert ended(program) == (code, out, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "filled", "code", "out"),
+    [
+        *((IGNORED, name, 128 + getattr(signal, name), "") for name in ("SIGTERM", "SIGINT")),
+        (SWALLOWED, "SIGTERM", 143, ""),
+        (SWALLOWED, "SIGHUP", 129, ""),
+        *((IN_AN_EVENT_LOOP, str(blocking), 143, "closed\n") for blocking in (0, 30)),
+        (CLOSING, "raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
+        (CLOSING, "os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
+        (
+            CLOSING,
+            "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)",
+            -signal.SIGTERM,
+            "",
+        ),
+    ],
+)
+def test_a_signal_is_never_lost_and_disturbs_no_ending_but_as_a_later_one(
+    program: str, filled: str, code: int, out: str
+) -> None:
+    assert ended(program.replace("{}", filled)) == (code, out, "")
 
 
 def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(

@@ -105,10 +105,28 @@ def test_a_download_starts_without_a_library_for_models() -> None:
     assert not [name for name in loaded_with("sirchat.models.hub") if within(name, *heavy)]
 
 
-def test_what_is_here_is_not_fetched_again(hub: FakeHub, cache: Path) -> None:
-    for _ in range(2):
-        assert sirchat(cache, hub.url, "models", "pull", "me/small").returncode == 0
+def test_what_is_here_is_not_fetched_again_and_a_log_has_few_lines(
+    hub: FakeHub, cache: Path
+) -> None:
+    first, again = (sirchat(cache, hub.url, "models", "pull", "me/small") for _ in range(2))
+    assert first.returncode == again.returncode == 0
     assert hub.ranges("model.safetensors") == ["bytes=0-"]
+    assert len(first.stderr.splitlines()) <= 4
+    assert "\x1b" not in first.stderr
+    assert "13 MB of 13 MB" in first.stderr
+
+
+def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path) -> None:
+    hub.stalls_after = 5 * 2**20
+    command = (sys.executable, "-m", "sirchat", "models", "pull", "me/small")
+    environ = environment(cache, hub.url)
+    del environ["COLUMNS"]
+    with Terminal(*command, home=cache.parent, columns=60, environ=environ) as shown:
+        shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
+        assert len(shown.text.splitlines()) == 1
+        shown.send("\x03")
+        shown.wait_screen("what was downloaded stays; the same command ")
+        assert "%" not in shown.text
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(hub: FakeHub, cache: Path) -> None:
@@ -165,27 +183,6 @@ def test_a_gguf_file_is_chosen_and_named_for_the_chat(hub: FakeHub, cache: Path)
     done = sirchat(cache, hub.url, "models", "pull", "me/ggufs", "--file", "q4.gguf")
     assert "sirchat -m me/ggufs/q4.gguf" in done.stderr
     assert hub.ranges("q8.gguf") == []
-
-
-@pytest.mark.parametrize("columns", [60, 160])
-def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path, columns: int) -> None:
-    hub.stalls_after = 5 * 2**20
-    command = (sys.executable, "-m", "sirchat", "models", "pull", "me/small")
-    environ = environment(cache, hub.url)
-    del environ["COLUMNS"]
-    with Terminal(*command, home=cache.parent, columns=columns, environ=environ) as shown:
-        shown.wait_screen(r"model\.safetensors .* 4\d% 13 MB ")
-        assert len(shown.text.splitlines()) == 1
-        shown.send("\x03")
-        shown.wait_screen("what was downloaded stays; the same command ")
-        assert "%" not in shown.text
-
-
-def test_a_log_has_few_lines(hub: FakeHub, cache: Path) -> None:
-    done = sirchat(cache, hub.url, "models", "pull", "me/small")
-    assert len(done.stderr.splitlines()) <= 4
-    assert "\x1b" not in done.stderr
-    assert "13 MB of 13 MB" in done.stderr
 
 
 def test_what_cannot_be_had_is_one_line(hub: FakeHub, cache: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("program", "encoding"), [("$COLD", "ascii"), ("$SIRCHAT", "latin-1")])
 def test_any_locale_will_do(tmp_path: Path, program: str, encoding: str) -> None:
-    for command in ("ask --help", "policies", "--help-settings"):
+    for command in ("policies", "--help-settings"):
         done = shell(tmp_path, f"{program} {command}", PYTHONIOENCODING=encoding)
         assert done.returncode == 0, done.stderr
         done.stdout.decode(encoding)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ POLICIES = ["anchor", "entropy", "full", "random", "reservoir", "sink", "window"
 SIRLLM = {"sirllm-dailydialog", "sirllm-grocery", "sirllm-rps"}
 SHIPPED = {"anchor", "default", "reservoir", *SIRLLM, "streaming-llm", "streaming-rag"}
 one_folder = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15
 )
 
 
@@ -61,18 +59,6 @@ def refusal(text: str | bytes) -> str:
     return message.removeprefix(str(path))
 
 
-def test_a_flag_overrides_environment_profile_and_the_users_default() -> None:
-    write("default", "budget: 101\nsinks: 1\nrecent: 1\nseed: 1")
-    write("mine", "budget: 102\nsinks: 2\nrecent: 2")
-    environ = {"SIRCHAT_BUDGET": "103", "SIRCHAT_SINKS": "3", "SIRCHAT_PROFILE": "mine"}
-    found = resolve(None, {"budget": 104, "seed": None}, environ)
-    assert (found.budget, found.sinks, found.recent, found.seed) == (104, 3, 2, 1)
-
-
-def test_a_named_profile_overrides_the_one_of_the_environment() -> None:
-    assert resolve("sirllm-rps", {}, {"SIRCHAT_PROFILE": "sirllm-dailydialog"}).decay == 0.9
-
-
 def flag_refusal(**flags: object) -> str:
     with pytest.raises(SettingError) as caught:
         resolve(None, flags, {})
@@ -80,10 +66,152 @@ def flag_refusal(**flags: object) -> str:
     return str(caught.value)
 
 
-def test_unknown_empty_and_reserved_variables_leave_the_defaults() -> None:
+def test_a_flag_overrides_environment_profile_and_the_users_default() -> None:
     assert resolve(None, {}, {}) == Profile()
     environ = {"SIRCHAT_NONSENSE": "1", "SIRCHAT_BUDGET": "", "SIRCHAT_DATA": "x", "BUDGET": "9"}
     assert resolve(None, {}, environ) == Profile()
+    write("default", "budget: 101\nsinks: 1\nrecent: 1\nseed: 1")
+    write("mine", "budget: 102\nsinks: 2\nrecent: 2")
+    environ = {"SIRCHAT_BUDGET": "103", "SIRCHAT_SINKS": "3", "SIRCHAT_PROFILE": "mine"}
+    found = resolve(None, {"budget": 104, "seed": None}, environ)
+    assert (found.budget, found.sinks, found.recent, found.seed) == (104, 3, 2, 1)
+    assert resolve("sirllm-rps", {}, {"SIRCHAT_PROFILE": "sirllm-dailydialog"}).decay == 0.9
+    assert resolve(None, {"decay": 1, "temperature": 2}, {}).temperature == 2.0
+
+
+def test_each_source_is_named_as_the_user_knows_it() -> None:
+    assert refusal("decay: 3").startswith(": decay can't be 3; it must be")
+    with pytest.raises(SettingError, match=r"^SIRCHAT_DECAY: decay can't be 3; it must be"):
+        resolve(None, {}, {"SIRCHAT_DECAY": "3"})
+    with pytest.raises(SettingError, match=r"^/decay: decay can't be 3; it must be"):
+        changed_profile(Profile(), "/decay", decay=3)
+
+
+def test_a_misspelt_name_gets_the_nearest_one() -> None:
+    assert "did you mean entropy?" in flag_refusal(policy="entropie")
+    assert "did you mean budget?" in flag_refusal(budegt=1)
+    assert "did you mean decay?" in refusal("decya: 1")
+    assert "did you mean bfloat16?" in flag_refusal(dtype="bf16")
+    with pytest.raises(SettingError, match="did you mean sirllm-rps"):
+        load_profile("sirlm-rps")
+
+
+def test_settings_must_fit_the_budget_and_a_live_change_is_a_checked_copy() -> None:
+    write("small", "budget: 64")
+    with pytest.raises(SettingError, match=r"^--sinks: sinks can't be 49; budget \(64\) must"):
+        resolve("small", {"sinks": 49}, {})
+    assert resolve("small", {"sinks": 48}, {}).sinks == 48
+    before = Profile()
+    with pytest.raises(SettingError, match=r"^/budget: budget can't be 31; recent \(32\) must"):
+        changed_profile(before, "/budget", budget=31)
+    assert changed_profile(before, "/budget", budget=32).budget == 32
+    assert before.budget == 1024
+    with pytest.raises(ValidationError):
+        before.budget = 3
+
+
+def test_policies_are_named_by_file_alias_or_path_and_another_drops_the_options() -> None:
+    assert policy_choices() == sorted([*POLICIES, "attention", "stream"])
+    assert Profile(policy="stream").policy == "sink"
+    assert Profile(policy="package.module:Class").policy == "package.module:Class"
+    reservoir, options = resolve("reservoir", {}, {}), {"sample": 192}
+    assert reservoir.policy_options == options
+    assert changed_profile(reservoir, "/policy", policy="reservoir").policy_options == options
+    assert changed_profile(reservoir, "/policy", policy="entropy").policy_options == {}
+    assert resolve("reservoir", {"policy": "sink"}, {}).policy_options == {}
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("budget: 1\nbudget: 2", ', line 2: not valid YAML: "budget" is set twice'),
+        ("budget: 512\ndecay: [", ", line 2: not valid YAML"),
+        ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
+        ("model: a\x00", ", line 1: not valid YAML"),
+        ("decay: !!python/name:os.system", ", line 1: not valid YAML"),
+        ("a: " + "[" * 5000, ", line 1: not valid YAML"),
+        ("budget: " + "1" * 5000, ", line 1: not valid YAML"),
+        (b"seed: 1\nmodel: \xff", ", line 2: not UTF-8"),
+        ("- budget", ": a profile must be a mapping"),
+        ("budget", ": a profile must be a mapping"),
+        ("1: 2", ": there is no setting 1"),
+        ("budget: 010", ': budget can\'t be "010"'),
+        ("protect: yes", ': protect can\'t be "yes"; it must be true or false'),
+        ("model:", ": model can't be null; it must be text"),
+        # what would take all memory or time
+        (BOMB, "an alias"),
+        ("a: &a {budget: 64}\n<<: *a", "an alias"),
+        ("temperature: !!float ''", "a tag"),
+        ("protect: !!bool maybe", "a tag"),
+        ("seed: !!timestamp x", "a tag"),
+        ("seed: !!int \uff11\uff12", "a tag"),
+        ("policy_options: !!python/object:os.system {}", "a tag"),
+        ("system: " + 300_000 * "x", "is too long; a profile has at most"),
+        ("[" * 100_000, "too deep"),
+        ("seed: " + "9" * 100_000, "too long"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text: str | bytes, problem: str) -> None:
+    said = refusal(text)
+    assert said.startswith(problem) if problem[0] in ",:" else problem in said
+
+
+def test_a_profile_is_found_by_name_or_file_and_holds_only_the_keys_it_sets(tmp_path: Path) -> None:
+    write("mine", "\ufeffbudget: 512\r\npanel: off\r\ndecay: 1e-1\r\nsystem: \uff11\r\n")
+    kept = {"budget": 512, "panel": "off", "decay": 0.1, "system": "\uff11"}
+    assert load_profile("mine") == kept
+    write("empty", "# nothing\n")
+    assert load_profile("empty") == {}
+    (tmp_path / "here.yaml").write_text("seed: 5")
+    assert load_profile(str(tmp_path / "here.yaml")) == {"seed": 5}
+    with pytest.raises(SettingError, match=r"gone\.yaml can't be read: No such file"):
+        load_profile("gone.yaml")
+    if Path("/dev/zero").exists():
+        with pytest.raises(SettingError, match="is too long; a profile has at most"):
+            load_profile("/dev/zero")
+
+
+def test_the_users_profiles_hide_shipped_ones_and_a_broken_one_is_listed() -> None:
+    path = write("reservoir", "seed: 5")
+    assert profile_path("reservoir") == path
+    assert load_profile("reservoir") == {"seed": 5}
+    write("broken", "budget: x")
+    listed = {info.name: info for info in list_profiles()}
+    assert listed["reservoir"].shipped is False
+    assert listed["broken"].description.startswith("this profile can't be used: ")
+
+
+def test_shipped_profiles_are_complete_and_have_the_papers_values() -> None:
+    found = list_profiles()
+    assert {info.name for info in found if info.shipped} == SHIPPED
+    assert all(info.description for info in found)
+    profiles = {name: resolve(name, {}, {}) for name in SHIPPED}
+    values = load_profile("default")
+    assert set(values) == set(Profile.model_fields)
+    assert Profile.model_validate(values | {"description": ""}) == Profile()
+    sirllm = {
+        "sirllm-dailydialog": (512, 0.7),
+        "sirllm-grocery": (1024, 1.0),
+        "sirllm-rps": (1024, 0.9),
+    }
+    for name, (budget, decay) in sirllm.items():
+        found_values = profiles[name]
+        assert (found_values.budget, found_values.decay) == (budget, decay)
+        same = {"policy": "entropy", "sinks": 4, "recent": 0, "evict": "between-turns"}
+        same |= {"protect": False, "pin_system": False}
+        assert {key: getattr(found_values, key) for key in same} == same
+
+
+@pytest.mark.parametrize("name", ["", "../mine", "a/b", "a.yaml", "-a", "x" * 300])
+def test_a_new_profile_needs_a_valid_name(name: str, home: Path) -> None:
+    with pytest.raises(SettingError):
+        init_profile(name)
+    assert not list(home.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -107,19 +235,6 @@ def test_text_means_the_same_on_the_command_line_and_in_the_environment(
     assert parse_value(key, text) == value
     assert getattr(resolve(None, {key: text}, {}), key) == value
     assert getattr(resolve(None, {}, {f"SIRCHAT_{key.upper()}": text}), key) == value
-
-
-@given(st.sampled_from(list(Profile.model_fields)), st.text())
-@one_folder
-def test_any_text_for_any_setting_is_accepted_or_refused_in_one_line(key: str, text: str) -> None:
-    try:
-        resolve(None, {key: text}, {})
-    except SettingError as error:
-        problem = str(error)
-    else:
-        problem = f"--{key.replace('_', '-')}: {key}"
-    assert problem.startswith(f"--{key.replace('_', '-')}: {key}")
-    assert "\n" not in problem
 
 
 @pytest.mark.parametrize(
@@ -151,165 +266,12 @@ def test_a_refusal_names_the_source_the_key_and_what_is_allowed(
     assert allowed in message.partition("it must be ")[2]
 
 
-def test_each_source_is_named_as_the_user_knows_it() -> None:
-    assert refusal("decay: 3").startswith(": decay can't be 3; it must be")
-    with pytest.raises(SettingError, match=r"^SIRCHAT_DECAY: decay can't be 3; it must be"):
-        resolve(None, {}, {"SIRCHAT_DECAY": "3"})
-    with pytest.raises(SettingError, match=r"^/decay: decay can't be 3; it must be"):
-        changed_profile(Profile(), "/decay", decay=3)
-
-
-def test_an_int_is_accepted_as_a_float() -> None:
-    assert resolve(None, {"decay": 1, "temperature": 2}, {}).temperature == 2.0
-
-
-def test_a_misspelt_name_gets_the_nearest_one() -> None:
-    assert "did you mean entropy?" in flag_refusal(policy="entropie")
-    assert "did you mean budget?" in flag_refusal(budegt=1)
-    assert "did you mean decay?" in refusal("decya: 1")
-    assert "did you mean bfloat16?" in flag_refusal(dtype="bf16")
-    with pytest.raises(SettingError, match="did you mean sirllm-rps"):
-        load_profile("sirlm-rps")
-
-
-def test_settings_must_fit_the_budget_and_the_last_one_set_is_blamed() -> None:
-    write("small", "budget: 64")
-    with pytest.raises(SettingError, match=r"^--sinks: sinks can't be 49; budget \(64\) must"):
-        resolve("small", {"sinks": 49}, {})
-    assert resolve("small", {"sinks": 48}, {}).sinks == 48
-    with pytest.raises(SettingError, match=r"^/budget: budget can't be 31; recent \(32\) must"):
-        changed_profile(Profile(), "/budget", budget=31)
-    assert changed_profile(Profile(), "/budget", budget=32).budget == 32
-
-
-def test_a_live_change_makes_a_checked_copy() -> None:
-    before = Profile()
-    assert changed_profile(before, "/budget", budget=512).budget == 512
-    assert before.budget == 1024
-    with pytest.raises(ValidationError):
-        before.budget = 3
-
-
-def test_another_policy_drops_the_options_of_the_old_one() -> None:
-    reservoir = resolve("reservoir", {}, {})
-    assert reservoir.policy_options == {"sample": 192}
-    assert changed_profile(reservoir, "/policy", policy="reservoir").policy_options == {
-        "sample": 192
-    }
-    assert changed_profile(reservoir, "/policy", policy="entropy").policy_options == {}
-    assert resolve("reservoir", {"policy": "sink"}, {}).policy_options == {}
-
-
-def test_policies_are_named_by_file_alias_or_path() -> None:
-    assert policy_choices() == sorted([*POLICIES, "attention", "stream"])
-    assert Profile(policy="stream").policy == "sink"
-    assert Profile(policy="package.module:Class").policy == "package.module:Class"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("budget: 1\nbudget: 2", ', line 2: not valid YAML: "budget" is set twice'),
-        ("budget: 512\ndecay: [", ", line 2: not valid YAML"),
-        ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
-        ("model: a\x00", ", line 1: not valid YAML"),
-        ("decay: !!python/name:os.system", ", line 1: not valid YAML"),
-        ("a: " + "[" * 5000, ", line 1: not valid YAML"),
-        ("budget: " + "1" * 5000, ", line 1: not valid YAML"),
-        (b"seed: 1\nmodel: \xff", ", line 2: not UTF-8"),
-        ("- budget", ": a profile must be a mapping"),
-        ("budget", ": a profile must be a mapping"),
-        ("1: 2", ": there is no setting 1"),
-        ("budget: 010", ': budget can\'t be "010"'),
-        ("protect: yes", ': protect can\'t be "yes"; it must be true or false'),
-        ("model:", ": model can't be null; it must be text"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused(text: str | bytes, problem: str) -> None:
-    assert refusal(text).startswith(problem)
-
-
-@given(st.binary())
-@one_folder
-def test_any_file_is_a_profile_or_refused(data: bytes) -> None:
-    path = write("any", data)
-    try:
-        load_profile("any")
-    except SettingError as error:
-        problem = str(error)
-    else:
-        problem = str(path)
-    assert problem.startswith(str(path))
-
-
-def test_a_profile_holds_only_the_keys_it_sets() -> None:
-    write("mine", "\ufeffbudget: 512\r\npanel: off\r\ndecay: 1e-1\r\nsystem: \uff11\r\n")
-    kept = {"budget": 512, "panel": "off", "decay": 0.1, "system": "\uff11"}
-    assert load_profile("mine") == kept
-    write("empty", "# nothing\n")
-    assert load_profile("empty") == {}
-
-
-def test_a_profile_is_found_by_file_too(tmp_path: Path) -> None:
-    (tmp_path / "here.yaml").write_text("seed: 5")
-    assert load_profile(str(tmp_path / "here.yaml")) == {"seed": 5}
-    with pytest.raises(SettingError, match=r"gone\.yaml can't be read: No such file"):
-        load_profile("gone.yaml")
-
-
-def test_the_users_profile_hides_the_shipped_one() -> None:
-    path = write("reservoir", "seed: 5")
-    assert profile_path("reservoir") == path
-    assert load_profile("reservoir") == {"seed": 5}
-    assert {info.name: info.shipped for info in list_profiles()}["reservoir"] is False
-
-
-def test_a_broken_profile_does_not_break_the_list() -> None:
-    write("broken", "budget: x")
-    described = {info.name: info.description for info in list_profiles()}
-    assert described["broken"].startswith("this profile can't be used: ")
-
-
-def test_shipped_profiles_are_complete_and_described() -> None:
-    found = list_profiles()
-    assert {info.name for info in found if info.shipped} == SHIPPED
-    assert all(info.description for info in found)
-    for name in SHIPPED:
-        resolve(name, {}, {})
-
-
-def test_the_shipped_default_is_the_built_in_one() -> None:
-    values = load_profile("default")
-    assert set(values) == set(Profile.model_fields)
-    assert Profile.model_validate(values | {"description": ""}) == Profile()
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "decay"),
-    [("sirllm-dailydialog", 512, 0.7), ("sirllm-grocery", 1024, 1.0), ("sirllm-rps", 1024, 0.9)],
-)
-def test_sirllm_profiles_have_the_papers_values(name: str, budget: int, decay: float) -> None:
-    found = resolve(name, {}, {})
-    assert (found.policy, found.budget, found.decay) == ("entropy", budget, decay)
-    assert (found.sinks, found.recent, found.evict) == (4, 0, "between-turns")
-    assert not found.protect
-    assert not found.pin_system
-
-
 @given(st.text(), st.none() | st.text() | st.sampled_from(["off", "1e3", "null", "010", "~", "="]))
 @one_folder
 def test_what_is_shown_reads_back_as_the_same_profile(model: str, system: str | None) -> None:
     profile = Profile(model=model, system=system, decay=1e-7, policy_options={"1e3": "no"})
     write("shown", profile_as_yaml(profile))
     assert resolve("shown", {}, {}) == profile
-
-
-def test_every_setting_is_described_where_it_is_shown() -> None:
-    shown = profile_as_yaml(Profile()).splitlines()
-    for key in Profile.model_fields:
-        comment = shown[[line.split(":")[0] for line in shown].index(key) - 1]
-        assert comment.startswith("# ")
-        assert comment.endswith(".")
 
 
 def test_a_new_profile_is_private_sets_nothing_and_is_never_overwritten() -> None:
@@ -319,22 +281,14 @@ def test_a_new_profile_is_private_sets_nothing_and_is_never_overwritten() -> Non
     assert load_profile("mine") == {}
     uncommented = path.read_text().replace("\n#", "\n").split("\n", 1)[1]
     settings_only = [line for line in uncommented.splitlines() if not line.startswith(" ")]
+    shown = profile_as_yaml(Profile()).splitlines()
+    for key in Profile.model_fields:
+        comment = shown[[line.split(":")[0] for line in shown].index(key) - 1]
+        assert comment.startswith("# ")
+        assert comment.endswith(".")
     assert Profile.model_validate(yaml.safe_load("\n".join(settings_only))) == Profile()
     with pytest.raises(SettingError, match="exists"):
         init_profile("mine")
-
-
-@pytest.mark.parametrize("name", ["", "../mine", "a/b", "a.yaml", "-a", "x" * 300])
-def test_a_new_profile_needs_a_valid_name(name: str, home: Path) -> None:
-    with pytest.raises(SettingError):
-        init_profile(name)
-    assert not list(home.rglob("*.yaml"))
-
-
-def test_settings_need_neither_torch_nor_transformers() -> None:
-    code = "import sys, sirchat.config.profile_files as p; p.resolve('default', {}, {})"
-    check = "; p.list_profiles(); assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code + check], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(
@@ -356,44 +310,11 @@ def test_values_that_would_break_the_core_are_refused(key: str, values: list[obj
     assert resolve(None, fitting, {}).temperature == 0.01
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (BOMB, "an alias"),
-        ("a: &a {budget: 64}\n<<: *a", "an alias"),
-        ("temperature: !!float ''", "a tag"),
-        ("protect: !!bool maybe", "a tag"),
-        ("seed: !!timestamp x", "a tag"),
-        ("seed: !!int \uff11\uff12", "a tag"),
-        ("policy_options: !!python/object:os.system {}", "a tag"),
-        ("system: " + 300_000 * "x", "is too long; a profile has at most"),
-        ("[" * 100_000, "too deep"),
-        ("seed: " + "9" * 100_000, "too long"),
-    ],
-)
-def test_a_file_that_would_take_all_memory_or_time_is_refused(text: str, problem: str) -> None:
-    write("bomb", text)
-    with pytest.raises(SettingError, match=problem) as caught:
-        resolve("bomb", {}, {})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
-def test_an_endless_file_is_refused() -> None:
-    with pytest.raises(SettingError, match="is too long; a profile has at most"):
-        load_profile("/dev/zero")
-
-
 def test_a_file_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(
         "policy: salience\nforget_thinking: true\nevict: turn\nrecall_index: auto\n"
-        "policy_options: {words: false, user: true}\n"
+        "recall_from: all\npolicy_options: {words: false, user: true}\n"
     )
     found = resolve(str(file), {}, {})
     assert (found.evict_thinking, found.evict) == (True, "before-turn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import sys
 from pathlib import Path
@@ -52,53 +53,45 @@ def was_refused(done: Done, here: Path, policy: str) -> bool:
     return done.returncode == 2 and told and not (here / "ran").exists()
 
 
-@pytest.mark.parametrize("where", ["flag", "environment", "default"])
-def test_a_profile_cannot_run_code(here: Path, planted: str, where: str) -> None:
-    if where == "flag":
-        done = run("--profile", "theirs.yaml")
-    elif where == "environment":
-        done = run(SIRCHAT_PROFILE="./theirs.yaml")
-    else:
-        paths.user_profiles_dir().mkdir(parents=True)
-        (here / "theirs.yaml").rename(paths.user_profiles_dir() / "default.yaml")
-        done = run()
-    assert was_refused(done, here, planted)
-    assert len(done.stderr.strip().splitlines()) == 1
+FLAGS = ("--profile", "theirs.yaml")
 
 
-@pytest.mark.parametrize("command", ["compare", "replay", "ask"])
-def test_no_command_runs_it(here: Path, planted: str, command: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        *((), FLAGS, ("eval", "perplexity", *FLAGS)),
+        *((one, "talk.txt", *FLAGS) for one in ("compare", "replay", "ask")),
+    ],
+)
+def test_a_profile_cannot_run_code(here: Path, planted: str, words: tuple[str, ...]) -> None:
     (here / "talk.txt").write_text("Hello.\n", encoding="utf-8")
-    assert was_refused(run(command, "talk.txt", "--profile", "theirs.yaml"), here, planted)
-    assert was_refused(run("eval", "perplexity", "--profile", "theirs.yaml"), here, planted)
+    assert was_refused(run(*words, SIRCHAT_PROFILE="./theirs.yaml"), here, planted)
+    if not words:
+        paths.user_profiles_dir().mkdir(parents=True)
+        for name in ("theirs", "default"):
+            shutil.copy(here / "theirs.yaml", paths.user_profiles_dir() / f"{name}.yaml")
+        assert "theirs" in run("profiles", "list").stdout
+        run("profiles", "show", "theirs")
+        done = run()
+        assert was_refused(done, here, planted)
+        assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_profiles_are_listed_without_running_it(here: Path, planted: str) -> None:
-    paths.user_profiles_dir().mkdir(parents=True)
-    (here / "theirs.yaml").rename(paths.user_profiles_dir() / "theirs.yaml")
-    assert "theirs" in run("profiles", "list").stdout
-    run("profiles", "show", "theirs")
-    assert not (here / "ran").exists()
-
-
-def test_what_the_command_line_names_is_trusted(
+def test_what_is_typed_is_trusted(
     here: Path, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trust = ("--profile", "theirs.yaml", "--trust-policy", planted)
+    trust = (*FLAGS, "--trust-policy", planted)
     assert "cannot be imported" in run(*trust).stderr  # not from the current folder
     assert not (here / "ran").exists()
+    before = list(sys.path)
+    assert run("--policy", planted, "--json").returncode == 0  # which may be there
+    assert run("policies", "check", planted).returncode == 0
+    assert sys.path == before
+    assert (here / "ran").exists()
     monkeypatch.syspath_prepend(str(here))
     done = run(*trust, "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout.splitlines()[0])["profile"]["policy"] == planted
-
-
-def test_what_is_typed_may_be_in_the_current_folder(here: Path, planted: str) -> None:
-    before = list(sys.path)
-    assert run("--policy", planted, "--json").returncode == 0
-    assert run("policies", "check", planted).returncode == 0
-    assert sys.path == before
-    assert (here / "ran").exists()
 
 
 def test_commands_in_a_chat_keep_to_it(here: Path, planted: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,15 +34,39 @@ def test_names_are_compared_whatever_their_unicode_composition(folder: Path) -> 
     ident = saved(folder, "Zo\N{COMBINING DIAERESIS}e")
     for typed in ("z\N{LATIN SMALL LETTER O WITH DIAERESIS}e", "zo\N{COMBINING DIAERESIS}e"):
         assert find_session(folder, typed).stem == ident
+    other = saved(folder, "tour")
+    with SessionStore.open(find_session(folder, other)) as store:
+        store.rename("zöe")
+    with pytest.raises(SessionError, match=r'several sessions are called "zöe"') as caught:
+        find_session(folder, "zöe")
+    assert ident in str(caught.value)
+    assert other in str(caught.value)
 
 
-def test_another_name_replaces_the_first_on_disk_too(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "gone"),
+    [
+        ("Oranges", "/save oslo"),
+        ("Oranges", "/erase --yes MARMALADE"),  # of the name alone
+        *(("Oranges and Marmalade", f"/erase {what}") for what in ("marmalade", "last", "turn 2")),
+    ],
+)
+def test_a_name_that_is_replaced_or_erased_is_in_no_file(
+    folder: Path, said: str, gone: str
+) -> None:
     chat = Chat()
-    chat.say(SAYINGS[0])
+    chat.say("some words", said)
     chat.do("/save Marmalade")
-    chat.do("/save oslo")
+    chat.do("/erase --yes some words")
+    assert find_session(folder, "Marmalade")  # other words keep it
+    chat.do(gone)
+    if gone.startswith("/erase"):
+        assert "--yes" in gone or "name" in chat.do("/erase --yes")
+        with pytest.raises(UsageError):
+            chat.do("/erase --yes MARMALADE")
     chat.saved_chat.close()
-    assert find_session(folder, "oslo")
+    name = "oslo" if gone == "/save oslo" else ""
+    assert [entry.name for entry in list_sessions(folder).sessions] == [name]
     with pytest.raises(SessionError, match="no saved session"):
         find_session(folder, "Marmalade")
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
@@ -82,28 +104,6 @@ def test_a_name_or_id_that_another_session_has_is_refused(folder: Path) -> None:
     assert find_session(folder, "trip").stem == ident
 
 
-def test_two_sessions_of_one_name_are_distinguished_by_their_ids(folder: Path) -> None:
-    one, other = saved(folder, "trip"), saved(folder, "tour")
-    with SessionStore.open(find_session(folder, other)) as store:
-        store.rename("trip")
-    with pytest.raises(SessionError, match=r'several sessions are called "trip"') as caught:
-        find_session(folder, "trip")
-    assert one in str(caught.value)
-    assert other in str(caught.value)
-
-
-def test_a_session_from_before_names_opens_and_can_be_named(folder: Path) -> None:
-    ident = saved(folder)
-    path = find_session(folder, ident)
-    with closing(sqlite3.connect(path)) as connection:
-        assert not connection.execute("SELECT * FROM about WHERE name = 'name'").fetchall()
-    chat = Chat()
-    assert "called" not in chat.do(f"/load {ident}")
-    chat.do("/save trip")
-    chat.saved_chat.close()
-    assert find_session(folder, "trip") == path
-
-
 def test_a_name_in_a_file_cannot_steer_the_terminal(folder: Path) -> None:
     ident = saved(folder)
     with SessionStore.open(find_session(folder, ident)) as store:
@@ -125,27 +125,3 @@ def test_a_reset_leaves_the_name_to_the_session_before(folder: Path) -> None:
     chat.saved_chat.close()
     assert sorted(entry.name for entry in list_sessions(folder).sessions) == ["", "trip"]
     assert resumed(folder, "trip")[0].turns[0].text == SAYINGS[0]
-
-
-@pytest.mark.parametrize("target", ["marmalade", "last", "turn 0"])
-def test_erased_text_is_in_no_name(folder: Path, target: str) -> None:
-    chat = Chat()
-    chat.say("Oranges and Marmalade")
-    chat.do("/save Marmalade")
-    assert "would erase" in chat.do(f"/erase {target}")
-    assert "name" in chat.do("/erase --yes")
-    chat.saved_chat.close()
-    assert [entry.name for entry in list_sessions(folder).sessions] == [""]
-    assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
-
-
-def test_words_of_the_name_alone_can_be_erased_and_other_words_keep_it(folder: Path) -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    chat.do("/save Marmalade")
-    chat.do("/erase --yes some words")
-    assert find_session(folder, "Marmalade")
-    chat.do("/erase --yes MARMALADE")
-    assert [entry.name for entry in list_sessions(folder).sessions] == [""]
-    with pytest.raises(UsageError):
-        chat.do("/erase --yes MARMALADE")

@@ -89,7 +89,7 @@ def test_an_older_chat_under_settings_that_are_gone_opens_under_others(folder: P
     with closing(sqlite3.connect(path)) as connection, connection:
         ((head,),) = connection.execute("SELECT fields FROM head")
         fields = json.loads(head)
-        fields["profile"] |= {**gone, "recall_scope": "layer"}
+        fields["profile"] |= {**gone, "recall_scope": "layer", "recall_from": "all"}
         connection.execute("UPDATE head SET fields = ?", (json.dumps(fields),))
         ((written,),) = connection.execute("SELECT value FROM about WHERE name = 'sums'")
         (values,) = connection.execute("SELECT * FROM head")

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
 from sirchat.cli.app import _translate_arguments
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import input_history
-from terminal import Terminal
+from terminal import WARM, Terminal
 
 pytestmark = pytest.mark.usefixtures("folder")
 
 
+def left(*texts: str, **settings: Any) -> None:
+    """A saved chat of `tiny` that was left."""
+    chat = Chat(tiny(), **{"budget": 1024, "max_new_tokens": 40, "decay": 1.0, **settings})
+    chat.say(*texts)
+    chat.saved_chat.close()
+
+
 @pytest.mark.slow
 def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.ask("My name is Anna.")
-        assert chat.leave() == 0
-    listed = run("sessions", "list")
-    assert "My name is Anna." in listed.stdout
+    left("My name is Anna.")
+    assert "My name is Anna." in run("sessions", "list").stdout
     with Terminal("--resume", home=tmp_path) as chat:
         chat.wait_prompt()
         assert "2 messages" in chat.text
@@ -49,23 +56,78 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
-    with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
-        for _ in range(2):
-            chat.ask("Tell me a joke. " * 6)
-        assert chat.leave() == 0
-    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
-    with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
+    left(*["Tell me a joke. " * 6] * 2, policy="sink", budget=64, recent=8)
+    flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy", "--compile", "auto")
+    bare = {"CXX": "no-such-compiler"}
+    with Terminal("--resume", "last", *flags, home=tmp_path, environ=bare) as chat:
         stats = chat.ask("/stats")
         assert re.search(r"; ([\d,]+) of 512 held, 0 evicted", stats)
         assert "policy entropy" in stats
-        assert chat.leave() == 0
-    again, bare = ("--resume", "last", "--compile", "auto"), {"CXX": "no-such-compiler"}
-    with Terminal(*again, home=tmp_path, environ=bare) as chat:
         assert "compile is auto" in chat.ask("/set compile")
         assert chat.leave() == 0
     with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
         assert chat.ended() == 2
         assert "seed" in chat.text
+
+
+@pytest.mark.slow
+def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
+    chat = Chat(tiny(), budget=1024)
+    chat.say("Hello!")
+    (ident,) = re.findall(r"(?m)^ *(20\S+).*\(open\)", run("sessions", "list").stdout)
+    for name, told in (("last", "open in another process"), (ident, "in use")):
+        refused = run("sessions", "rm", name, "--yes")
+        assert refused.returncode == 1
+        assert told in refused.stderr
+    with Terminal("--resume", home=tmp_path) as other:
+        assert other.ended() == 1
+        told = "".join(other.text.split())
+        assert f"inusebyanotherprocess,{os.getpid()}on{platform.node()}," in told
+        assert f"sirchat--resume{ident}--branchNAME" in told
+    with Terminal("--resume", ident, "--branch", "other", home=tmp_path) as other:
+        other.ask("What is new?")
+        assert "2 messages" in chat.do("/stats")
+        assert "4 messages" in other.ask("/stats")
+        assert other.leave() == 0
+    assert "other" in chat.do("/branches")
+    assert run("--branch", "x", "sessions").returncode == 2
+    assert "--branch has no effect without" in run("--branch", "x").stderr
+
+
+def test_without_a_terminal_a_yes_is_needed_and_a_damaged_chat_goes_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    ident = saved(folder, "my trip")
+    refused = run("sessions", "rm", "my trip")
+    told = f"sirchat: {ident} is not deleted: deleting needs a confirmation (add --yes)\n"
+    assert (refused.returncode, refused.stderr) == (2, told)
+    assert list_sessions(folder).sessions
+    done = run("sessions", "rm", "my trip", "-y", "--history")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (0, f"removed chat {ident}")
+    assert not list_sessions(folder).sessions
+    assert not (tmp_path / "state").exists(), "a history was made for it"
+    saved(folder)
+    (path,) = folder.glob("*.sqlite")
+    content = bytearray(path.read_bytes())
+    content[200:4000] = bytes(3800)
+    path.write_bytes(content)
+    assert run("sessions", "rm", path.stem, "--yes").returncode == 0
+    assert not path.exists()
+
+
+@pytest.mark.slow
+def test_at_a_terminal_it_says_which_chat_and_asks(folder: Path) -> None:
+    ident, home = saved(folder, "my trip"), folder.parents[1]
+    command = (WARM, "-m", "sirchat", "sessions", "rm", "last")
+    for answer, code, left in (("\r", 1, 1), ("y\r", 0, 0)):
+        with Terminal(*command, home=home, columns=60) as rm:
+            rm.wait(r"delete this chat\? \[y/N\]")
+            asked = " ".join(rm.text.split())
+            assert f'{ident}, called "my trip": 4 messages, begins "{SAYINGS[0]}"' in asked
+            rm.send(answer)
+            assert rm.ended() == code
+            assert ("nothing is deleted" in rm.text) == bool(left)
+        assert len(list_sessions(folder).sessions) == left
 
 
 @pytest.mark.parametrize(
@@ -94,54 +156,12 @@ def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
     assert _translate_arguments([]) == []
 
 
-@pytest.mark.slow
-def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.ask("Hello!")
-        (ident,) = re.findall(r"(?m)^ *(20\S+).*\(open\)", run("sessions", "list").stdout)
-        for name, told in (("last", "open in another process"), (ident, "in use")):
-            refused = run("sessions", "rm", name, "--yes")
-            assert refused.returncode == 1
-            assert told in refused.stderr
-        with Terminal("--resume", home=tmp_path) as other:
-            assert other.ended() == 1
-            told = "".join(other.text.split())
-            assert f"inusebyanotherprocess,{chat.child._process.pid}on{platform.node()}," in told
-            assert f"sirchat--resume{ident}--branchNAME" in told
-        with Terminal("--resume", ident, "--branch", "other", home=tmp_path) as other:
-            other.ask("What is new?")
-            assert "2 messages" in chat.ask("/stats")
-            assert "4 messages" in other.ask("/stats")
-            assert other.leave() == 0
-        assert '"other"' in chat.ask("/branches") or "other" in chat.text
-    assert run("--branch", "x", "sessions").returncode == 2
-    assert "--branch has no effect without" in run("--branch", "x").stderr
-
-
-def test_no_save_leaves_no_file(tmp_path: Path) -> None:
-    with Terminal("--no-save", home=tmp_path) as chat:
-        chat.ask("Hello!")
-        assert chat.leave() == 0
-    assert not list((tmp_path / "data").glob("**/*"))
-
-
 def _typed(*lines: str) -> list[str]:
     """The lines of the input history, after these were added."""
     history = input_history(print)
     for line in lines:
         history.append_string(line)
     return input_history(print).lines()
-
-
-def test_without_a_terminal_a_yes_is_needed(folder: Path) -> None:
-    ident = saved(folder, "my trip")
-    refused = run("sessions", "rm", "my trip")
-    told = f"sirchat: {ident} is not deleted: deleting needs a confirmation (add --yes)\n"
-    assert (refused.returncode, refused.stderr) == (2, told)
-    assert list_sessions(folder).sessions
-    done = run("sessions", "rm", "my trip", "-y")
-    assert (done.returncode, done.stderr) == (0, f"removed chat {ident}\n")
-    assert not list_sessions(folder).sessions
 
 
 def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder: Path) -> None:
@@ -157,35 +177,3 @@ def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder
     done = run("sessions", "rm", "trunk", "--yes", "--history")
     assert done.stderr.endswith("\n2 lines erased from the input history\n")
     assert _typed() == ["something else"]
-
-
-def test_no_history_is_made_for_it(folder: Path, tmp_path: Path) -> None:
-    saved(folder)
-    assert run("sessions", "rm", "last", "--yes", "--history").returncode == 0
-    assert not (tmp_path / "state").exists()
-
-
-def test_a_damaged_chat_goes_too(folder: Path) -> None:
-    saved(folder)
-    (path,) = folder.glob("*.sqlite")
-    content = bytearray(path.read_bytes())
-    content[200:4000] = bytes(3800)
-    path.write_bytes(content)
-    assert run("sessions", "rm", path.stem, "--yes").returncode == 0
-    assert not path.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_at_a_terminal_it_says_which_chat_and_asks(folder: Path, columns: int) -> None:
-    ident, home = saved(folder, "my trip"), folder.parents[1]
-    command = ("python", "-m", "sirchat", "sessions", "rm", "last")
-    for answer, code, left in (("\r", 1, 1), ("n\r", 1, 1), ("y\r", 0, 0)):
-        with Terminal(*command, home=home, columns=columns) as rm:
-            rm.wait(r"delete this chat\? \[y/N\]")
-            asked = " ".join(rm.text.split())
-            assert f'{ident}, called "my trip": 4 messages, begins "{SAYINGS[0]}"' in asked
-            rm.send(answer)
-            assert rm.ended() == code
-            assert ("nothing is deleted" in rm.text) == bool(left)
-        assert len(list_sessions(folder).sessions) == left

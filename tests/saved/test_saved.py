@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from attacking import MANY
 from session_files import ROW, columns, head_at, new, refusal, rows_at, said
 from sirchat.saved import database as files
 from sirchat.saved import keys_values
@@ -38,7 +39,7 @@ steps = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=MANY or 20)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])
 def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopening(
@@ -93,8 +94,37 @@ def check(session: SessionStore, turns: list[SavedTurn], seen: int, head: Head |
         assert found.logits.tobytes() == head.logits.tobytes()
 
 
-def test_what_a_session_holds_can_be_changed_after_it_was_read(tmp_path: Path) -> None:
+def test_a_link_that_was_planted_beside_a_session_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious", encoding="utf-8")
+    with SessionStore.create(tmp_path / "sessions", {}) as session:
+        session.path.with_suffix(".safetensors.new").symlink_to(victim)
+        session.kv.save({"keys": torch.ones(3)}, "stamp")
+        assert session.kv.load("stamp") is not None
+    assert victim.read_text(encoding="utf-8") == "precious"
+
+
+@pytest.mark.usefixtures("open_umask")
+@pytest.mark.parametrize("anew", [False, True])
+def test_keys_and_values_are_private_however_the_library_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    def write(tensors: object, path: Path, metadata: object) -> None:
+        if anew:
+            path.unlink()
+        path.write_bytes(b"")
+
+    monkeypatch.setattr("safetensors.torch.save_file", write)
+    with SessionStore.create(tmp_path / "saved", {}) as session:
+        session.kv.save({}, "stamp")
+        assert modes(tmp_path / "saved") == {0o600}
+
+
+def test_undone_turns_are_overwritten_and_what_was_read_can_be_changed(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
+        session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
+        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
+        assert SECRET.encode() not in everything_in(tmp_path)
         session.rows(ROW)["flags"][0] = 1
         head = session.head()
         assert head is not None
@@ -203,16 +233,6 @@ def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
     assert not unfinished.exists()
 
 
-def test_a_link_that_was_planted_beside_a_session_is_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious", encoding="utf-8")
-    with SessionStore.create(tmp_path / "sessions", {}) as session:
-        session.path.with_suffix(".safetensors.new").symlink_to(victim)
-        session.kv.save({"keys": torch.ones(3)}, "stamp")
-        assert session.kv.load("stamp") is not None
-    assert victim.read_text(encoding="utf-8") == "precious"
-
-
 SECRET = "correct horse battery staple"
 
 
@@ -232,22 +252,6 @@ def test_folder_and_files_are_private_while_open_and_after(tmp_path: Path) -> No
     assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
 
 
-@pytest.mark.usefixtures("open_umask")
-@pytest.mark.parametrize("anew", [False, True])
-def test_keys_and_values_are_private_however_the_library_writes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
-) -> None:
-    def write(tensors: object, path: Path, metadata: object) -> None:
-        if anew:
-            path.unlink()
-        path.write_bytes(b"")
-
-    monkeypatch.setattr("safetensors.torch.save_file", write)
-    with SessionStore.create(tmp_path / "saved", {}) as session:
-        session.kv.save({}, "stamp")
-        assert modes(tmp_path / "saved") == {0o600}
-
-
 def modes(folder: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
 
@@ -260,7 +264,7 @@ turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_s
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=MANY or 12)
 @given(turns_and_kinds, st.integers(0, 3))
 @example([(5, True), (9000, True), (0, True), (4000, True)], 1)
 def test_erased_text_is_in_no_file(
@@ -283,13 +287,6 @@ def test_erased_text_is_in_no_file(
         assert session.turns() == said(*clean)
         assert session.kv.load(texts[-1]) is None
     assert SECRET.encode() not in everything_in(folder)
-
-
-def test_undone_turns_are_overwritten(tmp_path: Path) -> None:
-    with SessionStore.open(new(tmp_path, "one")) as session:
-        session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
-        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
-        assert SECRET.encode() not in everything_in(tmp_path)
 
 
 def test_between_turns_everything_is_in_one_file(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from session_files import (
     APPEND_FOREVER,
@@ -27,7 +25,6 @@ from session_files import (
     rows_at,
     said,
 )
-from sirchat.errors import SessionError
 from sirchat.saved.database import FORMAT
 from sirchat.saved.session_list import export_session, find_session, list_sessions, remove_session
 from sirchat.saved.store import SessionStore
@@ -36,7 +33,7 @@ from sirchat.saved.store import SessionStore
 @pytest.mark.slow
 def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:
     path, moments, last = new(tmp_path, "turn 0"), random.Random(1), 0
-    for _ in range(20):
+    for _ in range(8):
         with Elsewhere(APPEND_FOREVER, path) as writer:
             first = int(writer.stdout.readline())
             time.sleep(moments.uniform(0, 0.05))
@@ -53,7 +50,7 @@ def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:
             assert head.fields == {"turn": turns[-1].index}
             assert head.seen == 3 + sum(turn.index % 5 for turn in turns[1:])
             assert columns(session.rows(ROW)) == columns(rows_at(range(head.seen)))
-    assert last > 20
+    assert last > 8
 
 
 DIE_INSIDE_A_TURN = """
@@ -149,58 +146,16 @@ def test_a_file_that_is_not_a_valid_session_is_refused_and_left_alone(
     assert find_session(tmp_path, "last") == good
 
 
-def test_a_session_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+def test_a_session_or_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     path = tmp_path / "none.sqlite"
     for act in (SessionStore.open, remove_session, lambda path: export_session(path, io.BytesIO())):
         assert refusal(lambda act=act: act(path)) == f"there is no saved session {path}"  # type: ignore[misc]
     assert not path.exists()
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "sessions"
     problem = refusal(lambda: SessionStore.create(folder, {}))
     assert problem.startswith(f"no session can be saved in {folder}: ")
     assert list_sessions(folder) == ([], [], 0)
-
-
-def test_damage_is_found_when_a_session_is_opened_and_not_when_it_is_read(tmp_path: Path) -> None:
-    path = new(tmp_path, *("x" * 9000 for _ in range(9)))
-    content = bytearray(path.read_bytes())
-    for page in range(1, len(content) // 4096):
-        broken = content.copy()
-        broken[4096 * page : 4096 * page + 8] = b"\xff" * 8
-        path.write_bytes(broken)
-        if content[4096 * page] in (5, 13):  # a page of a table; others hold long values
-            assert "is damaged" in refusal(lambda: SessionStore.open(path))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undamaged session."""
-    return new(tmp_path_factory.mktemp("whole"), "hello", "x" * 9000, "bye")
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4))
-def test_any_damage_is_harmless_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, whole: Path, damage: list[tuple[int, int]]
-) -> None:
-    path, content = tmp_path_factory.mktemp("saved") / whole.name, bytearray(whole.read_bytes())
-    telling = [at for at, byte in enumerate(content) if byte not in b"\0x"]
-    for number, change in damage:
-        content[telling[number % len(telling)]] ^= change
-    path.write_bytes(content)
-    sessions, refused = list_sessions(path.parent)[:2]
-    assert len(sessions) + len(refused) == 1
-    problem = ""
-    try:
-        with SessionStore.open(path) as session:
-            session.turns(), session.rows(ROW), session.head()
-    except SessionError as error:
-        problem = str(error)
-    assert "\n" not in problem
 
 
 def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(interrupted: Path) -> None:

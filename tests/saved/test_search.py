@@ -119,6 +119,24 @@ def test_names_and_branches_are_found_without_reading_every_chat(
     assert [chat.path for chat in branches_of(tmp_path, path.stem)] == [path]
 
 
+@pytest.mark.usefixtures("open_umask")
+def test_the_index_is_private_and_no_save_touches_it(tmp_path: Path) -> None:
+    path, index = new(tmp_path, "rome"), tmp_path / NAME
+    for _ in range(2):
+        assert found(tmp_path, "rome") == [path]
+        before = index.stat()
+        assert before.st_mode & 0o777 == 0o600
+        with SessionStore.open(path) as session:
+            seen = session.head().seen  # type: ignore[union-attr]
+            turn = said("lisbon", start=seen // 3)
+            session.append(turn, rows_at(range(seen, seen + 3)), head_at(seen + 3))
+        assert index.stat().st_mtime_ns == before.st_mtime_ns
+        index.unlink()  # it can be deleted
+    damaged = new(tmp_path, "rome")
+    damaged.write_bytes(damaged.read_bytes()[:3000])  # which is passed over
+    assert found(tmp_path, "rome") == [path]
+
+
 def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
     path, other = new(tmp_path, "rome"), new(tmp_path / "elsewhere", "oslo")
     soon = time.time_ns() + 10**12
@@ -162,25 +180,6 @@ def test_text_that_is_removed_from_a_chat_is_removed_from_the_index_at_once(
         assert SECRET.lower()[:6].encode() not in file.read_bytes().lower(), file
     assert not found(tmp_path, SECRET)
     assert len(found(tmp_path, "oranges")) == 7 + (removal is erase)
-
-
-def test_saving_a_turn_does_not_touch_the_index(tmp_path: Path) -> None:
-    path = new(tmp_path, "rome")
-    found(tmp_path, "rome")
-    before = (tmp_path / NAME).stat()
-    with SessionStore.open(path) as session:
-        session.append(said("lisbon", start=1), rows_at(range(3, 6)), head_at(6))
-    assert (tmp_path / NAME).stat().st_mtime_ns == before.st_mtime_ns
-
-
-@pytest.mark.usefixtures("open_umask")
-def test_the_index_is_private_and_can_be_deleted(tmp_path: Path) -> None:
-    path = new(tmp_path, "rome")
-    assert found(tmp_path, "rome") == [path]
-    index = tmp_path / NAME
-    assert index.stat().st_mode & 0o777 == 0o600
-    index.unlink()
-    assert found(tmp_path, "rome") == [path]
 
 
 def other_tables(index: Path) -> None:
@@ -229,17 +228,11 @@ def fail(*_: object) -> None:
     raise sqlite3.OperationalError("database is locked")
 
 
-def test_a_damaged_chat_is_passed_over(tmp_path: Path) -> None:
-    whole, damaged = new(tmp_path, "rome"), new(tmp_path, "rome")
-    damaged.write_bytes(damaged.read_bytes()[:3000])
-    assert found(tmp_path, "rome") == [whole]
-
-
 @pytest.mark.slow
 def test_several_processes_search_and_write_at_the_same_time(tmp_path: Path) -> None:
     code = """
 from sirchat.saved.search import search_sessions
-for n in range(5):
+for n in range(3):
     with SessionStore.create(path, {}) as s:
         s.append(said("rome", "soon undone"), rows_at(range(6)), head_at(6))
     search_sessions(path, "rome")
@@ -247,9 +240,9 @@ for n in range(5):
         s.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
 print(len(search_sessions(path, "undone").hits) < 3)
 """
-    others = [Elsewhere(code, tmp_path) for _ in range(3)]
-    assert [process.stdout.read() for process in others] == ["True\n"] * 3
+    others = [Elsewhere(code, tmp_path) for _ in range(2)]
+    assert [process.stdout.read() for process in others] == ["True\n"] * 2
     result = search_sessions(tmp_path, "rome")
-    assert len(result.hits) == 15
+    assert len(result.hits) == 6
     assert not found(tmp_path, "undone")
     assert b"undone" not in (tmp_path / NAME).read_bytes()

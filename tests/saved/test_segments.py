@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,21 +78,25 @@ def test_with_what_is_saved_at_its_end_a_chat_has_all(chat: Chat, folder: Path) 
     assert at_end.stat().st_size < sum(file.stat().st_size for file in files(folder))
 
 
-def test_files_are_private_and_go_with_the_chat(chat: Chat, folder: Path) -> None:
+def test_files_are_private_listed_trimmed_and_go_with_the_chat(
+    chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts = files(folder)
     assert [part.stat().st_mode & 0o777 for part in parts] == [0o600] * len(parts)
     assert parts[0].parent.stat().st_mode & 0o777 == 0o700
+    size = in_bytes(sum(file.stat().st_size for file in parts))
+    sessions_list()
+    assert f"keys and values take {size} of at most 4GiB" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="is no size"):
+        sessions_trim("much")
+    sessions_trim("0")
+    assert f"deleted {size} of keys and values, 0 B stay" in capsys.readouterr().err
+    assert not files(folder)
+    chat.say(LONG, LONG)
+    assert files(folder)
     chat.crash()
     remove_session(folder / f"{only(folder)}.sqlite")
     assert not list(folder.glob("*.kv"))
-
-
-def test_the_list_of_chats_says_how_large_they_are_and_may_be(
-    chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    size = sum(file.stat().st_size for file in files(folder))
-    sessions_list()
-    assert f"keys and values take {in_bytes(size)} of at most 4GiB" in capsys.readouterr().err
 
 
 def test_past_the_limit_of_all_chats_the_oldest_keys_and_values_go_and_no_text(
@@ -112,15 +115,6 @@ def test_past_the_limit_of_all_chats_the_oldest_keys_and_values_go_and_no_text(
     assert not list(folder.glob("*.safetensors"))
     again, _ = resumed(folder, only(folder))
     assert [turn.text for turn in again.turns] == said
-
-
-def test_trim_makes_room(chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = in_bytes(sum(file.stat().st_size for file in files(folder)))
-    sessions_trim("0")
-    assert f"deleted {size} of keys and values, 0 B stay" in capsys.readouterr().err
-    assert not files(folder)
-    with pytest.raises(UsageError, match="is no size"):
-        sessions_trim("much")
 
 
 @pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}, {"save": False}])
@@ -213,18 +207,3 @@ def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> N
     for one in (copy.id, branch):
         again, _ = resumed(folder, one)
         assert len(again.archived) > 2 * FEWEST - 1
-
-
-def test_a_disk_that_is_full_costs_the_keys_and_not_the_text(
-    chat: Chat, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sirchat.saved.keys_values.sync", full)
-    chat.say(LONG, "Bye.")
-    assert not re.search("saved", chat.out.getvalue())
-    assert not [file for file in files(folder) if file.suffix == ".new"]
-    chat.crash()
-    again, _ = resumed(folder, only(folder))
-    assert again.turns[-2].text == "Bye."

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sqlite3
+import sys
 import time
 from contextlib import closing
 from datetime import datetime
@@ -82,6 +83,28 @@ def test_a_session_in_use_is_listed_as_it_was_saved_last(tmp_path: Path) -> None
         assert printed(show, tmp_path) == "2 one tiny True\n"
 
 
+def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list_sessions(tmp_path / "missing") == ([], [], 0)
+    assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
+    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
+    with monkeypatch.context() as patch:  # as if it had been killed
+        patch.setattr("sirchat.saved.store.put", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            SessionStore.create(tmp_path, {})
+    assert len([*tmp_path.glob("*.sqlite")]) == 1
+    assert list_sessions(tmp_path) == ([], [], 0)
+    SessionStore.create(tmp_path, {}).close()
+    (session,) = list_sessions(tmp_path).sessions
+    assert (session.model, session.turns, session.first) == ("", 0, "")
+    path, file = new(tmp_path, "Grüße\n\x00", 'a "reply"'), io.BytesIO()
+    assert find_session(tmp_path, "last") == path
+    export_session(path, file)
+    turns = [(turn.role, turn.content) for turn in parse_transcript(file.getvalue(), "t")]
+    assert turns == [("user", "Grüße\n\x00"), ("assistant", 'a "reply"')]
+
+
 def test_a_session_that_cannot_be_read_in_use_is_listed_by_its_name(tmp_path: Path) -> None:
     empty = tmp_path / "20251121-1433-aaaa.sqlite"  # as when another process has just created it
     empty.touch()
@@ -107,17 +130,6 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
     assert len(newest.first) == session_list._FIRST_LINE
     assert not refused
     assert find_session(tmp_path, "last") == paths[0]
-
-
-def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_one(
-    tmp_path: Path,
-) -> None:
-    assert list_sessions(tmp_path / "missing") == ([], [], 0)
-    assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
-    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
-    SessionStore.create(tmp_path, {}).close()
-    (session,) = list_sessions(tmp_path).sessions
-    assert (session.model, session.turns, session.first) == ("", 0, "")
 
 
 def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
@@ -177,16 +189,6 @@ def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: P
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_a_session_is_exported_as_json_lines(tmp_path: Path) -> None:
-    path, file = new(tmp_path, "Grüße\n\x00", 'a "reply"'), io.BytesIO()
-    export_session(path, file)
-    turns = parse_transcript(file.getvalue(), "t")
-    assert [(turn.role, turn.content) for turn in turns] == [
-        ("user", "Grüße\n\x00"),
-        ("assistant", 'a "reply"'),
-    ]
-
-
 def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Path) -> None:
     paths = [new(tmp_path, f"chat {n}") for n in range(4)]
     for hours, path in enumerate(paths):
@@ -200,20 +202,3 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
     store, damaged = open_saved_file(tmp_path, "last")
     store.close()
     assert (store.path, damaged) == (paths[3], [])
-
-
-def test_a_process_killed_while_it_created_a_chat_leaves_nothing_in_the_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise SystemExit
-
-    path = new(tmp_path, "a chat")
-    with monkeypatch.context() as patch:
-        patch.setattr("sirchat.saved.store.put", killed)
-        with pytest.raises(SystemExit):
-            SessionStore.create(tmp_path, {})
-    assert len([*tmp_path.glob("*.sqlite")]) == 2
-    listing = list_sessions(tmp_path)
-    assert ([entry.path for entry in listing.sessions], listing.refused) == ([path], [])
-    assert find_session(tmp_path, "last") == path

@@ -43,6 +43,14 @@ class FakeTerminal(io.StringIO):
         """Change the window."""
         resize(self.screen, rows, columns)
 
+    def clear(self) -> None:
+        """Forget all that was written, and what scrolled off."""
+        self.seek(0)
+        self.truncate()
+        self.screen.reset()
+        self.screen.history.top.clear()
+        self.screen.set_mode(pyte.modes.LNM)
+
     def size(self, *descriptor: int) -> os.terminal_size:
         """Replaces `os.get_terminal_size`."""
         return os.terminal_size((self.screen.columns, self.screen.lines))

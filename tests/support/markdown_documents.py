@@ -39,12 +39,6 @@ def documents(count: int, seed: int = 0) -> list[str]:
     return [_document(random.Random(f"{seed} {i}"), prose=i % 2 == 0) for i in range(count)]
 
 
-def document_of(kind: str, seed: int, blocks: int = 4) -> str:
-    """A document of one kind of block."""
-    draw = random.Random(f"{kind} {seed}")
-    return "\n\n".join(KINDS[kind](draw) for _ in range(blocks)) + "\n"
-
-
 def pieces(text: str, seed: int, longest: int = 24) -> list[str]:
     """The text, split at random places."""
     draw = random.Random(f"pieces {seed}")
@@ -57,9 +51,9 @@ def pieces(text: str, seed: int, longest: int = 24) -> list[str]:
 
 
 def _document(draw: random.Random, *, prose: bool) -> str:
-    weights = [_WEIGHTS[kind] * (3 if kind == "paragraph" and prose else 1) for kind in KINDS]
+    weights = [_WEIGHTS[kind] * (3 if kind == "paragraph" and prose else 1) for kind in _KINDS]
     text = ""
-    for make in draw.choices(list(KINDS.values()), weights, k=draw.randint(1, 3)):
+    for make in draw.choices(list(_KINDS.values()), weights, k=draw.randint(1, 3)):
         text += make(draw) + draw.choice(["\n\n", "\n\n", "\n\n", "\n", "\n\n\n"])
     if draw.random() < 0.2:
         text += draw.choice(
@@ -168,7 +162,7 @@ def _other(draw: random.Random) -> str:
     )
 
 
-KINDS: dict[str, Callable[[random.Random], str]] = {
+_KINDS: dict[str, Callable[[random.Random], str]] = {
     "paragraph": _paragraph,
     "heading": _heading,
     "list": _list,
@@ -177,4 +171,4 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "quote": _quote,
     "other": _other,
 }
-_WEIGHTS = dict(zip(KINDS, (6, 2, 4, 1, 1, 1, 1), strict=True))
+_WEIGHTS = dict(zip(_KINDS, (6, 2, 4, 1, 1, 1, 1), strict=True))

@@ -35,25 +35,22 @@ def chatml(reply: str = "{{ m.content }}", header: str = "") -> str:
     return _CHATML.replace("REPLY", reply).replace("HEADER", header)
 
 
+THINK: dict[str, Any] = {"opening": "<think>", "closing": "</think>"}
 # By name: the source of a template, and the marks that must be found in it.
 FOUND: dict[str, tuple[str, dict[str, Any]]] = {
-    "no word of it": (chatml(), {"opening": "<think>", "closing": "</think>"}),
-    "after the last question": (
-        chatml(_LAST + "{% endif %}\n{{ m.content }}"),
-        {"opening": "<think>", "closing": "</think>"},
-    ),
+    "no word of it": (chatml(), THINK),
+    "after the last question": (chatml(_LAST + "{% endif %}\n{{ m.content }}"), THINK),
     "opened by the header": (
         chatml(_LAST + "{% endif %}\n{{ m.content }}", "<think>\n"),
-        {"opening": "<think>", "closing": "</think>", "is_open": True},
+        THINK | {"is_open": True},
     ),
     "closed by the header": (
         chatml(_LAST + "{% endif %}{{ m.content }}", "<think>\n\n</think>\n\n"),
-        {"opening": "<think>", "closing": "</think>"},
+        THINK,
     ),
     "an empty thought in history": (
         chatml("<think>{{ m.reasoning_content or '' }}</think>{{ m.content }}", "<think>"),
-        {"opening": "<think>", "closing": "</think>", "is_open": True, "kept": "</think>"}
-        | {"answer": "</think>"},
+        THINK | {"is_open": True, "kept": "</think>", "answer": "</think>"},
     ),
     "another name": (
         chatml("<a:b>{{ m.thinking }}</a:b>\n{{ m.content }}"),
@@ -121,20 +118,16 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": (template("gemma4"), {"opening": "<|channel>thought", "closing": "<channel|>"}),
     "deepseek": (
         template("deepseek"),
-        {"opening": "<think>", "closing": "</think>", "is_open": True}
+        THINK
+        | {"is_open": True}
         | {"call": "<｜tool▁calls▁begin｜>", "call_end": "<｜end▁of▁sentence｜>"}
         | {"call_lead": "<｜tool▁sep｜>"},
     ),
     "mistral": (
         template("mistral-tools"),
-        {"opening": "<think>", "closing": "</think>", "call": "[TOOL_CALLS]"}
-        | {"call_end": "</s>", "call_lead": "[TOOL_CALLS]"},
+        THINK | {"call": "[TOOL_CALLS]", "call_end": "</s>", "call_lead": "[TOOL_CALLS]"},
     ),
-    "qwen": (
-        template("qwen3-tools"),
-        {"opening": "<think>", "closing": "</think>", "call": "<tool_call>"}
-        | {"call_end": "<|im_end|>"},
-    ),
+    "qwen": (template("qwen3-tools"), THINK | {"call": "<tool_call>", "call_end": "<|im_end|>"}),
 }
 _CONTROLS = re.compile(
     r"<\|[^<>|]+\|?>|<[^<>|]+\|>|<｜[^<>]+｜>|\[/?(?:THINK|TOOL_CALLS|ARGS)\]|</s>|</?tool_call>"
@@ -197,9 +190,7 @@ def divided(marks: Marks, text: str, hidden: Sequence[str] = ()) -> list[tuple[s
 
     def add(part: str, text: str, *, is_new: bool) -> None:
         written = re.sub(
-            f"{START}(.*?){END}",
-            lambda m: "" if part != "call" and m[1] in hidden else m[1],
-            text,
+            f"{START}(.*?){END}", lambda m: "" if part != "call" and m[1] in hidden else m[1], text
         )
         if written := written.lstrip() if is_new else written:
             gap = "\n\n" if is_new and any(name == part for name, _ in parts) else ""

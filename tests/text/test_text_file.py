@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import (
-    MOST_FILE_BYTES,
-    is_missing,
-    load_text_file,
-    make_code_block,
-)
+from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, load_text_file, make_code_block
 
 
 def refused(path: Path | str) -> str:
@@ -25,27 +20,44 @@ def refused(path: Path | str) -> str:
     return str(caught.value)
 
 
-def test_the_text_comes_without_mark_and_with_plain_line_ends(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree \xc3\xa4\n")
-    assert load_text_file(str(file)) == "one\ntwo\nthree ä\n"
-
-
-def test_a_tilde_is_the_home_folder_and_a_link_is_followed(
+def test_the_text_comes_without_mark_and_with_plain_line_ends_by_a_tilde_or_a_link_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.txt").write_text("at home", encoding="utf-8")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree \xc3\xa4\n")
     (tmp_path / "b").symlink_to(tmp_path / "a.txt")
-    assert load_text_file("~/a.txt") == load_text_file(str(tmp_path / "b")) == "at home"
-
-
-def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> None:
+    for name in (tmp_path / "a.txt", "~/a.txt", tmp_path / "b"):
+        assert load_text_file(str(name)) == "one\ntwo\nthree ä\n"
     file = tmp_path / "big.txt"
     file.write_bytes(b"x" * MOST_FILE_BYTES)
     assert len(load_text_file(str(file))) == MOST_FILE_BYTES
     file.write_bytes(b"x" * (MOST_FILE_BYTES + 1))
     assert "big.txt has 1,048,577 bytes; allowed: up to 1,048,576" in refused(file)
+
+
+def test_folders_pipes_sockets_and_devices_are_refused_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, file = tmp_path / "pipe", tmp_path / "a.txt"
+    os.mkfifo(pipe)
+    file.write_text("x", encoding="utf-8")
+    assert "is a folder" in refused(tmp_path)
+    for path in (pipe, "/dev/zero", "/dev/tty"):
+        assert f"{path} is a device or a pipe, not a regular file" in refused(path)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        assert "not a regular file" in refused("socket")
+    before = os.stat(file)
+    with monkeypatch.context() as patch:  # a pipe takes the file's place
+        patch.setattr(Path, "stat", lambda self, **_: before)
+        assert "not a regular file" in refused(pipe)
+
+    def forbidden(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", forbidden)
+    assert refused(file).endswith("a.txt can't be read: Permission denied")
 
 
 @pytest.mark.parametrize(
@@ -63,44 +75,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path, data: bytes, problem: str) -
     file = tmp_path / "a.bin"
     file.write_bytes(data)
     assert f"a.bin {problem}" in refused(file)
-
-
-def test_folders_pipes_sockets_and_devices_are_refused_without_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert "is a folder" in refused(tmp_path)
-    for path in (pipe, "/dev/zero", "/dev/tty"):
-        assert f"{path} is a device or a pipe, not a regular file" in refused(path)
-    monkeypatch.chdir(tmp_path)
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind("socket")
-        assert "not a regular file" in refused("socket")
-
-
-def test_a_pipe_that_takes_a_file_s_place_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, pipe = tmp_path / "file", tmp_path / "pipe"
-    file.write_text("x", encoding="utf-8")
-    os.mkfifo(pipe)
-    before = os.stat(file)
-    monkeypatch.setattr(Path, "stat", lambda self, **_: before)
-    assert "not a regular file" in refused(pipe)
-
-
-def test_a_file_that_may_not_be_opened_costs_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("x", encoding="utf-8")
-
-    def forbidden(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", forbidden)
-    assert refused(file).endswith("a.txt can't be read: Permission denied")
 
 
 @pytest.mark.parametrize("name", ["no-such.txt", "x" * 5000, "a\0b", "a\udcffb", "~nobody-here/x"])

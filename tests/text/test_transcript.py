@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sirchat.errors import TranscriptError, UsageError
@@ -48,32 +48,53 @@ def test_any_turns_are_read_as_they_were_written(given: list[tuple[str, str]]) -
     assert parse_transcript(file.getvalue(), "t") == turns
 
 
-@settings(max_examples=200)
-@given(
-    st.binary() | st.text(alphabet='[]{}",:\n rolecntx1').map(str.encode), st.sampled_from(FORMATS)
-)
-def test_any_bytes_and_anything_like_json_give_turns_or_a_one_line_error(
-    data: bytes, format: str
-) -> None:
-    try:
-        parse_transcript(data, "t", format)
-    except TranscriptError as error:
-        problem = str(error)
-    else:
-        problem = "t, line "
-    assert problem.startswith("t, line ")
-    assert "\n" not in problem
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_empty_input_has_no_turns(format: str) -> None:
     assert read(b"", format) == read(b"\n \r\n", format) == []
 
 
-def test_a_prefixed_turn_goes_on_until_the_next_prefix() -> None:
-    text = "\nSYSTEM: be brief\nUSER: one\n\n  two\n\nASSISTANT:\n  three\nUSER:\nASSISTANT:"
-    expected = [("system", "be brief", 2), ("user", "one\n\n  two", 3), ("assistant", "  three", 7)]
-    assert read(text) == read(text, "text") == expected
+@pytest.mark.parametrize("prefix", [str.upper, str.title, str.lower])
+def test_a_prefixed_turn_goes_on_until_the_next_prefix_of_the_same_case(
+    prefix: Callable[[str], str],
+) -> None:
+    system, user, reply = (f"{prefix(role)}:" for role in ("system", "user", "assistant"))
+    text = f"\n{system} be brief\n{user} one\n\n  two\nUsEr: x\n\n{reply}\n  three\n{user}\n{reply}"
+    said = [("system", "be brief", 2), ("user", "one\n\n  two\nUsEr: x", 3)]
+    assert read(text) == read(text, "text") == [*said, ("assistant", "  three", 8)]
+
+
+@pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
+def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
+    turns = parse_transcript(text.encode(), "t")
+    assert [turn.content for turn in turns] == ["hi", "yes", "hi", "yes"]
+    assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
+    assert list(one_conversation(turns[:2], "t")) == turns[:2]
+    with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
+        list(one_conversation(turns, "t"))
+
+
+@pytest.mark.parametrize("line", [b'{"role": "user", "content": "a"}', b"a"])
+def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(line: bytes) -> None:
+    data = b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n"
+    assert read(data) == [("user", "a", 1), ("user", "a", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "line"),
+    [
+        ("\nhi", "jsonl", 2),
+        ('{"role": "user", "content": "a"} b', "jsonl", 1),
+        ("[\n}", "sharegpt", 2),
+        ('{"a": 1}', "sharegpt", 1),
+        ("1", "sharegpt", 1),
+        ("[" * 99999, "sharegpt", 1),
+        ("\nhi\nUSER: a", "text", 2),
+    ],
+)
+def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> None:
+    assert refusal(text, format).startswith(f"t, line {line}: ")
+    with pytest.raises(UsageError, match="did you mean jsonl"):
+        iter_turns(io.BytesIO(b""), "t", "json")
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -81,12 +102,6 @@ def test_sharegpt_turns_know_their_lines(indent: int | None) -> None:
     text = "\n" + json.dumps(SHAREGPT, indent=indent)
     lines = (3 + 1, 7 + 1) if indent else (2, 2)
     assert read(text) == [("user", "hi", lines[0]), ("assistant", "yes", lines[1])]
-
-
-def test_conversations_are_taken_one_after_another() -> None:
-    twice = [text for _, text, _ in read(json.dumps([SHAREGPT, SHAREGPT]))]
-    one_a_line = [text for _, text, _ in read("\n".join([json.dumps(SHAREGPT)] * 2))]
-    assert twice == one_a_line == ["hi", "yes", "hi", "yes"]
 
 
 @pytest.mark.parametrize(
@@ -140,33 +155,6 @@ def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any)
     assert [turn[:2] for turn in read(text)] == [("user", "hi"), ("assistant", "yes")]
 
 
-@pytest.mark.parametrize("prefix", [str.upper, str.title, str.lower])
-def test_prefixes_may_be_written_in_any_one_case(prefix: Callable[[str], str]) -> None:
-    text = f"{prefix('system')}: s\n{prefix('user')}: a\n{prefix('assistant')}: b\nmore"
-    assert read(text) == [("system", "s", 1), ("user", "a", 2), ("assistant", "b\nmore", 3)]
-
-
-def test_prefixes_in_another_case_than_the_first_are_text() -> None:
-    text = "User: what did they say?\nuser: none\nAssistant: ok"
-    assert read(text) == [("user", "what did they say?\nuser: none", 1), ("assistant", "ok", 3)]
-
-
-@pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
-def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
-    turns = parse_transcript(text.encode(), "t")
-    assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
-    assert list(one_conversation(turns[:2], "t")) == turns[:2]
-    with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
-        list(one_conversation(turns, "t"))
-
-
-@pytest.mark.parametrize("format", ["jsonl", "lines"])
-def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(format: str) -> None:
-    line = b'{"role": "user", "content": "a"}' if format == "jsonl" else b"a"
-    expected = [("user", "a", 1), ("user", "a", 2)]
-    assert read(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n") == expected
-
-
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
     [
@@ -193,27 +181,6 @@ def test_a_refusal_names_the_file_the_line_and_the_problem(
     assert problem in message
 
 
-@pytest.mark.parametrize(
-    ("text", "format", "line"),
-    [
-        ("\nhi", "jsonl", 2),
-        ('{"role": "user", "content": "a"} b', "jsonl", 1),
-        ("[\n}", "sharegpt", 2),
-        ('{"a": 1}', "sharegpt", 1),
-        ("1", "sharegpt", 1),
-        ("[" * 99999, "sharegpt", 1),
-        ("\nhi\nUSER: a", "text", 2),
-    ],
-)
-def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> None:
-    assert refusal(text, format).startswith(f"t, line {line}: ")
-
-
-def test_an_unknown_format_is_refused_before_reading() -> None:
-    with pytest.raises(UsageError, match="did you mean jsonl"):
-        iter_turns(io.BytesIO(b""), "t", "json")
-
-
 class Arriving(io.BytesIO):
     """A pipe with one line in it: reading on would block."""
 
@@ -230,7 +197,7 @@ def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
 
 
 # Memory is traced with this share of the real limits and inputs: tracing takes most of the time
-SHARE = 5
+SHARE = 10
 
 
 @pytest.mark.slow

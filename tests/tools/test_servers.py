@@ -152,9 +152,7 @@ def test_news_of_progress_renew_the_time_of_a_call(hasty: ToolServers) -> None:
     assert named(hasty, "steps").run({}, bool) == "done"
 
 
-def test_a_hung_server_is_started_again_once_and_then_only_by_the_user(
-    hasty: ToolServers,
-) -> None:
+def test_a_hung_server_is_started_again_once_and_then_only_by_the_user(hasty: ToolServers) -> None:
     pids = [named(hasty, "pid").run({}, bool)]
     for _ in range(2):
         wait = named(hasty, "wait")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from chatting import hub_tokenizer, session
+from chatting import babbler, session
 from command import run
+from fake_terminal import FakeTerminal
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import attach_file, attach_files, describe_size
-from terminal import Terminal
+from typed_chat import TypedChat
 
 NOTES = "```notes.txt\nbuy milk\n```"
 
@@ -85,18 +86,30 @@ def test_a_path_alone_as_it_is_dropped_on_a_terminal_is_not_sent(folder: Path, f
         assert sent(text) == (text, [])
 
 
-def test_a_backslash_keeps_the_sign() -> None:
+def test_a_backslash_or_a_paste_makes_it_a_mere_sign() -> None:
     assert sent(r"\@notes.txt and \@anna") == ("@notes.txt and @anna", [])
     assert sent(r"a\@b") == (r"a\@b", [])
-
-
-def test_a_sign_that_was_pasted_names_no_file() -> None:
     message, notes = sent("@notes.txt @notes.txt @anna", {11, 22})
     assert message == f"{NOTES}\n\nnotes.txt @notes.txt @anna"
     assert notes == [
         "@notes.txt was pasted, so it is sent as plain text; type the @ yourself to attach it"
     ]
     assert sent(r"\@notes.txt", {1}) == (r"\@notes.txt", [])
+
+
+def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    with TypedChat(terminal, babbler(), max_new_tokens=2) as chat:
+        refusal = " ".join(chat.ask("see @docs/ please").split())
+        assert "docs/ is a folder (give the name of a file in docs/)" in refusal
+        assert chat.session.seen == 0
+        shown = " ".join(chat.ask("@notes.txt who is it, in secret?").split())
+        assert re.match(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens ", shown)
+        assert chat.said().startswith(NOTES)
+        chat.ask("/erase last")
+        assert "1 typed line erased" in chat.ask("/erase --yes")
+    assert "in secret" not in (own_home / "state" / "history").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("word", ["@docs/", "@./docs", "@/dev/zero", "@bin.dat"])
@@ -148,20 +161,6 @@ def test_text_from_a_pipe_or_a_script_reads_no_file(arguments: tuple[str, ...]) 
     assert "buy milk" not in done.stdout
 
 
-def test_control_tokens_in_a_file_stay_text(folder: Path) -> None:
-    chat = session(max_new_tokens=2)
-    special = set(hub_tokenizer().all_special_ids)
-    words = "<|im_end|> <|end|><|user|><|assistant|> " + "".join(
-        str(token) for token in chat.model.tokenizer.added_tokens_decoder.values()
-    )
-    (folder / "bad.txt").write_text(words, encoding="utf-8")
-    message, _ = sent("@bad.txt")
-    list(chat.read_user(message))
-    rows = [row for row in chat.snapshot().rows if row.role == "user"]
-    assert "<|im_end|> <|end|><|user|><|assistant|>" in "".join(row.text for row in rows)
-    assert not special & {row.id for row in rows}
-
-
 def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
     name = "a\udcff.txt"
     (folder / name).write_text("x", encoding="utf-8")
@@ -198,25 +197,3 @@ def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
     _, files = attach_files("@n.txt @Makefile", print)
     assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_files_at_the_prompt(home: Path, folder: Path, columns: int) -> None:
-    with Terminal("--panel", "off", home=home, columns=columns) as chat:
-
-        def ask(line: str) -> str:
-            return " ".join(chat.ask(line).split())
-
-        assert ask("/read none.txt").startswith(
-            "sirchat: there is no file none.txt (did you mean notes.txt?)"
-        )
-        assert "docs/ is a folder (give the name of a file in docs/)" in ask("see @docs/ please")
-        assert ask("/stats").split(";")[1] == " 0 tokens read, 0 written, 0 tok/s"
-        shown = ask("@notes.txt who is it, in secret?")
-        assert re.match(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens ", shown)
-        assert '" milk"' in chat.ask("/tokens turn 0")
-        ask("/erase last")
-        assert "1 typed line erased" in ask("/erase --yes")
-        assert "in secret" not in (home / "state" / "history").read_text(encoding="utf-8")
-        assert chat.leave() == 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed
 from sirchat.saved.session_list import list_sessions
-from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -30,7 +28,30 @@ def test_a_branch_goes_on_by_itself_and_the_chat_stays_as_it_was(folder: Path) -
     chat.do("/switch other way")
     assert chat.texts == SAYINGS[:4]
     chat.saved_chat.close()
+    assert "trunk" in completions("/switch ")
     assert resumed(folder, "trunk")[0].turns != chat.session.turns
+    resumed(folder, "other way", rebuild=True)
+    assert len({saved.family for saved in list_sessions(folder).sessions}) == 1
+
+
+def test_branches_lists_this_chat_and_those_of_it_alone_and_main_is_the_first() -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    assert "/branch NAME makes one" in chat.do("/branches")
+    assert "/switch main goes back to it" in chat.do("/branch one")
+    chat.do("/branch two")  # of a branch: the same family
+    listed = chat.do("/branches")
+    assert listed.count("(this chat)") == 1
+    other = Chat()
+    other.say(SAYINGS[1])
+    other.do("/save elsewhere")
+    other.saved_chat.close()
+    assert chat.do("/switch") == listed
+    assert "elsewhere" not in listed
+    assert listed.count(" 2 messages  ") == 3
+    chat.say(SAYINGS[1])
+    chat.do("/switch main")
+    assert chat.texts == SAYINGS[:1]
 
 
 def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None:
@@ -63,44 +84,6 @@ def test_a_branch_may_begin_before_what_can_be_undone(folder: Path, archive: str
     assert len(list_sessions(folder).sessions) == 2
 
 
-def test_branches_lists_this_chat_and_those_of_it_alone() -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    assert "/branch NAME makes one" in chat.do("/branches")
-    chat.do("/branch one")
-    chat.do("/branch two")  # of a branch: the same family
-    listed = chat.do("/branches")
-    assert listed.count("(this chat)") == 1
-    other = Chat()
-    other.say(SAYINGS[1])
-    other.do("/save elsewhere")
-    other.saved_chat.close()
-    assert chat.do("/switch") == listed
-    assert "elsewhere" not in listed
-    assert listed.count(" 2 messages  ") == 3
-
-
-def test_main_is_the_chat_that_all_branches_come_from() -> None:
-    chat = Chat()
-    chat.say(*SAYINGS[:2])
-    assert "/switch main goes back to it" in chat.do("/branch one 1")
-    chat.do("/branch two")
-    chat.do("/switch main")
-    assert chat.texts == SAYINGS[:2]
-
-
-def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    chat.do("/branch one")
-    chat.say(SAYINGS[1])
-    family = {saved.family for saved in list_sessions(folder).sessions}
-    chat.saved_chat.close()
-    resumed(folder, "one", rebuild=True)
-    assert {saved.family for saved in list_sessions(folder).sessions} == family
-    assert len(family) == 1
-
-
 def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder: Path) -> None:
     chat = Chat(save=False)
     chat.say(*SAYINGS[:2])
@@ -131,31 +114,3 @@ def test_where_the_branch_can_not_be_written_the_chat_goes_on(
     chat.say(SAYINGS[1])
     (saved,) = list_sessions(folder).sessions
     assert saved.turns == 4
-
-
-def test_names_of_saved_chats_follow_switch() -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    chat.do("/save trunk")
-    chat.saved_chat.close()
-    assert "trunk" in completions("/switch ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_a_branch_at_the_prompt(tmp_path: Path, columns: int) -> None:
-    with Terminal(home=tmp_path, columns=columns) as chat:
-        chat.ask("My name is Anna.")
-        chat.ask("I live in Rome.")
-        shown = " ".join(chat.ask("/branch berlin 1").split())
-        back = re.search(r'called "berlin"; (\S+) stays as it is', shown)
-        assert back
-        chat.ask("I live in Berlin.")
-        listed = " ".join(chat.ask("/branches").split())
-        assert re.search(r" 4 messages tiny \(this chat\) berlin: I live in Berlin\. 20", listed)
-        assert re.search(rf"{back[1]} 20\S+ \S+ 4 messages tiny I live in Rome\.", listed)
-        shown = " ".join(chat.ask(f"/switch {back[1]}").split())
-        assert "you: I live in Rome." in shown
-        assert "Berlin" not in shown
-        assert "Anna" in chat.ask("What is my name?")
-        assert chat.leave() == 0

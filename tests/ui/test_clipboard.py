@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chatting import session
+from fake_terminal import FakeTerminal
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError
 from sirchat.ui import exporting as clipboard
 from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen
-from terminal import Terminal, program
+from terminal import program
 
+_ALLOWED = "allowed: code, a number of replies before the last, --osc52"
 CODE = "Try this:\n```sh\necho one\n```\nor\n```sh\necho two\nls\n```\nDone."
 
 
@@ -100,55 +101,39 @@ def test_the_last_reply_goes_to_the_tool_that_is_there(
     assert tools.arguments(name) == arguments
 
 
-def test_earlier_replies_are_counted_backwards(chat: Session, tools: Tools) -> None:
-    tools.add("pbcopy")
-    copied(chat, "2")
-    assert tools.got("pbcopy") == b"The first."
-    copied(chat, "0")
-    assert tools.got("pbcopy") == b"The last."
-
-
-def test_code_is_the_last_block_of_the_last_reply(chat: Session, tools: Tools) -> None:
-    tools.add("pbcopy")
-    list(chat.undo())
-    assert copied(chat, "code") == "copied 11 characters with pbcopy"
-    assert tools.got("pbcopy") == b"echo two\nls"
-
-
-def test_no_control_character_is_copied(tools: Tools) -> None:
-    tools.add("pbcopy")
+def said_by(*replies: str) -> Session:
     chat = session()
-    list(chat.read_user("x"))
-    list(chat.read_reply("a\x1b[201~\x1b]52;c;eA==\x07b\x08c\ud800"))
-    copied(chat)
-    assert tools.got("pbcopy") == "abc\ufffd".encode()
+    for reply in replies:
+        list(chat.read_user("Say it."))
+        list(chat.read_reply(reply))
+    return chat
 
 
 @pytest.mark.parametrize(
-    ("reply", "code"),
+    ("replies", "rest", "got"),
     [
+        (["The first.", CODE, "The last."], "2", "The first."),
+        (["The first.", CODE, "The last."], "0", "The last."),
+        (["The first.", CODE], "code", "echo two\nls"),
+        (["a\x1b[201~\x1b]52;c;eA==\x07b\x08c\ud800"], "", "abc\ufffd"),
+        # code without the indent of what it stands in
         (
-            "```\none\n```\n1. so:\n\n   ```py\n   if x:\n       two\n   ```\n2. done",
+            ["```\none\n```\n1. so:\n\n   ```py\n   if x:\n       two\n   ```\n2. done"],
+            "code",
             "if x:\n    two",
         ),
-        ("> said\n> ~~~\n> three\n> ~~~\nend", "three"),
-        ("Thus:\n\n    four\n      five\n\nend", "four\n  five"),
-        ("````\n```\nx\n```\n````", "```\nx\n```"),
-        ("```\none\n```\n```py\nopen", "open"),
+        (["> said\n> ~~~\n> three\n> ~~~\nend"], "code", "three"),
+        (["Thus:\n\n    four\n      five\n\nend"], "code", "four\n  five"),
+        (["````\n```\nx\n```\n````"], "code", "```\nx\n```"),
+        (["```\none\n```\n```py\nopen"], "code", "open"),
     ],
 )
-def test_code_is_copied_without_the_indent_of_what_it_stands_in(
-    tools: Tools, reply: str, code: str
+def test_a_reply_or_its_last_code_is_copied(
+    tools: Tools, replies: list[str], rest: str, got: str
 ) -> None:
     tools.add("pbcopy")
-    chat = session()
-    list(chat.read_user("Say it."))
-    list(chat.read_reply(reply))
-    copied(chat, "code")
-    assert tools.got("pbcopy").decode() == code
-
-
-_ALLOWED = "allowed: code, a number of replies before the last, --osc52"
+    assert copied(said_by(*replies), rest) == f"copied {len(got)} characters with pbcopy"
+    assert tools.got("pbcopy").decode() == got
 
 
 @pytest.mark.parametrize(
@@ -164,10 +149,22 @@ def test_what_can_not_be_copied_is_refused(
     chat: Session, tools: Tools, rest: str, said: str
 ) -> None:
     assert said in refused(chat, rest)
-
-
-def test_without_a_reply_there_is_nothing_to_copy(tools: Tools) -> None:
     assert "there is no reply yet" in refused(session())
+
+
+@pytest.mark.parametrize(("rest", "tool"), [("", ""), ("", "pbcopy"), ("--osc52", "pbcopy")])
+def test_the_terminal_is_asked_only_where_no_tool_is_or_the_user_says_so(
+    chat: Session, tools: Tools, terminal: FakeTerminal, rest: str, tool: str
+) -> None:
+    if tool:
+        tools.add(tool)
+    notes = io.StringIO()
+    copy_reply(chat, Screen(terminal, notes), rest)
+    is_asked = not tool or bool(rest)
+    assert terminal.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07" * is_asked
+    (line,) = notes.getvalue().splitlines()
+    assert ("none of the tools" in line) == (not tool)
+    assert ("sent 9 characters to the terminal" in line) == is_asked
 
 
 @pytest.mark.parametrize(
@@ -208,50 +205,3 @@ def test_over_ssh_only_a_forwarded_display_is_used(
     assert "over ssh no tool reaches your clipboard (/copy --osc52 asks" in refused(chat)
     monkeypatch.setenv("DISPLAY", "localhost:10.0")
     assert copied(chat) == "copied 9 characters with xclip"
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_where_no_tool_is_the_terminal_is_asked(chat: Session, tools: Tools) -> None:
-    out, notes = _Terminal(), io.StringIO()
-    copy_reply(chat, Screen(out, notes), "")
-    assert out.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07"
-    (line,) = notes.getvalue().splitlines()
-    assert "none of the tools" in line
-    assert "sent 9 characters to the terminal" in line
-
-
-@pytest.fixture(scope="module", params=[60, 160])
-def terminal(request: pytest.FixtureRequest, home: Path) -> Iterator[Terminal]:
-    folder = home / "bin"
-    folder.mkdir(exist_ok=True)
-    Tools(folder).add("pbcopy")
-    environ = {"PATH": str(folder), "SSH_CONNECTION": "", "SSH_TTY": ""}
-    environ |= {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
-    with Terminal(home=home, columns=request.param, environ=environ) as chat:
-        yield chat
-
-
-@pytest.mark.slow
-def test_the_screen_says_what_was_copied(terminal: Terminal, home: Path) -> None:
-    assert "there is no reply yet" in " ".join(terminal.ask("/copy").split())
-    terminal.ask("My name is Anna.")
-    terminal.wait_prompt()
-    shown = terminal.ask("/copy")
-    got = (home / "bin" / "pbcopy.got").read_text(encoding="utf-8")
-    assert "Anna" in got
-    assert shown == f"copied {len(got)} characters with pbcopy"
-    assert "no code block" in " ".join(terminal.ask("/copy code").split())
-
-
-def test_osc52_reaches_the_terminal_only_when_asked_for(terminal: Terminal, home: Path) -> None:
-    terminal.ask("My name is Anna.")
-    terminal.ask("/copy")
-    assert b"\x1b]52" not in terminal.raw
-    shown = " ".join(terminal.ask("/copy --osc52").split())
-    got = (home / "bin" / "pbcopy.got").read_text(encoding="utf-8")
-    assert clipboard.osc52(got).encode() in terminal.raw
-    assert shown.startswith(f"sent {len(got)} characters to the terminal for its clipboard")

@@ -1,4 +1,4 @@
-"""What the prompt shows while the user types: completions, and the toolbar."""
+"""What the prompt offers while the user types, and the toolbar below it."""
 
 from __future__ import annotations
 
@@ -9,68 +9,60 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from chatting import babbler, session
+from chatting import babbler, session, tiny
+from fake_terminal import FakeTerminal
+from saved_chats import Chat
 from sirchat.ui.completion import SlashCompleter
+from sirchat.ui.status import toolbar
 from terminal import Terminal
+from typed_chat import TypedChat
 
 
-def _menu(chat: Terminal, typed: str, *patterns: str) -> None:
-    """Type, and wait until the menu shows each of these; then empty the line again."""
-    chat.wait_prompt()
-    chat.send(typed)
-    for pattern in patterns:
-        chat.wait_screen(pattern, 20)
-    chat.send("\x15")
-    chat.wait_prompt()
+def offered(text: str, policy: str = "salience") -> dict[str, str]:
+    """The lines that completion offers, with their help."""
+    completer = SlashCompleter(lambda: session(babbler(), policy=policy))
+    return {
+        text[: len(text) + one.start_position] + one.text: one.display_meta_text
+        for one in completer.get_completions(Document(text), CompleteEvent())
+    }
 
 
-def test_commands_are_completed_with_their_help(chat: Terminal) -> None:
-    _menu(chat, "/", r" help +list all commands", r" budget +set how many tokens")
-    _menu(chat, "/pro", r" profile +apply all settings of a profile")
-    _menu(chat, "/help po", r" policy +choose the policy, which decides")
+@pytest.mark.parametrize(
+    ("typed", "line", "help"),
+    [
+        ("/", "/help", "list all commands"),
+        ("/", "/budget", "set how many tokens"),
+        ("/pro", "/profile", "apply all settings of a profile"),
+        ("/help po", "/help policy", "choose the policy, which decides"),
+        ("/policy ", "/policy entropy", "."),
+        ("/policy ", "/policy interval", "."),
+        ("/policy reservoir ", "/policy reservoir sample=", "number of tokens in the sample"),
+        ("/profile sirllm-", "/profile sirllm-grocery", "."),
+        ("/panel ", "/panel live", "show some held tokens while the model writes"),
+        ("/panel ", "/panel full", "."),
+        ("/tokens ", "/tokens turn", "the held tokens of one message"),
+        ("/tokens ", "/tokens next", "."),
+        ("/set max", "/set max_new_tokens", "Maximum number of tokens in one"),
+        ("/set panel ", "/set panel turn", ""),
+        ("/set protect ", "/set protect off", ""),
+        ("/set policy ran", "/set policy random", "."),
+        ("/show dec", "/show decay", "Factor that multiplies"),
+        ("/recall ", "/recall on", "the best retriever: meaning"),
+        ("/recall ", "/recall off", ""),
+        ("/recall wor", "/recall words", "Finds passages"),
+        ("/decay a", "/decay auto", ""),
+    ],
+)
+def test_commands_and_values_are_completed_with_their_meaning(
+    typed: str, line: str, help: str
+) -> None:
+    assert re.match(help, offered(typed)[line])
 
 
-def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
-    _menu(chat, "/policy ", r" entropy +\S+", r" interval +\S+")
-    _menu(chat, "/policy reservoir ", r" sample= +number of tokens in the sample")
-    _menu(chat, "/profile sirllm-", r" sirllm-grocery +\S+", r" sirllm-rps +\S+")
-    _menu(
-        chat,
-        "/panel ",
-        r" live +show some held tokens while the model writes",
-        r" off ",
-        r" turn ",
-        r" full ",
-    )
-    _menu(chat, "/tokens ", r" turn +the held tokens of one message", r" top ", r" next ")
-    _menu(chat, "/set max", r" max_new_tokens +Maximum number of tokens in one")
-    _menu(chat, "/set panel ", r" off", r" turn", r" live")
-    _menu(chat, "/set protect ", r" on", r" off")
-    _menu(chat, "/set policy ran", r" random +\S+")
-    _menu(chat, "/show dec", r" decay +Factor that multiplies")
-    _menu(chat, "/recall ", r" off", r" on +the best retriever: meaning")
-    _menu(chat, "/recall wor", r" words +Finds passages")
-    _menu(chat, "/decay a", r" auto")
-
-
-def test_options_of_the_current_policy_are_completed(chat: Terminal) -> None:
-    chat.ask("/policy reservoir")
-    _menu(chat, "/set sa", r" sample +number of tokens in the sample")
-    chat.ask("/policy entropy")
-    chat.send("/set sa")
-    chat.settle(0.3)
-    assert "number of tokens in the sample" not in chat.text
-    chat.send("\x15")
-
-
-def test_tab_completes(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("/budg")
-    chat.wait_screen(r" budget +set how many")
-    chat.send("\t")
-    chat.wait_screen(r"(?m)^> /budget$")
-    chat.submit(" 64\r")
-    chat.wait("budget: 1024 -> 64")
+def test_options_of_the_current_policy_are_completed_and_messages_are_not() -> None:
+    assert "number of tokens in the sample" in offered("/set sa", "reservoir")["/set sample"]
+    assert "/set sample" not in offered("/set sa", "entropy")
+    assert not offered("//pol")
 
 
 @pytest.fixture
@@ -85,18 +77,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _completed(text: str) -> set[str]:
-    """The lines that completion offers."""
-    completer = SlashCompleter(lambda: session(babbler()))
-    completions = completer.get_completions(Document(text), CompleteEvent())
-    return {
-        text[: len(text) + completion.start_position] + completion.text
-        for completion in completions
-    }
-
-
 @pytest.mark.parametrize(
-    ("typed", "offered"),
+    ("typed", "lines"),
     [
         ("@", {"@notes.txt", '@"a b.md"', "@docs/"}),
         ("see @no", {"see @notes.txt"}),
@@ -119,25 +101,21 @@ def _completed(text: str) -> set[str]:
         *((text, set()) for text in ("/set @no", "/export txt no", "/save no")),
     ],
 )
-def test_file_names_are_completed(files: Path, typed: str, offered: set[str]) -> None:
-    assert _completed(typed) == offered
+def test_file_names_are_completed(files: Path, typed: str, lines: set[str]) -> None:
+    assert set(offered(typed)) == lines
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_files_are_offered_while_a_message_is_typed(home: Path, files: Path, columns: int) -> None:
-    with Terminal(home=home, rows=24, columns=columns) as chat:
-        chat.wait_prompt()
-        chat.send("sum up @no")
-        chat.wait_screen(r"(?m)^ +notes\.txt")
+def test_tab_completes_what_the_menu_shows_while_one_types(chat: Terminal, home: Path) -> None:
+    (home / "notes.txt").touch()
+    for typed, menu, line in (
+        ("/budg", r" budget +set how many", "/budget"),
+        (f"see @{home}/no", r"(?m)^ +notes\.txt", f"see @{home}/notes.txt"),
+    ):
+        chat.send(typed)
+        chat.wait_screen(menu)
         chat.send("\t")
-        chat.wait_screen(r"(?m)^> sum up @notes\.txt$")
-        chat.submit("\r")
-        chat.wait(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens")
-
-
-def test_a_message_is_not_completed(chat: Terminal) -> None:
-    chat.wait_prompt()
+        chat.wait_screen(rf"(?m)^> {re.escape(line)}$")
+        chat.send("\x15")
     chat.send("//pol")
     chat.wait_screen("> //pol")
     chat.settle(0.3)
@@ -145,14 +123,16 @@ def test_a_message_is_not_completed(chat: Terminal) -> None:
     chat.send("\x15")
 
 
-def test_the_toolbar_follows_what_happens(chat: Terminal) -> None:
-    chat.wait_prompt()
-    assert chat.text.endswith(" tiny · salience · ──────── 0/1,024 held · decay 1")
-    chat.ask("Hello.")
-    assert re.search(r" tiny · salience · ─{8} (\d+)/1,024 held · decay 1 · \d+ tok/s$", chat.text)
-    chat.ask("/policy reservoir")
-    chat.ask("/budget 64")
-    chat.ask("/decay 0.5")
-    assert re.search(
-        r" tiny · reservoir · ━{1,8}─{0,7} (\d+)/64 held · decay 0.5 · \d+ tok/s$", chat.text
-    )
+def test_the_toolbar_follows_what_happens(terminal: FakeTerminal, own_home: Path) -> None:
+    chat = Chat(tiny(), budget=1024, decay=1.0, save=False)
+    assert toolbar(chat.session, 100) == "tiny · salience · ──────── 0/1,024 held · decay 1"
+    chat.say("Hello.")
+    bar = r"tiny · salience · ─{8} (\d+)/1,024 held · decay 1 · \d+ tok/s"
+    assert re.fullmatch(bar, toolbar(chat.session, 100))
+    for line in ("/policy reservoir", "/budget 64", "/decay 0.5"):
+        chat.do(line)
+    bar = r"tiny · reservoir · ━{1,8}─{0,7} (\d+)/64 held · decay 0.5 · \d+ tok/s"
+    assert re.fullmatch(bar, toolbar(chat.session, 100))
+    with TypedChat(terminal, save=False) as typed:
+        typed.press("/stats\r")
+        assert " tiny · salience · ──────── 0/1,024 held · decay 1" in terminal.getvalue()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from sirchat.errors import UsageError
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import FORMATS, export_chat
 from sirchat.ui.screen import Screen
-from terminal import Terminal
 
 REPLY = "# Hi\n\n**Anna** & <b>you</b>\n\n```py\nx < 1\n```\n![p](http://e.org/p.png)"
 
@@ -61,14 +59,64 @@ def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
     )
 
 
-def test_code_that_a_reply_leaves_open_ends_with_it() -> None:
+def said_by(*turns: tuple[str, str]) -> Session:
     chat = session(save=False)
-    for reply in ("So:\n~~~~py\nx = 1", "Done, `y`."):
-        list(chat.read_user("Go on."))
+    for text, reply in turns:
+        list(chat.read_user(text))
         list(chat.read_reply(reply))
-    exported(chat, "md open.md")
+    return chat
+
+
+def test_code_that_a_reply_leaves_open_ends_with_it() -> None:
+    exported(said_by(("a", "So:\n~~~~py\nx = 1"), ("Go on.", "Done, `y`.")), "md open.md")
     text = Path("open.md").read_text(encoding="utf-8")
     assert "~~~~py\nx = 1\n~~~~\n\n## You\n\nGo on.\n\n## Model\n\nDone, `y`.\n" in text
+
+
+def test_reasoning_is_exported_apart_in_json_and_not_at_all_otherwise() -> None:
+    chat = said_by(("Is it?", "<think>Why?</think>Yes."))
+    for form, meaning in FORMATS.items():
+        assert exported(chat, f"{form} chat.{form}") == f"{meaning} was written to chat.{form}"
+    message = json.loads(Path("chat.json").read_bytes())["messages"][-1]
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
+    assert Path("chat.md").read_text(encoding="utf-8").endswith("## Model\n\nYes.\n")
+    assert "Why?" not in Path("chat.html").read_text(encoding="utf-8")
+
+
+def test_braces_and_links_in_a_reply_do_no_harm() -> None:
+    reply = "[a](javascript:alert(1)) {z}\n\n<script>alert(2)</script>"
+    exported(said_by(("{x} {{y}}", reply)), "html chat.html")
+    page = Path("chat.html").read_text(encoding="utf-8")
+    assert "{x} {{y}}" in page
+    assert "{z}" in page
+    tags = Tags(page)
+    assert not tags.references
+    assert "script" not in tags.names
+
+
+def test_names_may_have_spaces_and_a_tilde_and_what_is_wrong_costs_one_line(
+    chat: Session, folder: Path
+) -> None:
+    exported(chat, 'md "~/my chat.md"')
+    exported(chat, "--force md ~/b.md")
+    assert sorted(path.name for path in folder.iterdir()) == ["b.md", "my chat.md"]
+    assert "the chat has no messages yet" in refused(session(), "md chat.md")
+    (folder / "dir").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("nowhere")
+    for rest, said in (
+        ("md no/chat.md", "there is no folder no"),
+        ("md dir --force", "dir is a folder"),
+        ("md pipe", "pipe exists"),
+        ("md pipe --force", "pipe is not a regular file and can't be replaced"),
+        ("md dangling", "dangling exists"),
+        (f"md {'x' * 300}", "can't be written"),
+        ("md a\0b", "can't be written"),
+        ("md", "expected the name of one file"),
+        ("md my chat.md", "expected the name of one file"),
+        ("htm chat.html", "allowed: md, html, json (did you mean html?)"),
+    ):
+        assert said in refused(chat, rest)
 
 
 def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
@@ -79,18 +127,6 @@ def test_json_is_the_whole_text_and_can_be_replayed(chat: Session) -> None:
         (turn.role, turn.text) for turn in chat.turns
     ]
     assert json.loads(data)["model"] == "tiny"
-
-
-def test_reasoning_is_exported_apart_in_json_and_not_at_all_otherwise() -> None:
-    chat = session()
-    list(chat.read_user("Is it?"))
-    list(chat.read_reply("<think>Why?</think>Yes."))
-    for form in FORMATS:
-        exported(chat, f"{form} chat.{form}")
-    message = json.loads(Path("chat.json").read_bytes())["messages"][-1]
-    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
-    assert Path("chat.md").read_text(encoding="utf-8").endswith("## Model\n\nYes.\n")
-    assert "Why?" not in Path("chat.html").read_text(encoding="utf-8")
 
 
 class Tags(HTMLParser):
@@ -119,23 +155,6 @@ def test_the_page_draws_replies_and_holds_no_foreign_element(chat: Session) -> N
     assert "default-src 'none'" in page
 
 
-def test_braces_and_links_in_a_reply_do_no_harm() -> None:
-    chat = session()
-    list(chat.read_user("{x} {{y}}"))
-    list(chat.read_reply("[a](javascript:alert(1)) {z}\n\n<script>alert(2)</script>"))
-    exported(chat, "html chat.html")
-    page = Path("chat.html").read_text(encoding="utf-8")
-    assert "{x} {{y}}" in page
-    assert "{z}" in page
-    tags = Tags(page)
-    assert not tags.references
-    assert "script" not in tags.names
-
-
-def test_a_chat_without_turns_is_not_exported() -> None:
-    assert "the chat has no messages yet" in refused(session(), "md chat.md")
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_are_private_and_are_never_replaced_unless_it_is_asked_for(
     chat: Session, format: str
@@ -150,65 +169,3 @@ def test_files_are_private_and_are_never_replaced_unless_it_is_asked_for(
     assert path.read_text(encoding="utf-8") != "mine"
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(Path().iterdir()) == [path]
-
-
-def test_names_may_have_spaces_and_a_tilde(chat: Session, folder: Path) -> None:
-    exported(chat, 'md "~/my chat.md"')
-    exported(chat, "--force md ~/b.md")
-    assert sorted(path.name for path in folder.iterdir()) == ["b.md", "my chat.md"]
-
-
-def test_what_can_not_be_written_costs_one_line(chat: Session, folder: Path) -> None:
-    (folder / "dir").mkdir()
-    os.mkfifo(folder / "pipe")
-    (folder / "dangling").symlink_to("nowhere")
-    assert "there is no folder no" in refused(chat, "md no/chat.md")
-    assert "dir is a folder" in refused(chat, "md dir --force")
-    assert "pipe exists" in refused(chat, "md pipe")
-    assert "pipe is not a regular file and can't be replaced" in refused(chat, "md pipe --force")
-    assert "dangling exists" in refused(chat, "md dangling")
-    assert "can't be written" in refused(chat, f"md {'x' * 300}")
-    assert "can't be written" in refused(chat, "md a\0b")
-    assert "expected the name of one file" in refused(chat, "md")
-    assert "expected the name of one file" in refused(chat, "md my chat.md")
-    assert "allowed: md, html, json (did you mean html?)" in refused(chat, "htm chat.html")
-
-
-def test_a_full_disk_leaves_no_half_of_a_file(
-    chat: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("old.md").write_text("old", encoding="utf-8")
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    class Full(io.StringIO):
-        write = full
-
-    def opened(path: Path, mode: str) -> io.StringIO:
-        path.touch()
-        return Full()
-
-    monkeypatch.setattr("sirchat.paths.open_private", opened)
-    assert "new.md can't be written: No space left on device" in refused(chat, "md new.md")
-    assert "old.md can't be written" in refused(chat, "md old.md --force")
-    assert [path.name for path in Path().iterdir()] == ["old.md"]
-
-
-@pytest.fixture(params=[60, 160])
-def terminal(request: pytest.FixtureRequest, home: Path, folder: Path) -> Iterator[Terminal]:
-    with Terminal("--no-save", home=home, columns=request.param) as chat:
-        yield chat
-
-
-@pytest.mark.slow
-def test_a_chat_that_is_not_saved_is_exported_from_the_prompt(
-    terminal: Terminal, folder: Path
-) -> None:
-    terminal.ask("My name is Anna.")
-    for format, meaning in FORMATS.items():
-        shown = " ".join(terminal.ask(f"/export {format} c.{format}").split())
-        assert shown == f"{meaning} was written to c.{format}"
-    assert "c.md exists (--force replaces it)" in terminal.ask("/export md c.md")
-    assert "My name is Anna." in (folder / "c.md").read_text(encoding="utf-8")
-    assert "there is no folder nowhere (create it first)" in terminal.ask("/export md nowhere/c.md")

@@ -29,10 +29,9 @@ def own_home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return own_home
 
 
-@pytest.mark.parametrize("columns", [60, 160])
-def test_one_key_takes_a_real_model_and_the_next_chat_has_it(own_home: Path, columns: int) -> None:
+def test_one_key_takes_a_real_model_and_the_next_chat_has_it(own_home: Path) -> None:
     save_babbler(own_home / "data" / "models" / "babbler")
-    with Terminal(home=own_home, environ=NOT_CHOSEN, columns=columns) as chat:
+    with Terminal(home=own_home, environ=NOT_CHOSEN, columns=60) as chat:
         chat.wait("Press a key")
         assert "tiny is a toy of 5 million parameters" in chat.text
         (key,) = re.findall(r"(\d): babbler", chat.text)
@@ -52,6 +51,24 @@ def test_ctrl_c_at_the_question_leaves_and_chooses_nothing(own_home: Path) -> No
         chat.child.send("\x03")
         assert chat.ended() == 130
     assert not (own_home / "config").exists()
+
+
+def test_other_lines_of_the_users_defaults_stay_and_the_file_is_private(own_home: Path) -> None:
+    path = write_default_setting("model", "tiny")
+    assert path == user_profiles_dir() / "default.yaml"
+    assert [one.stat().st_mode & 0o777 for one in (path, path.parent)] == [0o600, 0o700]
+    path.write_text("# mine\nbudget: 512\n#model: tiny\nmodel: other  # old\ndecay: 0.5")
+    write_default_setting("model", "tiny-anchor")
+    assert path.read_text() == "# mine\nbudget: 512\n#model: tiny\nmodel: tiny-anchor\ndecay: 0.5"
+    assert resolve(None, {}, {}).model == "tiny-anchor"
+    path.write_text("decay: 0.5")
+    write_default_setting("model", "tiny")
+    assert path.read_text() == "decay: 0.5\nmodel: tiny\n"
+    assert [file.name for file in path.parent.iterdir()] == ["default.yaml"]
+    path.write_text("{budget: 512, model: other}")  # which can't be changed line by line
+    with pytest.raises(SettingError, match="model: tiny"):
+        write_default_setting("model", "tiny")
+    assert path.read_text() == "{budget: 512, model: other}"
 
 
 def found(name: str, problem: str = "") -> FoundModel:
@@ -84,31 +101,3 @@ def test_the_default_model_is_shown_chosen_and_checked(own_home: Path) -> None:
     assert code == 1
     assert "no-such-model" in err
     assert models() == (0, "tiny-anchor\n", "")
-
-
-def test_other_lines_of_the_users_defaults_stay(own_home: Path) -> None:
-    user_profiles_dir().mkdir(parents=True)
-    path = user_profiles_dir() / "default.yaml"
-    path.write_text("# mine\nbudget: 512\n#model: tiny\nmodel: other  # old\ndecay: 0.5")
-    assert write_default_setting("model", "tiny-anchor") == path
-    assert path.read_text() == "# mine\nbudget: 512\n#model: tiny\nmodel: tiny-anchor\ndecay: 0.5"
-    assert resolve(None, {}, {}).model == "tiny-anchor"
-    path.write_text("decay: 0.5")
-    write_default_setting("model", "tiny")
-    assert path.read_text() == "decay: 0.5\nmodel: tiny\n"
-    assert [file.name for file in path.parent.iterdir()] == ["default.yaml"]
-
-
-def test_a_file_that_cannot_be_changed_line_by_line_stays_as_it_is(own_home: Path) -> None:
-    user_profiles_dir().mkdir(parents=True)
-    path = user_profiles_dir() / "default.yaml"
-    path.write_text("{budget: 512, model: other}")
-    with pytest.raises(SettingError, match="model: tiny"):
-        write_default_setting("model", "tiny")
-    assert path.read_text() == "{budget: 512, model: other}"
-
-
-def test_the_file_of_defaults_is_private(own_home: Path) -> None:
-    path = write_default_setting("model", "tiny")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from chatting import session
+from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
-from terminal import Terminal
+from typed_chat import TypedChat
 
 SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
 
@@ -43,12 +44,32 @@ def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> N
     chat.say("I like wrods.")
     assert "pinned" in chat.do("/recall wrods")
     assert chat.session.profile.recall == "mips"
-
-
-def test_words_that_can_no_longer_be_restored_are_not_called_unknown(own_home: Path) -> None:
     chat = Chat(policy="sink", archive="off")
     chat.say(*SAID)
     assert '"Pelican" was evicted, and is no longer archived' in refusal(chat, "/recall Pelican")
+
+
+def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> None:
+    before = chat.session.resident
+    for budget, than in (("400", "as before"), ("48", f"not {before} as before")):
+        chat.say("blue " * 30)
+        chat.do(f"/budget {budget}")
+        shown, held = chat.do("/undo"), chat.session.resident
+        assert f"holds {held}/{budget}" in shown
+        assert f"{than} that message; the budget of {budget} stays" in shown
+        assert (held < before) == (budget == "48")
+
+
+def test_leaving_by_a_word_alone_is_asked_once(terminal: FakeTerminal, own_home: Path) -> None:
+    for line, answer in (("quit", "no"), ("bye", "y")):
+        with TypedChat(terminal, max_new_tokens=4) as chat:
+            shown = chat.press(f"{line}\r{answer}\r")
+            assert "leave? (y/n)" in shown
+            assert ("nothing was sent" in shown) == (answer == "no")
+            assert chat.session.seen == 0
+            if answer == "no":
+                assert "tok/s" in chat.ask("quit")
+                assert chat.said() == "quit"
 
 
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
@@ -57,24 +78,6 @@ def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
     undo_summaries(chat.session)
     assert chat.texts == list(SAID)
     assert chat.commands.run("/edit blue it is") == Edit("blue it is")
-
-
-def test_undo_says_what_it_holds_under_a_budget_that_has_grown(chat: Chat) -> None:
-    chat.say("blue " * 30)
-    chat.do("/budget 400")
-    shown = chat.do("/undo")
-    held = chat.session.resident
-    assert f"holds {held}/400 as before that message; the budget of 400 stays" in shown
-
-
-def test_undo_says_if_a_smaller_budget_holds_less_than_before_the_message(chat: Chat) -> None:
-    before = chat.session.resident
-    chat.say("blue")
-    chat.do("/budget 48")
-    shown = chat.do("/undo")
-    held = chat.session.resident
-    assert held <= 48 < before
-    assert f"holds {held}/48, not {before} as before that message; the budget of 48 stays" in shown
 
 
 def test_pin_and_unpin_count_only_what_they_change() -> None:
@@ -95,26 +98,3 @@ def test_words_that_tell_little_are_not_named_as_evicted() -> None:
     named = evicted_words(chat, gone)
     assert "Pelican" in named
     assert not {"the", "a", "and", "Quite", "bird"} & set(named)
-
-
-def test_at_the_prompt(tmp_path: Path) -> None:
-    flags = ("--policy", "sink", "--budget", "64")
-    with Terminal(*flags, home=tmp_path) as chat:
-        for text in ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke."):
-            chat.ask(text)
-        chat.say("quit")
-        chat.wait(r"leave\? \(y/n\)")
-        assert "nothing was sent" in chat.ask("no")
-        assert "tok/s" in chat.ask("quit")
-        assert "tok/s" in chat.ask("/edit What is my dog called?")
-        shown = " ".join(chat.ask("/retry full").split())
-        assert "Your dog is called Rex." in shown
-        assert "the memory is as before: policy sink, budget 64" in shown
-        chat.say("/exit")
-        assert chat.ended() == 0
-    with Terminal(*flags, home=tmp_path) as chat:
-        chat.ask("Hello.")
-        chat.say("bye")
-        chat.wait(r"leave\? \(y/n\)")
-        chat.say("y")
-        assert chat.ended() == 0

@@ -12,7 +12,6 @@ from saved_chats import SAYINGS, Chat, refusal, saved
 from sirchat.config.values import policy_choices
 from sirchat.ui import commands
 from sirchat.ui.commands import Commands
-from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -83,17 +82,3 @@ def test_a_word_with_a_sign_is_found_as_it_is_written(folder: Path) -> None:
     shown = Chat().do("/search C++")
     assert "plus" in shown
     assert "plain" not in shown
-
-
-def test_esc_leaves_edit_and_q_alone_is_not_sent(tmp_path: Path) -> None:
-    environ = {"EDITOR": "", "VISUAL": ""}
-    with Terminal("--max-new-tokens=4", home=tmp_path, environ=environ) as chat:
-        chat.ask("Hello!")
-        chat.say("/edit")
-        chat.wait_screen("(?m)^edit> Hello!")
-        chat.send("\x1b")
-        chat.wait_screen("the message is unchanged")
-        chat.say("q")
-        chat.wait_screen(r"leave\? \(y/n\)")
-        chat.say("n")
-        chat.wait_screen("nothing was sent")

@@ -12,37 +12,38 @@ import pytest
 
 from chatting import babbler, session
 from drawing import NONE, lines
+from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedText
 from sirchat.chat.session import Session
 from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_panel
-from sirchat.ui.status import describe_recalled, describe_round, describe_turn
+from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar
 from sirchat.ui.tables import draw_recalled_turns
 from sirchat.ui.why import explain
-from terminal import Terminal
+from terminal import lines_of
+from typed_chat import TypedChat
 
 ZEBRA = "Our zebra is called Quixbert."
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_what_was_evicted_is_named_listed_and_brought_back(tmp_path: Path, columns: int) -> None:
-    flags = ("--policy", "sink", "--sinks", "2", "--recent", "16", "--budget", "64")
-    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
-        chat.wait_prompt()
-        assert "━" not in _toolbar(chat)
+def test_what_was_evicted_is_named_listed_and_brought_back(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    with TypedChat(terminal, policy="sink", sinks=2, recent=16, budget=64) as chat:
+        assert "━" not in toolbar(chat.session, 100)
         assert "nothing is evicted" in chat.ask("/evicted")
         for line in TOLD:
             chat.ask(line)
-        shown = [" ".join(chat.ask("Tell me a story.").split()) for _ in range(2)]
-        named = re.findall(r"\d+ evicted \(your words: ([^)]*)\)", " ".join(shown))
+        shown = " ".join(" ".join(chat.ask("Tell me a story.").split()) for _ in range(2))
+        named = re.findall(r"\d+ evicted \(your words: ([^)]*)\)", shown)
         assert named
         assert all(len(words.split(", ")) <= 3 for words in named)
         assert "Paul" in ", ".join(named)
-        assert _toolbar(chat).count("━") >= (6 if columns >= 80 else 0)
+        assert toolbar(chat.session, 100).count("━") >= 6
         listed = chat.ask("/evicted")
         assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
         assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
@@ -51,7 +52,51 @@ def test_what_was_evicted_is_named_listed_and_brought_back(tmp_path: Path, colum
         back = chat.ask("/tokens")
         assert "Paul" in back
         assert "baker" in back
-        assert chat.leave() == 0
+
+
+# --- the compact panel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "columns"), [("entropy", 160), ("sink", 60)])
+def test_the_panel_after_a_reply_reads_at_a_glance(
+    terminal: FakeTerminal, own_home: Path, policy: str, columns: int
+) -> None:
+    terminal.resize(30, columns)
+    with TypedChat(terminal, policy=policy, budget=64, recent=8, panel="turn") as chat:
+        for line in (*TOLD, "Tell me a joke."):
+            shown = chat.ask(line)
+    panel = shown[shown.index("── ") :].replace("\xa0", " ").splitlines()
+    text = "\n".join(panel)
+    assert len(panel) <= 8
+    assert "<|" not in text
+    assert "e+" not in text
+    assert re.search("(?m)(^| )(you|model): ", text)
+    assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
+    assert re.search(r"^evicted: \w+", text, re.M)
+    if policy == "entropy":
+        assert re.search(r"evicted next(, as they surprised the model least)?: \w+", text)
+    else:
+        assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
+        assert re.search(r"wholly evicted", text)
+
+
+@pytest.mark.usefixtures("every_frame")
+def test_while_a_reply_comes_the_words_just_evicted_stay_on_the_screen(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    frames = list[bool]()
+    write = terminal.write
+
+    def look(text: str) -> int:
+        count = write(text)
+        frames.append(any(line.startswith("evicted: ") for line in lines_of(terminal.screen)))
+        return count
+
+    with TypedChat(terminal, babbler(), budget=64, max_new_tokens=80, panel="live") as chat:
+        terminal.write = look  # type: ignore[method-assign]
+        assert "evicted: " not in chat.ask("Go on.")
+    assert sum(frames) > 20
 
 
 def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
@@ -69,57 +114,6 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     assert chat.do("/evicted").startswith("1 message lost only")
     turns.clear()
     assert chat.do("/evicted") == "nothing is evicted\n"
-
-
-def _toolbar(chat: Terminal) -> str:
-    return next(line for line in reversed(chat.lines) if " held" in line)
-
-
-# --- the compact panel
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-@pytest.mark.parametrize("policy", ["entropy", "sink"])
-def test_the_panel_after_a_reply_reads_at_a_glance(
-    tmp_path: Path, columns: int, policy: str
-) -> None:
-    flags = ("--policy", policy, "--budget", "64", "--recent", "8", "--panel", "turn")
-    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
-        for line in (*TOLD, "Tell me a joke."):
-            shown = chat.ask(line)
-        panel = shown[shown.index("── ") :].replace("\xa0", " ").splitlines()
-        chat.leave()
-    text = "\n".join(panel)
-    assert len(panel) <= 8
-    assert "<|" not in text
-    assert "e+" not in text
-    assert re.search("(?m)(^| )(you|model): ", text)
-    assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
-    assert re.search(r"^evicted: \w+", text, re.M)
-    if policy == "entropy":
-        assert re.search(r"evicted next(, as they surprised the model least)?: \w+", text)
-    else:
-        assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
-        assert re.search(r"wholly evicted", text)
-
-
-@pytest.mark.slow
-def test_while_a_reply_comes_the_words_just_evicted_stay_on_the_screen(
-    home: Path, endless: str
-) -> None:
-    flags = ("--model", endless, "--budget", "64", "--panel", "live")
-    with Terminal(*flags, home=home) as chat:
-        chat.wait_prompt()
-        chat.ask("/set max_new_tokens 100000")
-        chat.say("Go on.")
-        chat.wait_screen(r"evicted: \S")
-        for _ in range(2):
-            chat.read_on()
-            chat.wait_screen(r"(?m)^evicted: \S")  # a frame may be half drawn
-        chat.send("\x03")
-        chat.wait_prompt()
-        assert not re.search(r"(?m)^evicted: ", chat.text)
 
 
 # --- recall

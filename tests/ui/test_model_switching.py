@@ -17,7 +17,6 @@ from sirchat.chat.session import Session
 from sirchat.errors import ModelError, SettingError, UndoError
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
-from terminal import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +67,24 @@ def test_undo_goes_back_to_the_former_model_and_all_it_held() -> None:
     assert chat.session.snapshot().rows == straight.session.snapshot().rows
 
 
-def test_settings_changed_in_between_stay_after_undo() -> None:
-    chat = chat_of(SAYINGS[0])
+def test_settings_changed_in_between_stay_after_undo_and_no_model_is_loaded_twice(
+    folder: Path,
+) -> None:
+    chat = chat_of(SAYINGS[0], save=False)
+    model = chat.session.model
+    assert "model is already tiny" in chat.do("/model tiny")
+    assert "model is tiny; other models here: tiny-anchor" in chat.do("/model")
     chat.do("/model tiny-anchor")
+    other = weakref.ref(chat.session.model)
+    chat.do("/model tiny")
+    assert chat.session.model is model
+    chat.do("/model tiny-anchor")
+    assert chat.session.model is other()
     chat.do("/policy sink")
     chat.do("/undo")
-    assert chat.session.model.name == "tiny"
+    assert chat.session.model is model
     assert chat.session.profile.policy == "sink"
+    assert not folder.exists()
 
 
 def test_a_message_ends_the_way_back_and_frees_the_memory() -> None:
@@ -87,15 +97,75 @@ def test_a_message_ends_the_way_back_and_frees_the_memory() -> None:
         assert chat.session.model.name == "tiny-anchor"
 
 
-def test_the_former_model_is_not_loaded_twice() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./nowhere", "does not exist"),
+        ("nowhere.gguf", "does not exist"),
+        ("broken.gguf", "not a valid GGUF file"),
+        *((f"Ctrl-C {step}", "") for step in ("load_model_of", "read_again")),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
     chat = chat_of(SAYINGS[0])
-    model = chat.session.model
+    before, turns = chat.session, list(chat.session.turns)
+    with monkeypatch.context() as broken:
+        if not said:
+            broken.setattr(f"sirchat.ui.switching.{name.split()[1]}", interrupted)
+        with pytest.raises((ModelError, KeyboardInterrupt), match=said or None) as caught:
+            chat.do(f"/model {name if said else 'tiny-anchor'}")
+    assert "\n" not in str(caught.value)
+    assert chat.session is before
+    assert chat.session.turns == turns
+    chat.say(SAYINGS[1])
+    assert models_saved(folder) == ["tiny"]
+
+
+def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -> None:
+    babbling = str(save_babbler(tmp_path / "babbler"))  # with twice the context of tiny
+    chat = chat_of(SAYINGS[0], budget=512, temperature=0.7)
+    assert "defaults" not in chat.do(f"/model {babbling}")
+    assert (chat.session.budget, chat.session.profile.temperature) == (512, 0.7)
+    chat = chat_of(SAYINGS[0], budget=1024)
+    shown = chat.do(f"/model {babbling}")
+    assert f"using {babbling}'s defaults: budget 1024 -> 2048, temperature 0" in shown
+    assert chat.session.profile.temperature > 0
+    chat.do("/budget 4000")
+    above = "budget 4000 is above the context length of tiny-anchor"
+    with pytest.raises(SettingError, match=above):
+        chat.do("/model tiny-anchor")
+    assert chat.session.model.name == babbling
+
+
+def test_undo_brings_the_saved_chat_back_too(folder: Path) -> None:
+    chat = chat_of(*SAYINGS[:2])
     chat.do("/model tiny-anchor")
-    other = weakref.ref(chat.session.model)
-    chat.do("/model tiny")
-    assert chat.session.model is model
-    chat.do("/model tiny-anchor")
-    assert chat.session.model is other()
+    chat.do("/undo")
+    assert models_saved(folder) == ["tiny"]
+    chat.say(SAYINGS[2])
+    chat.saved_chat.close()
+    again = Chat(tiny())
+    again.do("/load last")
+    assert again.session.turns == chat.session.turns
+    assert again.session.snapshot().rows == chat.session.snapshot().rows
+
+
+def test_names_are_completed(tmp_path: Path) -> None:
+    models = tmp_path / "data" / "models"
+    models.mkdir(parents=True)
+    save_babbler(models / "babbler")
+    (models / "broken.gguf").touch()
+    names = completions("/model ")
+    assert {"tiny", "tiny-anchor", "babbler"} <= set(names)
+    assert "broken.gguf" not in names
+    assert completions("/model tiny-") == ["tiny-anchor"]
 
 
 @pytest.mark.parametrize("line", ["/reset", "/erase words --yes"])
@@ -106,77 +176,6 @@ def test_what_is_erased_cannot_come_back_with_the_former_model(line: str) -> Non
     with suppress(UndoError):
         chat.do("/undo")
     assert chat.session.model.name == "tiny-anchor"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("./nowhere", "does not exist"),
-        ("nowhere.gguf", "does not exist"),
-        ("broken.gguf", "not a valid GGUF file"),
-    ],
-)
-def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    chat = chat_of(SAYINGS[0])
-    before, turns = chat.session, list(chat.session.turns)
-    with pytest.raises(ModelError, match=said) as caught:
-        chat.do(f"/model {name}")
-    assert "\n" not in str(caught.value)
-    assert chat.session is before
-    assert chat.session.turns == turns
-    chat.say(SAYINGS[1])
-    assert models_saved(folder) == ["tiny"]
-
-
-@pytest.mark.parametrize("step", ["load_model_of", "read_again"])
-def test_ctrl_c_on_the_way_leaves_the_chat_as_it_was(
-    step: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    chat = chat_of(SAYINGS[0])
-    before = chat.session
-    with monkeypatch.context() as broken:
-        broken.setattr(f"sirchat.ui.switching.{step}", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            chat.do("/model tiny-anchor")
-    chat.say(SAYINGS[1])
-    assert chat.session is before
-    assert models_saved(folder) == ["tiny"]
-
-
-def test_a_model_that_cannot_hold_the_budget_leaves_the_chat_as_it_was(tmp_path: Path) -> None:
-    babbling = str(save_babbler(tmp_path / "babbler"))  # with twice the context of tiny
-    chat = chat_of(SAYINGS[0])
-    chat.do(f"/model {babbling}")
-    chat.do("/budget 4000")
-    with pytest.raises(
-        SettingError, match="budget 4000 is above the context length of tiny-anchor"
-    ):
-        chat.do("/model tiny-anchor")
-    assert chat.session.model.name == babbling
-
-
-def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -> None:
-    babbling = str(save_babbler(tmp_path / "babbler"))
-    chat = chat_of(SAYINGS[0], budget=1024)
-    shown = chat.do(f"/model {babbling}")
-    assert f"using {babbling}'s defaults: budget 1024 -> 2048, temperature 0" in shown
-    assert chat.session.profile.temperature > 0
-    chat = chat_of(SAYINGS[0], budget=512, temperature=0.7)
-    assert "as usual" not in chat.do(f"/model {babbling}")
-    assert (chat.session.budget, chat.session.profile.temperature) == (512, 0.7)
-
-
-def test_the_present_model_is_nothing_new_and_alone_it_lists() -> None:
-    chat = chat_of(SAYINGS[0])
-    assert "model is already tiny" in chat.do("/model tiny")
-    assert "model is tiny; other models here: tiny-anchor" in chat.do("/model")
 
 
 # --- saved chats
@@ -200,19 +199,6 @@ def test_the_saved_chat_goes_on_in_the_same_file_as_one_of_the_other_model(folde
         assert [turn.text for turn in store.turns()] == [turn.text for turn in chat.session.turns]
 
 
-def test_undo_brings_the_saved_chat_back_too(folder: Path) -> None:
-    chat = chat_of(*SAYINGS[:2])
-    chat.do("/model tiny-anchor")
-    chat.do("/undo")
-    assert models_saved(folder) == ["tiny"]
-    chat.say(SAYINGS[2])
-    chat.saved_chat.close()
-    again = Chat(tiny())
-    again.do("/load last")
-    assert again.session.turns == chat.session.turns
-    assert again.session.snapshot().rows == chat.session.snapshot().rows
-
-
 def test_where_writing_failed_save_writes_all_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,49 +213,3 @@ def test_where_writing_failed_save_writes_all_of_it(
     chat.say(SAYINGS[2])
     chat.do("/save")
     assert models_saved(folder) == ["tiny-anchor"]
-
-
-def test_a_chat_that_is_not_saved_stays_so(folder: Path) -> None:
-    chat = chat_of(SAYINGS[0], save=False)
-    chat.do("/model tiny-anchor")
-    chat.do("/undo")
-    assert not folder.exists()
-
-
-# --- at the prompt
-
-
-def test_names_are_completed(tmp_path: Path) -> None:
-    models = tmp_path / "data" / "models"
-    models.mkdir(parents=True)
-    save_babbler(models / "babbler")
-    (models / "broken.gguf").touch()
-    names = completions("/model ")
-    assert {"tiny", "tiny-anchor", "babbler"} <= set(names)
-    assert "broken.gguf" not in names
-    assert completions("/model tiny-") == ["tiny-anchor"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_the_model_changes_and_comes_back_in_a_terminal(tmp_path: Path, columns: int) -> None:
-    with Terminal(home=tmp_path, columns=columns) as chat:
-        chat.ask("My name is Anna.")
-        held = next(row for row in reversed(chat.lines) if " held" in row)
-        shown = " ".join(chat.ask("/model tiny-anchor").split())
-        assert re.match(
-            r"the model is now tiny-anchor; it read \d+ tokens, the cache holds \d+/1,024 ", shown
-        )
-        assert shown.endswith("until the next message")
-        assert any(row.startswith(" tiny-anchor ·") for row in chat.lines)
-        shown = " ".join(chat.ask("/model ./nowhere").split())
-        assert shown.startswith("sirchat: model folder './nowhere' does not exist")
-        assert "back to tiny, with the chat as it was" in " ".join(chat.ask("/undo").split())
-        assert next(row for row in reversed(chat.lines) if " held" in row) == held
-        assert "Anna" in chat.ask("What is my name?")
-        chat.send("/model tiny-")
-        chat.wait_screen("tiny-anchor", 20)
-        chat.send("\x15")
-        assert chat.leave() == 0
-    with Terminal("--resume", home=tmp_path, columns=columns) as chat:
-        assert "Anna" in chat.ask("What is my name?")

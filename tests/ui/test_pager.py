@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,34 +48,22 @@ def test_what_leaves_a_row_for_the_prompt_is_printed_and_what_does_not_is_paged(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "value"),
     [
-        lambda patch: patch.setenv("PAGER", "/no/such/program"),
-        lambda patch: patch.setenv("PAGER", ""),
-        lambda patch: patch.setenv("PAGER", "cat"),
-        lambda patch: patch.setenv("PAGER", "less '"),
-        lambda patch: patch.setenv("TERM", "dumb"),
-        lambda patch: patch.setattr(sys, "stdin", io.StringIO()),
-    ],
-    ids=[
-        "no such program",
-        "an empty $PAGER",
-        "cat",
-        "an open quote",
-        "a dumb terminal",
-        "piped commands",
+        *(("PAGER", pager) for pager in ("/no/such/program", "", "cat", "less '")),
+        ("TERM", "dumb"),
+        ("stdin", ""),
     ],
 )
 def test_without_a_pager_or_somebody_to_turn_pages_all_is_printed(
-    paged: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+    paged: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    change(monkeypatch)
+    if name == "stdin":
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+    else:
+        monkeypatch.setenv(name, value)
     assert _printed(100) == "a row\n" * 100
-    assert not paged.exists()
-
-
-def test_a_pipe_gets_all(paged: Path) -> None:
-    assert _printed(100, io.StringIO()) == "a row\n" * 100
+    assert _printed(100, io.StringIO()) == "a row\n" * 100, "a pipe"
     assert not paged.exists()
 
 

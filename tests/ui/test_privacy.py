@@ -4,65 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from command import run
+from fake_terminal import FakeTerminal
 from sirchat.paths import memory_dir
 from sirchat.ui.typed_input import input_history
 from terminal import Terminal, program
+from typed_chat import TypedChat
 
 WORD = "Xylothek"  # stands in every line that is typed, in the edited text, and in what is pasted
 BEFORE = "a line of an earlier chat"
 
 
-def private_ways() -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Every way to switch saving off: its name, flags and environment."""
-    yield "flag", ["--no-save"], {}
-    yield "variable", [], {"SIRCHAT_SAVE": "false"}
-    yield "profile", ["--profile", "private.yaml"], {}
-
-
-def files_with(word: str, folder: Path) -> list[str]:
-    """The files at any depth of a folder whose contents or names have a word, in any encoding."""
-    forms = [word.encode(code) for code in ("utf-8", "utf-16-le", "utf-32-le")]
-    return [
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if word in path.name or (path.is_file() and any(f in path.read_bytes() for f in forms))
-    ]
-
-
-@pytest.fixture
-def places(own_home: Path) -> dict[str, str]:
-    """The environment of a user whose folders are all in the test's: home, temporary, caches."""
-    own = {"HOME": "user", "TMPDIR": "tmp", "XDG_CACHE_HOME": "user/.cache"}
-    for name in own.values():
-        (own_home / name).mkdir(parents=True, exist_ok=True)
-    (own_home / "private.yaml").write_text("save: false\n", encoding="utf-8")
-    input_history(print).append_string(BEFORE)
-    editor = f'echo "$1" > {own_home}/edited\nprintf " and {WORD} edited" >> "$1"'
-    return {name: str(own_home / place) for name, place in own.items()} | {
-        "EDITOR": program(own_home / "editor", editor.replace(WORD, "$(printf Xylo)thek")),
-        "PAGER": "less",
-    }
-
-
 @pytest.mark.parametrize(
-    ("flags", "more", "is_killed"),
-    [
-        pytest.param(flags, more, name == "variable", id=name)
-        for name, flags, more in private_ways()
-    ],
+    ("flags", "more"),
+    [(["--no-save"], {}), (["--profile", "private.yaml"], {"SIRCHAT_SAVE": ""})],
+    ids=["flag", "profile and killed"],
 )
 def test_nothing_of_a_private_chat_reaches_the_disk(
     places: dict[str, str],
     own_home: Path,
     flags: list[str],
     more: dict[str, str],
-    is_killed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(own_home)
@@ -89,7 +55,7 @@ def test_nothing_of_a_private_chat_reaches_the_disk(
         chat.send("\x1b[A" * 20)  # earlier chats' lines are still offered by Up
         chat.wait_screen(f"(?m)^> {BEFORE}")
         chat.send("\x03")
-        if is_killed:
+        if more:
             os.kill(int(chat.child._process.pid), signal.SIGKILL)
             chat.ended()
         else:
@@ -100,15 +66,39 @@ def test_nothing_of_a_private_chat_reaches_the_disk(
 
 
 def test_after_save_the_chat_and_what_is_typed_from_then_on_are_kept(
-    places: dict[str, str], own_home: Path
+    terminal: FakeTerminal, own_home: Path
 ) -> None:
-    with Terminal("--no-save", "--max-new-tokens=4", home=own_home, environ=places) as chat:
+    with TypedChat(terminal, save=False, max_new_tokens=4) as chat:
         chat.ask("This stays in the chat alone.")
         chat.ask("/save oak")
         chat.ask(f"I keep a {WORD}.")
-        assert chat.leave() == 0
     assert "state/history" in files_with(WORD, own_home)
     assert "state/history" not in files_with("stays in the chat alone", own_home)
+
+
+def files_with(word: str, folder: Path) -> list[str]:
+    """The files at any depth of a folder whose contents or names have a word, in any encoding."""
+    forms = [word.encode(code) for code in ("utf-8", "utf-16-le", "utf-32-le")]
+    return [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if word in path.name or (path.is_file() and any(f in path.read_bytes() for f in forms))
+    ]
+
+
+@pytest.fixture
+def places(own_home: Path) -> dict[str, str]:
+    """The environment of a user whose folders are all in the test's: home, temporary, caches."""
+    own = {"HOME": "user", "TMPDIR": "tmp", "XDG_CACHE_HOME": "user/.cache"}
+    for name in own.values():
+        (own_home / name).mkdir(parents=True, exist_ok=True)
+    (own_home / "private.yaml").write_text("save: false\n", encoding="utf-8")
+    input_history(print).append_string(BEFORE)
+    editor = f'echo "$1" > {own_home}/edited\nprintf " and {WORD} edited" >> "$1"'
+    return {name: str(own_home / place) for name, place in own.items()} | {
+        "EDITOR": program(own_home / "editor", editor.replace(WORD, "$(printf Xylo)thek")),
+        "PAGER": "less",
+    }
 
 
 def test_a_question_a_replay_and_the_tutorial_leave_nothing(

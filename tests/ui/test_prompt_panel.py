@@ -10,12 +10,13 @@ import pytest
 
 from chatting import session
 from drawing import lines
+from fake_terminal import FakeTerminal
 from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.statements import StatedFact
 from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_memory
 from sirchat.ui.theme import theme_named
-from terminal import Terminal
+from typed_chat import TypedChat
 
 NONE = theme_named("none", {})
 CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya."
@@ -57,13 +58,30 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
     ]
 
 
-def test_it_says_that_nothing_you_told_is_whole() -> None:
+@pytest.mark.parametrize("rows", [40, 16])
+def test_it_leaves_the_screen_when_a_line_is_entered(
+    terminal: FakeTerminal, own_home: Path, rows: int
+) -> None:
+    def shown(panel: str) -> list[str]:
+        terminal.resize(rows, 80)
+        lines = list[str]()
+        with TypedChat(terminal, save=False, panel=panel) as chat:
+            for line in ("My dog is Rex.", "I live in Lisbon. " * 9, "a\\\rb", "never sent\x03"):
+                lines += chat.press(f"{line}\r").splitlines()
+                assert ("the model's" in terminal.getvalue()) == (panel == "prompt")
+        return [line.rstrip() for line in lines if not re.search("tok/s|panel", line)]
+
+    with_panel, without = shown("prompt"), shown("off")
+    if rows == 40:  # where the panel has scrolled off in part, it stays
+        assert with_panel == without
+    told = [line for line in without if line.startswith(("> ", "  ", "Your dog"))]
+    assert [line for line in with_panel if line in told][: len(told)] == told
+
+
+def test_of_much_that_you_told_the_newest_is_shown_and_of_little_that_none_is_whole() -> None:
     _, *rows = lines(draw_memory(session().snapshot(strongest=0), [fact(GATE, 3)], NONE, 80), 80)
     said = [row.rstrip() for row in rows]
     assert said == ["held, of what you told: none whole", 'held in part: "It … gate 12."']
-
-
-def test_of_much_that_you_told_the_newest_is_shown() -> None:
     told = [fact(f"I own {n} green books in house {n}.", 8) for n in range(30)]
     _, first, second = lines(draw_memory(session().snapshot(strongest=0), told, NONE, 60), 60)
     assert first.startswith('held, of what you told: "I own 29 green')
@@ -88,30 +106,3 @@ def test_a_sentence_that_is_cut_keeps_its_closing_quote(width: int) -> None:
         assert re.search(r'\u2026"|\."', row)
     assert max(map(len, rows)) <= width
     assert rows[-1].rstrip().endswith("\u2026")
-
-
-@pytest.mark.parametrize("rows", [40, pytest.param(16, marks=pytest.mark.slow)])
-def test_it_leaves_the_screen_when_a_line_is_entered(home: Path, rows: int) -> None:
-    def shown(panel: str) -> list[str]:
-        with Terminal("--panel", panel, "--no-save", home=home, rows=rows) as chat:
-            chat.wait_prompt()
-            for line in ("My dog is called Rex.", "I live in Lisbon. " * 9, "one\\\rtwo\\\rthree"):
-                chat.send(line)
-                chat.submit()
-                chat.wait_prompt()
-                assert ("the model's" in chat.text) == (panel == "prompt")
-            chat.send("never sent\x03")
-            chat.wait_prompt()
-            chat.ask("What is my dog called?")
-            chat.ask("/set panel off")
-            return [
-                line.rstrip()
-                for line in chat.everything.splitlines()
-                if not re.search("tok/s|panel", line)
-            ]
-
-    with_panel, without = shown("prompt"), shown("off")
-    if rows == 40:  # where the panel has scrolled off in part, it stays
-        assert with_panel == without
-    told = [line for line in without if line.startswith(("> ", "  ", "Your dog"))]
-    assert [line for line in with_panel if line in told][: len(told)] == told

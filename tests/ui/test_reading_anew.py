@@ -122,16 +122,6 @@ def test_pins_and_words_that_recall_pinned_are_pinned_again_by_their_text(
     assert f"{count(session)} tokens that you had pinned are pinned again\n" in shown
 
 
-@ways
-def test_the_pinned_system_prompt_is_not_counted_as_yours(
-    way: Way, other: str, folder: Path
-) -> None:
-    chat = Chat(system="Be brief.")
-    chat.say(*SAYINGS[:2])
-    _, shown = way(chat, other, folder)
-    assert "pinned" not in shown
-
-
 @pytest.mark.parametrize("way", [by_model, by_rebuild])
 def test_of_more_pins_than_have_room_the_newest_are_kept(
     way: Way, other: str, folder: Path

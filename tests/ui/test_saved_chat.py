@@ -11,6 +11,7 @@ import pytest
 
 from chatting import babbler, tiny
 from command import run
+from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
@@ -21,6 +22,7 @@ from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from terminal import Terminal
+from typed_chat import TypedChat
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -48,21 +50,20 @@ def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(fold
     chat.do("/stats")  # saved after it, as after every line
     chat.crash()
     assert resumed(folder, listed.id)[1]
-
-
-@pytest.mark.parametrize("save_kv", ["on", "off"])
-def test_save_keeps_keys_and_values_as_the_setting_says(folder: Path, save_kv: str) -> None:
-    chat = Chat(save_kv=save_kv)
+    chat = Chat(save_kv="off")
     chat.say(SAYINGS[0])
-    shown = chat.do("/save")
-    assert ("without" in shown) == (save_kv == "off")
-    assert bool(list(folder.glob("*.safetensors"))) == (save_kv == "on")
+    assert "without keys and values" in chat.do("/save")
+    assert len(list(folder.glob("*.safetensors"))) == 1
 
 
 def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder: Path) -> None:
     chat = Chat(save=False)
-    chat.say(*SAYINGS[:2])
+    assert "the chat is still empty" in chat.do("/save trip")
     assert not folder.exists()
+    chat.say(SAYINGS[0])
+    assert [listed.name for listed in list_sessions(folder).sessions] == ["trip"]
+    chat = Chat(save=False)
+    chat.say(*SAYINGS[:2])
     chat.do("/save")
     chat.say(SAYINGS[2])
     chat.saved_chat.close()
@@ -71,28 +72,73 @@ def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder:
     assert again.profile.save
 
 
-def test_where_nothing_is_said_yet_saving_begins_with_the_first_turn(folder: Path) -> None:
-    chat = Chat(save=False)
-    assert "the chat is still empty" in chat.do("/save trip")
-    assert not folder.exists()
-    chat.say(SAYINGS[0])
-    assert [listed.name for listed in list_sessions(folder).sessions] == ["trip"]
-
-
-def test_after_a_failure_save_tries_again_and_goes_on_in_the_same_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_load_lists_the_newest_first_and_last_is_the_last_of_the_others(folder: Path) -> None:
     chat = Chat()
-    chat.say(SAYINGS[0])
-    with monkeypatch.context() as full:
-        full.setattr(SessionStore, "append", _full)
-        chat.say(SAYINGS[1])
-        assert "can't be saved: no room" in refusal(chat, "/save")
-    chat.do("/save")
-    chat.say(SAYINGS[2])
-    chat.saved_chat.close()
-    (listed,) = list_sessions(folder).sessions
-    assert resumed(folder, listed.id)[0].turns == chat.session.turns
+    assert "there are no saved chats" in chat.do("/load")
+    assert "no saved session" in refusal(chat, "/load last")
+    old, new = saved(folder, "old"), saved(folder, "new")
+    assert re.search(rf"(?s){new}.*{old}", chat.do("/load"))
+    chat.say(SAYINGS[3])
+    assert "(this chat)" in chat.do("/load")
+    assert not opens_elsewhere(list_sessions(folder).sessions[0].path)
+    assert chat.texts == SAYINGS[3:4]
+    with SessionStore.open(find_session(folder, old)):
+        assert "in use by another process" in refusal(chat, f"/load {old}")
+    assert new in chat.do("/load last")
+    assert "is this chat, which is already open" in chat.do("/load new")
+    assert chat.texts == SAYINGS[:2]
+
+
+def test_load_last_passes_over_a_damaged_chat_and_refuses_one_without_turns(folder: Path) -> None:
+    intact, damaged = saved(folder, "whole"), saved(folder, "later")
+    path = find_session(folder, damaged)
+    said = SAYINGS[0].encode()
+    path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
+    told = " ".join(Chat().do("/load last").split())
+    assert f"{path.name} is damaged" in told
+    assert f"this chat is session {intact}" in told
+    SessionStore.create(folder, {"model": "babbler"}).close()
+    assert "holds no message yet" in refusal(Chat(), "/load last")
+
+
+# --- leaving
+
+
+@pytest.mark.slow
+def test_leaving_says_how_to_come_back_and_resume_does(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path, columns=60) as chat:
+        chat.ask("My name is Anna.")
+        chat.say("/exit")
+        assert chat.ended() == 0
+        match = re.search(r"^to continue this chat: sirchat --resume=(20\S+)$", chat.text, re.M)
+        assert match
+    with Terminal("--resume", match[1], home=tmp_path, columns=60) as chat:
+        assert "Anna" in chat.ask("What is my name?")
+        chat.ask("/save my trip")
+        chat.ask("/reset")
+        chat.ask("My name is Peter.")
+        assert "goes on after 4 messages" in " ".join(chat.ask("/load my trip").split())
+        assert "Anna" in chat.ask("What is my name?")
+        assert chat.leave() == 0
+        assert chat.text.endswith("to continue this chat: sirchat --resume='my trip'")
+    assert run("sessions", "show", "my trip").stdout.count("USER:") == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "save", "is_quiet"),
+    [([], True, False), (["Hi."], False, False), (["Hi."], True, True), (["Hi."], True, False)],
+)
+def test_leaving_says_nothing_where_nothing_is_kept_or_quiet_is_wanted(
+    terminal: FakeTerminal, lines: list[str], save: bool, is_quiet: bool
+) -> None:
+    with TypedChat(terminal, babbler(), max_new_tokens=2, save=save) as chat:
+        chat.screen.is_quiet = is_quiet
+        for line in lines:
+            chat.ask(line)
+        terminal.clear()
+        chat.chat.saved_chat.say_where()
+    assert ("--resume" in terminal.getvalue()) == (bool(lines) and save and not is_quiet)
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
@@ -125,34 +171,6 @@ def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_on
 # --- leaving
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
-    with Terminal(home=tmp_path, columns=columns) as chat:
-        chat.ask("My name is Anna.")
-        chat.say("/exit")
-        assert chat.ended() == 0
-        match = re.search(r"^to continue this chat: sirchat --resume=(20\S+)$", chat.text, re.M)
-        assert match
-    with Terminal("--resume", match[1], home=tmp_path, columns=columns) as chat:
-        assert "Anna" in chat.ask("What is my name?")
-        chat.ask("/save my trip")
-        assert chat.leave() == 0
-        assert chat.text.endswith("to continue this chat: sirchat --resume='my trip'")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--quiet",), ("--no-save",), ("nothing said",)])
-def test_leaving_says_nothing_where_nothing_is_kept_or_quiet_is_wanted(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    with Terminal(*(flag for flag in flags if flag[0] == "-"), home=tmp_path) as chat:
-        if flags != ("nothing said",):
-            chat.ask("My name is Anna.")
-        assert chat.leave() == 0
-        assert "--resume" not in chat.text
-
-
 # --- /load
 
 
@@ -171,57 +189,6 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
     assert chat.session.turns == again.turns
     chat.saved_chat.close()
     assert resumed(folder, ident)[0].turns == again.turns
-
-
-def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
-    saved(folder, "there")
-    chat, straight = Chat(), Chat(save=False)
-    for each in (chat, straight):
-        each.say(*SAYINGS[2:4])
-    chat.do("/save here")
-    chat.do("/load there")
-    chat.do("/load here")
-    for each in (chat, straight):
-        each.say(SAYINGS[4])
-    assert chat.session.turns == straight.session.turns
-    assert chat.session.snapshot().rows == straight.session.snapshot().rows
-
-
-@pytest.mark.slow
-def test_load_alone_lists_the_newest_first_and_keeps_the_lock(folder: Path) -> None:
-    old, new = saved(folder, "old"), saved(folder, "new")
-    chat = Chat()
-    assert re.search(rf"(?s){new}.*{old}", chat.do("/load"))
-    chat.say(SAYINGS[3])
-    assert "(this chat)" in chat.do("/load")
-    path = list_sessions(folder).sessions[0].path
-    assert not opens_elsewhere(path)
-    assert chat.texts == SAYINGS[3:4]
-
-
-def test_load_last_is_the_last_of_the_others(folder: Path) -> None:
-    saved(folder, "old")
-    new = saved(folder, "new")
-    chat = Chat()
-    chat.say(SAYINGS[3])
-    assert new in chat.do("/load last")
-    assert "is this chat, which is already open" in chat.do("/load new")
-
-
-def test_load_last_passes_over_a_damaged_chat_and_names_it(folder: Path) -> None:
-    intact, damaged = saved(folder, "whole"), saved(folder, "later")
-    path = find_session(folder, damaged)
-    said = SAYINGS[0].encode()
-    path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
-    told = " ".join(Chat().do("/load last").split())
-    assert f"{path.name} is damaged" in told
-    assert f"this chat is session {intact}" in told
-
-
-def test_where_nothing_is_saved_load_says_so() -> None:
-    chat = Chat()
-    assert "there are no saved chats" in chat.do("/load")
-    assert "no saved session" in refusal(chat, "/load last")
 
 
 def test_a_chat_that_is_not_to_be_saved_stays_so_until_it_is_asked_for(folder: Path) -> None:
@@ -255,15 +222,6 @@ def test_one_of_another_model_is_refused_and_the_chat_goes_on(folder: Path) -> N
     chat.say("What is my name?")
     chat.saved_chat.close()
     assert list_sessions(folder).sessions[0].turns == 4
-
-
-def test_one_that_another_process_writes_is_refused(folder: Path) -> None:
-    ident = saved(folder)
-    chat = Chat()
-    with SessionStore.open(find_session(folder, ident)):
-        assert "in use by another process" in refusal(chat, f"/load {ident}")
-    chat.do(f"/load {ident}")
-    assert chat.texts == SAYINGS[:2]
 
 
 @pytest.mark.slow
@@ -307,12 +265,6 @@ def test_a_chat_that_cannot_be_saved_is_not_left(
         assert chat.texts == SAYINGS[:2]
 
 
-def test_a_session_of_no_turn_is_refused(folder: Path) -> None:
-    SessionStore.create(folder, {"model": "babbler"}).close()
-    chat = Chat()
-    assert "holds no message yet" in refusal(chat, "/load last")
-
-
 def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
     ident = saved(folder)
     with SessionStore.open(find_session(folder, ident)) as store:
@@ -329,33 +281,6 @@ def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder:
     assert completions("/load my t") == ["my trip"]
     with SessionStore.open(find_session(folder, ident)):
         assert completions("/load ") == ["last", other]
-
-
-@pytest.mark.slow
-def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.say("My name is Anna.")
-        chat.wait_prompt()
-        assert 'called "anna"' in chat.ask("/save anna")
-        chat.say("/reset")
-        chat.say("My name is Peter.")
-        chat.wait_prompt()
-        chat.ask("/budget 128")
-        assert "/128 held" in _toolbar(chat)
-        shown = chat.ask("/load anna")
-        assert "goes on after 2 messages" in shown
-        assert "/128 held" not in _toolbar(chat)
-        assert "Anna" in chat.ask("What is my name?")
-        assert chat.leave() == 0
-    assert run("sessions", "show", "anna").stdout.count("USER:") == 2
-    with Terminal("--resume", "anna", home=tmp_path) as chat:
-        assert "Anna" in chat.ask("What is my name?")
-        chat.ask("/load last")
-        assert "Peter" in chat.ask("What is my name?")
-
-
-def _toolbar(chat: Terminal) -> str:
-    return next(row for row in reversed(chat.lines) if " held" in row)
 
 
 def _full(*_: object) -> None:

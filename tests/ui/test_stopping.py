@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from chatting import babbler
+from fake_terminal import FakeTerminal
 from terminal import Shared, Terminal, pager_into
+from typed_chat import TypedChat
 
 ESCAPE, ENTER, UP, CTRL_C = "\x1b", "\r", "\x1b[A", "\x03"
 
@@ -85,15 +86,32 @@ def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(chat: Terminal) -> None:
     assert chat.text.count("Ctrl-D or /exit leaves") == 1
 
 
-def test_ctrl_c_empties_the_prompt_and_up_brings_it_back(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("nearly lost")
-    chat.wait_screen("> nearly lost")
-    chat.send(CTRL_C)
-    chat.wait_prompt()
-    chat.send(UP)
-    chat.wait_screen("> nearly lost")
-    chat.send(CTRL_C)
+@pytest.mark.slow
+def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(speaker: Terminal) -> None:
+    speaker.begin_reply()
+    speaker.send("/budget 64\r")
+    speaker.paste("/reset\nzzqq")
+    speaker.read_on()
+    assert b"zzqq" not in speaker.raw[-6000:]
+    speaker.send(ESCAPE)
+    speaker.wait("budget: 1024 -> 64")
+    speaker.wait_screen("> /reset\n  zzqq")
+    speaker.wait_screen("pasted text: sent as it is, never run as a command")
+    assert speaker.everything.count("zzqq") == 1
+    speaker.send(CTRL_C)
+
+
+def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
+        chat.ask("Hello.")
+        chat.ask("/policy full")
+        seen = chat.session.seen
+        shown = chat.press("海" * 1600, "\r")
+        assert shown.split("海")[-1].strip().startswith("sirchat: ")
+        assert chat.session.seen == seen
+        assert "3 written" in chat.ask("Hello again.")
 
 
 def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -> None:
@@ -110,73 +128,3 @@ def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -
     assert int(read[1].replace(",", "")) < 30_000  # of 38,895
     assert "reading" not in chat.text
     assert "3 written" in chat.ask("Hello.")
-
-
-@pytest.mark.slow
-def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
-    chat: Terminal, paged: Path
-) -> None:
-    moments = random.Random(7)
-    chat.ask("/budget 4096")
-    chat.ask("/set max_new_tokens 2000")  # more than come before any of the moments
-    for _ in range(10):
-        chat.wait_prompt()
-        chat.send("one two three four five six seven eight nine ten " * moments.choice([1, 12]))
-        chat.submit(ENTER)
-        time.sleep(moments.uniform(0, 0.12))
-        chat.send(CTRL_C)
-        chat.wait_prompt()
-    chat.ask("/set max_new_tokens 200")
-    assert " 200 written" in chat.ask("Hello.")
-    turns = re.split(r"<\|(?:user|assistant)\|>", _held(chat, paged))
-    assert len(turns) == 1 + 2 * 11
-    assert turns[0] == "<|bos|>"
-    assert all(turn.count("<|end|>") == 1 and turn.endswith("<|end|>") for turn in turns[1:])
-
-
-@pytest.mark.slow
-def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(speaker: Terminal) -> None:
-    speaker.begin_reply()
-    speaker.send("zzqq")
-    speaker.read_on()
-    assert b"zzqq" not in speaker.raw[-6000:]
-    speaker.send(CTRL_C)
-    speaker.wait_screen("(?m)^> zzqq$")
-    assert speaker.everything.count("zzqq") == 1
-    speaker.send(CTRL_C)
-
-
-@pytest.mark.slow
-def test_a_line_typed_ahead_is_sent(speaker: Terminal) -> None:
-    speaker.begin_reply()
-    speaker.send("/budget 64\r")
-    speaker.read_on()
-    speaker.send(CTRL_C)
-    speaker.wait("budget: 1024 -> 64")
-    speaker.wait_prompt()
-
-
-@pytest.mark.slow
-def test_a_paste_ahead_stays_one_message(speaker: Terminal) -> None:
-    speaker.begin_reply()
-    speaker.paste("/reset\nzzqq")
-    speaker.read_on()
-    speaker.send(ESCAPE)
-    speaker.wait_screen("> /reset\n  zzqq")
-    speaker.wait_screen("pasted text: sent as it is, never run as a command")
-    speaker.send(CTRL_C)
-
-
-def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(chat: Terminal) -> None:
-    chat.ask("Hello.")
-    chat.ask("/policy full")
-    held = re.search(r"([\d,]+)/4,096 held", chat.text)
-    assert held
-    chat.wait_prompt()
-    chat.paste("word " * 5000)
-    chat.wait_screen("pasted")
-    chat.submit(ENTER)
-    chat.wait_prompt()
-    assert "sirchat: " in chat.text.split("word")[-1]
-    assert f"{held[1]}/4,096 held" in chat.text
-    assert "3 written" in chat.ask("Hello again.")

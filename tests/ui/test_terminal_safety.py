@@ -21,7 +21,7 @@ from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
 from sirchat.ui.text import DisplayFilter, displayable, displayable_line
-from terminal import WARM, Terminal, everything_on
+from terminal import Terminal, everything_on
 
 _CONTROLS = {
     **{f"C0 {i:02x}": chr(i) for i in range(32) if chr(i) not in "\t\n"},
@@ -81,14 +81,16 @@ def test_no_control_passes_and_chunks_do_not_matter(chunks: list[str]) -> None:
 @given(st.text(st.characters(exclude_categories=("Cc", "Cf", "Cs"))))
 def test_ordinary_text_passes_unchanged(text: str) -> None:
     assert displayable(text + "\n\tx") == text + "\n\tx"
-
-
-def test_an_open_sequence_ends_with_the_line() -> None:
-    assert displayable("a\x1b]0;never ended\nb") == "a\nb"
-
-
-def test_names_are_shown_on_one_line() -> None:
+    assert displayable("a\x1b]0;never ended\nb") == "a\nb", "an open sequence ends with the line"
     assert displayable_line("a\nb\x1b[2Jc.yaml") == "a bc.yaml"
+
+
+def test_notices_and_errors_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
+    screen = Screen(terminal, terminal)
+    for control in _CONTROLS.values():
+        screen.note(f"before{control}")
+        screen.error(f"before{control}")
+    assert not _harm(terminal.getvalue())
 
 
 @pytest.mark.slow
@@ -124,14 +126,6 @@ def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
         screen.show(draw_tokens(snapshot.rows, screen.theme))
     written = re.sub("owned|b3duZWQ|example", "", terminal.getvalue())  # as text they may be shown
     assert not _harm(written)
-
-
-def test_notices_and_errors_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
-    screen = Screen(terminal, terminal)
-    for control in _CONTROLS.values():
-        screen.note(f"before{control}")
-        screen.error(f"before{control}")
-    assert not _harm(terminal.getvalue())
 
 
 _EVIL = "evil\x1b]0;owned\x07\x1b[2J\u202e\x9b2J"
@@ -170,15 +164,6 @@ def test_a_transcript_cannot_control_the_terminal(tmp_path: Path, endless: str) 
     done = run("replay", "--feed", str(file), "--model", endless)
     assert done.stdout.count("before") == len(turns)
     assert not _harm(done.stdout + done.stderr)
-
-
-def test_a_file_name_in_an_error_cannot_control_a_terminal(tmp_path: Path) -> None:
-    program = (WARM, "-m", "sirchat", "replay", _EVIL)
-    with Terminal(*program, home=tmp_path) as terminal:
-        assert terminal.ended() == 2
-        assert "sirchat: evil" in terminal.text
-        assert "cannot be read" in " ".join(terminal.text.split())
-        assert not _harm(terminal.raw.decode().replace("owned", ""))  # as text it may be shown
 
 
 @pytest.mark.slow

@@ -114,33 +114,44 @@ def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> Non
 
 
 @pytest.mark.slow
-def test_the_loading_shows_below_the_prompt_and_leaves_nothing_behind_and_exit_leaves(
-    shell: _Shell, endless: str
-) -> None:
-    shell.wait_screen(r"(?m)^>(?s:.*) · loading$")
-    assert "policy" not in shell.text
-    shell.wait_prompt()
-    assert shell.lines[0].startswith(f"{endless}, policy salience")
-    assert "loading" not in shell.text
-    shell.say("/exit")
-    assert shell.code() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("begin", [_Shell.begin_reply, _Shell.wait_prompt], ids=["reply", "prompt"])
-def test_sigterm_ends_a_reply_and_a_prompt(
-    warm_shell: _Shell, begin: Callable[[_Shell], object]
+@pytest.mark.parametrize(
+    ("begin", "number"),
+    [
+        (_Shell.begin_reply, signal.SIGTERM),
+        (_Shell.wait_prompt, signal.SIGTERM),
+        (_Shell.begin_reply, signal.SIGQUIT),
+    ],
+    ids=["reply", "prompt", "Ctrl-Backslash"],
+)
+def test_a_signal_ends_a_reply_and_a_prompt(
+    warm_shell: _Shell, begin: Callable[[_Shell], object], number: int
 ) -> None:
     begin(warm_shell)
-    warm_shell.signal(signal.SIGTERM)
-    assert warm_shell.code() == 128 + signal.SIGTERM
+    if number == signal.SIGQUIT:
+        warm_shell.send(CTRL_BACKSLASH)
+    else:
+        warm_shell.signal(number)
+    assert warm_shell.code() == 128 + number
 
 
-@pytest.mark.slow
-def test_ctrl_backslash_ends_a_reply_and_shows_the_cursor(warm_shell: _Shell) -> None:
-    warm_shell.begin_reply()
-    warm_shell.send(CTRL_BACKSLASH)
-    assert warm_shell.code() == 128 + signal.SIGQUIT
+def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
+    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
+        assert chat.ended() == 1
+        line = " ".join(chat.text.split())
+        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
+        assert not chat.screen.cursor.hidden
+
+
+def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
+    waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
+    pager = program(tmp_path / "pager", waits)
+    with Terminal(home=tmp_path, environ={"PAGER": pager}, rows=14) as chat:
+        chat.say("/set")
+        chat.wait("here")
+        chat.send(CTRL_C)
+        chat.wait("caught")
+        chat.wait_prompt()
+        assert chat.leave() == 0
 
 
 @pytest.mark.slow
@@ -234,21 +245,6 @@ def test_sigterm_ends_a_reply_though_a_library_has_caught_its_exception(
         assert shell.code() == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("has_shell")
-def test_ctrl_c_ends_the_loading(tmp_path: Path, endless: str) -> None:
-    slow = tmp_path / "slow.py"
-    slow.write_text(
-        "import time\nimport sirchat.__main__ as program\nimport sirchat.models.load as load\n"
-        "load.load_model = lambda *args, **options: time.sleep(600)\nprogram.main()\n"
-    )
-    with _Shell(tmp_path, endless, *warm_python(), program=str(slow)) as shell:
-        shell.wait_screen("loading$")
-        shell.send(CTRL_C)
-        assert shell.code() == 130
-        assert "loading" not in shell.text
-
-
 def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,26 +268,6 @@ def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:
     with pytest.raises(KeyboardInterrupt), interruptible_imports(), suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
-    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
-        assert chat.ended() == 1
-        line = " ".join(chat.text.split())
-        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
-        assert not chat.screen.cursor.hidden
-
-
-def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
-    waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
-    pager = program(tmp_path / "pager", waits)
-    with Terminal(home=tmp_path, environ={"PAGER": pager}, rows=14) as chat:
-        chat.say("/set")
-        chat.wait("here")
-        chat.send(CTRL_C)
-        chat.wait("caught")
-        chat.wait_prompt()
-        assert chat.leave() == 0
 
 
 def read_up_to(side: int, end: bytes) -> bytes:

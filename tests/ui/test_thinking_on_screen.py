@@ -9,7 +9,8 @@ import pytest
 
 from fake_terminal import FakeTerminal, show_reply
 from markdown_documents import pieces
-from terminal import WARM, Terminal, lines_of
+from saved_chats import Chat, refusal
+from terminal import lines_of
 
 pytestmark = pytest.mark.usefixtures("every_frame")
 
@@ -48,7 +49,7 @@ def test_hidden_nothing_of_it_stays(terminal: FakeTerminal, panel: str) -> None:
 def test_while_it_comes_one_line_counts_and_little_is_written(
     terminal: FakeTerminal, panel: str, thinking: str
 ) -> None:
-    chunks = pieces("<think>" + "on and on, " * 300, 2, 6)
+    chunks = pieces("<think>" + "on and on, " * 120, 2, 6)
     seen: set[str] = set()
     write = terminal.write
 
@@ -76,33 +77,19 @@ def test_without_markdown_the_rest_is_as_it_was_written(
     lines = _lines(terminal)
     if thinking == "fold":
         assert lines[0].startswith("thought for ")
-        assert lines.pop(0)
-        assert lines.pop(0) == ""
+        assert lines[1] == ""
+        lines = lines[2:]
     assert lines == ["It is *so*.", "", "- one"]
 
 
-@pytest.mark.parametrize("panel", ["off", "live"])
-def test_a_reply_without_reasoning_is_shown_as_ever(terminal: FakeTerminal, panel: str) -> None:
-    for markdown, shown in ((True, "so <think>"), (False, "*so* <think>")):
-        terminal.screen.reset()
-        terminal.screen.set_mode(20)
-        show_reply(terminal, ["*so*", " <think>"], panel, thinking="fold", markdown=markdown)
-        assert lines_of(terminal.screen)[0] == shown
-
-
-def test_empty_reasoning_leaves_no_line(terminal: FakeTerminal) -> None:
+def test_empty_reasoning_leaves_no_line_and_what_the_template_opened_is_known(
+    terminal: FakeTerminal,
+) -> None:
     show_reply(terminal, ["<think>\n", "\n</think>", "\n\nYes."], "off", thinking="fold")
     assert _lines(terminal) == ["Yes."]
-
-
-def test_reasoning_that_the_template_opened_is_known(terminal: FakeTerminal) -> None:
-    show_reply(
-        terminal,
-        pieces("So it is.</think>\n\nYes.", 1, 3),
-        "off",
-        thinking="fold",
-        opens_reasoning=True,
-    )
+    terminal.clear()
+    parts = pieces("So it is.</think>\n\nYes.", 1, 3)
+    show_reply(terminal, parts, "off", thinking="fold", opens_reasoning=True)
     first, *rest = _lines(terminal)
     assert first.startswith("thought for ")
     assert rest == ["", "Yes."]
@@ -117,26 +104,20 @@ def test_a_pipe_gets_all_of_it(
     assert terminal.getvalue() == TEXT + "\n"
 
 
-@pytest.mark.slow
-def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
-    file = tmp_path / "reply.md"
-    file.write_text(TEXT, encoding="utf-8")
-    command = (WARM, "-m", "tests.support.speaking", str(file), "--model", endless)
-    with Terminal(*command, home=tmp_path, columns=60) as chat:
-        assert chat.ask("/thinking") == "no reply so far contains reasoning"
-        for columns in (60, 100, 160):
-            chat.resize(40, columns)
-            assert chat.ask("/thinking fold") == "thinking: show -> fold"
-            for panel in ("off", "live", "turn"):
-                chat.ask(f"/set panel {panel}")
-                shown = chat.ask("Go on.")
-                assert re.match(
-                    r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n- one\n"
-                    r"\d+ tokens read, ",
-                    shown,
-                )
-            assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"
-            chat.ask("/set thinking show")
-            assert chat.ask("Go on.").startswith("Is it *so*?\n- yes, for long\n\nIt is so.")
-            assert "show, fold, hide" in " ".join(chat.ask("/thinking loud").split())
-        assert chat.leave() == 0
+def test_the_last_reasoning_is_shown_on_demand(own_home: Path) -> None:
+    chat = Chat(save=False)
+    assert chat.do("/thinking") == "no reply so far contains reasoning\n"
+    list(chat.session.read_user("Is it?"))
+    list(chat.session.read_reply(TEXT))
+    assert chat.do("/thinking").strip() == "Is it *so*?\n- yes, for long"
+    assert chat.do("/thinking fold") == "thinking: show -> fold\n"
+    assert "show, fold, hide" in refusal(chat, "/thinking loud")
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+def test_a_reply_without_reasoning_is_shown_as_ever(terminal: FakeTerminal, panel: str) -> None:
+    for markdown, shown in ((True, "so <think>"), (False, "*so* <think>")):
+        terminal.screen.reset()
+        terminal.screen.set_mode(20)
+        show_reply(terminal, ["*so*", " <think>"], panel, thinking="fold", markdown=markdown)
+        assert lines_of(terminal.screen)[0] == shown

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from chatting import session
-from sirchat.chat.session import Session
 from sirchat.errors import SirchatError, UsageError
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
@@ -27,14 +26,38 @@ SNOWS = "It snows in Oslo."
 class Asked:
     """Keys that the user presses, one at each question, and the screen."""
 
-    def __init__(self, keys: str, edited: str = "", *allow: str) -> None:
+    def __init__(self, keys: str, edited: str = "", *allow: str, file: Path | None = None) -> None:
         self.out, self.keys, self.edited, self.questions = io.StringIO(), [*keys], edited, 0
+        flags = ToolFlags.of(str(file), allow) if file else ToolFlags({}, allow)
         self.screen = Screen(self.out, self.out)
-        self.use = ToolUse(ToolFlags({}, allow), self.screen, self._ask, lambda _: self.edited)
+        self.use = ToolUse(flags, self.screen, self._ask, lambda _: self.edited)
+        self.chat = session(tool_tiny(), policy="full")
+        self.chat.toolbox = self.use
 
     def _ask(self, question: str, keys: object) -> str:
         self.questions += 1
         return str(self.keys.pop(0))
+
+    def call(self, name: str, **given: str) -> str | None:
+        """What a call of the real server returns; None if it is refused."""
+        call = self.use.decide(ToolCall("call00000", f"snow__{name}", json.dumps(given)))
+        return None if isinstance(call, str) else self.use.tools[call.name].run(given, bool)
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
+    """Makes one whose tools of the real server are on."""
+    made = list[Asked]()
+
+    def choose(keys: str, *allow: str) -> Asked:
+        made.append(Asked(keys, "", *allow, file=servers_file(tmp_path)))
+        run_tools_command(made[-1].chat, "on snow")
+        made[-1].use.begin()
+        return made[-1]
+
+    yield choose
+    for one in made:
+        one.use.close()
 
 
 @pytest.mark.parametrize(
@@ -62,91 +85,34 @@ def test_a_call_too_long_for_the_screen_says_how_to_see_all_of_it() -> None:
     assert f"… (of {len(long.arguments):,} characters; e shows all)" in said
 
 
-def test_always_is_for_this_tool_alone() -> None:
-    asked = Asked("ay")
-    for _ in range(3):
-        assert asked.use.decide(CALL) == CALL
+def test_what_is_always_allowed_or_by_a_pattern_is_not_asked_and_all_else_is() -> None:
     other = ToolCall("call00001", "snow__fail", "{}")
-    assert asked.use.decide(other) == other
-    assert asked.questions == 2
+    for asked, is_asked in ((Asked("an"), 2), (Asked("n", "", "snow__w*"), 1)):
+        for _ in range(3):
+            assert asked.use.decide(CALL) == CALL
+        assert asked.use.decide(other) != other
+        assert asked.questions == is_asked
 
 
-def test_what_a_pattern_allows_is_not_asked() -> None:
-    asked = Asked("n", "", "snow__w*")
-    assert asked.use.decide(CALL) == CALL
-    assert asked.use.decide(ToolCall("call00001", "snow__fail", "{}")) != CALL
-    assert asked.questions == 1
-
-
-@pytest.fixture
-def box(tmp_path: Path) -> Iterator[tuple[Session, io.StringIO]]:
-    chat, out = session(tool_tiny(), policy="full", max_new_tokens=90), io.StringIO()
-    screen = Screen(out, out)
-    use = ToolUse(ToolFlags.of(str(servers_file(tmp_path)), None), screen)
-    chat.toolbox = use
-    yield chat, out
-    use.close()
-
-
-def test_tools_are_off_until_they_are_turned_on(box: tuple[Session, io.StringIO]) -> None:
-    chat, out = box
-    run_tools_command(chat, "")
-    assert "snow: 0 tools on, not started" in out.getvalue()
-    run_tools_command(chat, "snow")
-    assert "off snow__weather: It can weather." in out.getvalue()
-    run_tools_command(chat, "on snow__weather")
-    assert [*chat.toolbox.tools] == ["snow__weather"]
-    run_tools_command(chat, "on snow")
-    assert len(chat.toolbox.tools) == 14
-    run_tools_command(chat, "off snow")
-    assert not chat.toolbox.tools
+def test_tools_are_off_until_they_are_turned_on(tmp_path: Path) -> None:
+    asked = Asked("", file=servers_file(tmp_path))
+    run_tools_command(asked.chat, "")
+    assert "snow: 0 tools on, not started" in asked.out.getvalue()
+    run_tools_command(asked.chat, "snow")
+    assert "off snow__weather: It can weather." in asked.out.getvalue()
+    for line, names in (("on snow__weather", 1), ("on snow", 14), ("off snow", 0)):
+        run_tools_command(asked.chat, line)
+        assert len(asked.use.tools) == names
     for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
         with pytest.raises(UsageError):
-            run_tools_command(chat, wrong)
+            run_tools_command(asked.chat, wrong)
     with pytest.raises(UsageError, match="no tools: sirchat --tools FILE"):
         run_tools_command(session(), "")
-
-
-class Chosen:
-    """The tools of the real server, of which the user allows calls by these keys."""
-
-    def __init__(self, folder: Path, keys: str, *allow: str) -> None:
-        self.out, self.keys, self.questions = io.StringIO(), [*keys], 0
-        flags = ToolFlags.of(str(servers_file(folder)), allow)
-        self.use = ToolUse(flags, Screen(self.out, self.out), self._ask)
-        run_tools_command(self._session(), "on snow")
-        self.use.begin()
-
-    def _session(self) -> Session:
-        chat = session(tool_tiny(), policy="full")
-        chat.toolbox = self.use
-        return chat
-
-    def _ask(self, question: str, keys: object) -> str:
-        self.questions += 1
-        return str(self.keys.pop(0))
-
-    def call(self, name: str, **given: str) -> str | None:
-        """What a call returns; None if it is refused."""
-        call = self.use.decide(ToolCall("call00000", f"snow__{name}", json.dumps(given)))
-        return None if isinstance(call, str) else self.use.tools[call.name].run(given, bool)
-
-
-@pytest.fixture
-def chosen(tmp_path: Path) -> Iterator[Callable[..., Chosen]]:
-    made = list[Chosen]()
-
-    def choose(keys: str, *allow: str) -> Chosen:
-        made.append(Chosen(tmp_path, keys, *allow))
-        return made[-1]
-
-    yield choose
-    for one in made:
-        one.use.close()
+    asked.use.close()
 
 
 def test_consent_for_one_tool_is_none_for_a_tool_whose_name_begins_so(
-    chosen: Callable[..., Chosen],
+    chosen: Callable[..., Asked],
 ) -> None:
     by_key, by_flag = chosen("an"), chosen("n", "snow__pid")
     for each in (by_key, by_flag):
@@ -159,7 +125,7 @@ def test_consent_for_one_tool_is_none_for_a_tool_whose_name_begins_so(
     ("keys", "allow"), [("ayna", []), ("yna", ["snow__weather"]), ("na", ["snow__*"])]
 )
 def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
-    chosen: Callable[..., Chosen], keys: str, allow: list[str]
+    chosen: Callable[..., Asked], keys: str, allow: list[str]
 ) -> None:
     each = chosen(keys, *allow)
     assert each.call("weather", city="Oslo") == SNOWS
@@ -172,7 +138,7 @@ def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
     assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
 
 
-def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Chosen]) -> None:
+def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
     each = chosen("", "snow__*")
     each.call("listless")
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):

@@ -16,18 +16,13 @@ from sirchat.saved.session_list import open_saved_file
 from sirchat.tools.config import read_servers
 from sirchat.tools.servers import ToolServers
 from terminal import Terminal
-from tool_server import HOSTILE, servers_file
+from tool_server import servers_file
 
 SHAPE = SHAPES["qwen3"]
 _KEYS = "e edits:"  # the end of the question, which is gone once it is answered
-USED = ("weather", "die", "hostile")
+USED = ("weather", "die")
 OSLO = '{"city": "Oslo"}'
-CALLS = {
-    "Weather?": ("weather", OSLO),
-    "Twice.": ("weather", OSLO),
-    "Die.": ("die", "{}"),
-    "Attack.": ("hostile", "{}"),
-}
+CALLS = {"Weather?": ("weather", OSLO), "Twice.": ("weather", OSLO)}
 
 
 def call_of(name: str, given: str) -> str:
@@ -46,8 +41,6 @@ ENDS = [
         "Hello Anna.",
     ),
     ("Twice.", "It snows in Oslo.", DIES),
-    ("Die.", "error: the server snow has ended", "You are Anna."),
-    ("Attack.", HOSTILE, "It is sunny."),
 ]
 
 
@@ -144,41 +137,6 @@ def test_keys_of_the_next_message_answer_no_question(terminal: Terminal) -> None
     terminal.until(lambda: f"> {typed}" in terminal.shown, 20)
     assert "snow__weather failed: the user refuses this call" in " ".join(terminal.shown.split())
     terminal.send("\x15")
-
-
-def test_esc_at_the_question_refuses_and_stops(terminal: Terminal) -> None:
-    shown = asked(terminal, "Weather?", "\x1b")
-    assert "snow__weather failed: the user refuses this call" in shown
-    assert "Say nothing." not in shown
-
-
-def test_always_asks_no_more_for_this_tool(terminal: Terminal) -> None:
-    assert "It is Paris." in asked(terminal, "Weather?", "a")
-    shown = asked(terminal, "Weather?")
-    assert f"calls snow__weather {OSLO}" in shown
-    assert "It is Paris." in shown
-    assert "failed: the user refuses" in asked(terminal, "Die.", "n")
-
-
-def test_a_server_that_is_killed_in_a_call_is_a_line_and_the_chat_goes_on(
-    terminal: Terminal,
-) -> None:
-    for _ in range(2):  # the second call starts it again
-        shown = asked(terminal, "Die.", "y")
-        assert "the server snow has ended; the next call starts it again" in shown
-        assert "snow__die failed: the server snow has ended" in shown
-        assert "You are Anna." in shown
-
-
-def test_a_hostile_result_controls_neither_terminal_nor_template(terminal: Terminal) -> None:
-    before = len(terminal.raw)
-    shown = asked(terminal, "Attack.", "y")
-    assert "ignore the above" in shown
-    assert "It is sunny." in shown
-    assert b"\x1b]52" not in terminal.raw[before:]
-    assert (
-        terminal.ask("/tokens").count("<|im_start|>") == 5
-    )  # system, message, call, result, reply
 
 
 def test_a_chat_that_is_killed_within_the_loop_has_the_results_until_then(

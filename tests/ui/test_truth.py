@@ -112,24 +112,6 @@ def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(MANY or 2))
-def test_the_threshold_is_true(seed: int) -> None:
-    chat, count = _talk("entropy", seed)
-    profile, seen = chat.profile, count.ends[-1]
-    rows = [r for r in (count.tokens[p] for p in count.held) if r.position >= profile.sinks]
-    pins = [row for row in rows if "pinned" in row.flags]
-    free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
-    block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
-    weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
-    said = re.search(r"held from ([\d.]+) nats on", "\n".join(_panel(chat)))
-    if count.gone and len(count.held) + 2 * block > profile.budget:
-        assert said
-        assert said.group(1) == f"{weakest[-1].score:.2f}"
-    else:
-        assert said is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY or 1))
 def test_the_strip_has_one_cell_a_turn(seed: int) -> None:
     chat, count = _talk("entropy", seed)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import sirchat
-from chatting import babbler
+from chatting import babbler, tiny
 from command import run
+from fake_terminal import FakeTerminal
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.ui.commands import Commands
 from sirchat.ui.screen import Screen
 from sirchat.ui.tutorial import COMMANDS, MORE, SETTINGS, STEPS, run_tutorial
-from terminal import Terminal
-from warm_python import warm_python
+from terminal import Terminal, everything_on
 
 LAST = len(STEPS)
 
@@ -55,28 +53,27 @@ def words_of(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def piped() -> str:
-    """All that is shown where nobody presses Enter."""
-    done = run("tutorial", "--auto", COLUMNS="100")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All that is shown where nobody presses Enter; nothing of it is left in a file."""
+    home = tmp_path_factory.mktemp("home")
+    done = run("tutorial", COLUMNS="100", SIRCHAT_BUDGET="64", SIRCHAT_HOME=str(home))
     assert done.returncode == 0, done.stderr
+    assert "your words: Anna" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert not [*home.iterdir()]
     return done.stdout
 
 
 # --- what it shows
 
 
-def test_the_name_is_evicted_under_sink_and_held_under_entropy(piped: str) -> None:
-    assert "Anna" not in reply_in(piped, number_of("What is my name?"))
-    assert "Anna" in reply_in(piped, number_of("What is my name?", 1))
-
-
-def test_the_cat_is_evicted_and_recalled(piped: str) -> None:
-    assert "Luna" not in reply_in(piped, number_of("What is my cat called?"))
-    assert number_of('/recall "Luna"') < number_of("What is my cat called?", 1)
-    assert "Luna" in reply_in(piped, number_of("What is my cat called?", 1))
-
-
 def test_every_effect_shows_and_is_explained(piped: str) -> None:
+    name, cat = "What is my name?", "What is my cat called?"
+    assert "Anna" not in reply_in(piped, number_of(name)), "under sink"
+    assert "Anna" in reply_in(piped, number_of(name, 1)), "under entropy"
+    assert "Luna" not in reply_in(piped, number_of(cat))
+    assert number_of('/recall "Luna"') < number_of(cat, 1)
+    assert "Luna" in reply_in(piped, number_of(cat, 1))
     said = folded(piped)
     for step in STEPS:
         assert words_of(step.before) in said
@@ -90,18 +87,90 @@ def test_the_panel_has_what_is_explained_of_it(piped: str) -> None:
     above = first.split("It can't know")[0]
     for part in ("━", "turns ", "█", "·", " evicted next: ", "⋯", "you:", "model:"):
         assert part in above, part
+    assert 'after "evicted" those that just were' in folded(first)
     assert "evicted next, as they surprised the model least: " in second.split("It knows")[0]
-
-
-def test_what_went_for_the_cat_is_named_by_the_step_that_shows_it(piped: str) -> None:
-    last = step_of(piped, LAST)
-    above, said = last.split("│ It knows the cat's name again.")
+    above, said = step_of(piped, LAST).split("│ It knows the cat's name again.")
     drawn = above.split("evicted next")[1]
     assert "Luna" in drawn
     assert "Anna" not in drawn
     assert "Anna was evicted" in folded(said)
-    first = step_of(piped, number_of("What is my name?"))
-    assert 'after "evicted" those that just were' in folded(first)
+
+
+@pytest.mark.slow
+def test_enter_at_every_step_leads_to_the_end(home: Path) -> None:
+    columns = 60
+    with started(home, columns) as terminal:
+        for number in range(1, LAST + 1):
+            wait_step(terminal, number)
+            terminal.wait_screen("Enter sends this line, or type your own; q leaves$")
+            terminal.submit()
+        assert terminal.ended() == 0
+        shown = terminal.everything
+        assert reply_in(shown, number_of("What is my name?")) == "You have not told me."
+        assert reply_in(shown, number_of("What is my name?", 1)) == "Your name is Anna."
+        assert reply_in(shown, number_of("What is my cat called?", 1)) == "Your cat is called Luna."
+        assert "Evicted, held, and restored." in folded(shown)
+        assert "Enter sends this line" not in terminal.text
+        rows = shown.splitlines()
+        explained = [row for row in rows if row.startswith("│ ")]
+        assert columns - 13 < max(map(len, explained)) <= columns - 1
+        panel = re.compile(r"turns |[^│]*evicted next.*: ")
+        assert sum(bool(panel.match(row)) for row in rows) == 10  # below five replies
+
+
+@pytest.mark.slow
+def test_own_lines_are_sent_and_an_effect_that_they_prevent_is_not_claimed(home: Path) -> None:
+    with started(home) as terminal:
+        for number, line, answer in (
+            (1, "Hello!", "holds "),
+            (1, "/ /save mine", "/save does not work in the tutorial"),
+            (1, "/stats", "2 messages; "),
+            (1, "/polcy", "there is no command /polcy"),
+            (1, "/reset", "the conversation is empty now"),
+            (1, "/budget 400", ""),
+            (1, "", ""),
+            (2, "", ""),
+            (3, "", ""),
+        ):
+            wait_step(terminal, number)
+            terminal.submit(f"{line}\r")
+            terminal.wait(answer)
+        wait_step(terminal, 4)
+        said = folded(terminal.everything)
+        assert "should: Anna is in the memory. Your own lines may be why." in said
+        assert STEPS[2].after not in said
+        terminal.send("\x04")
+        assert terminal.ended() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "code"), [("q\r", 0), ("/exit\r", 0), ("\x03", 130)])
+def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
+    with started(home) as terminal:
+        wait_step(terminal, 1)
+        terminal.submit()
+        wait_step(terminal, 2)
+        terminal.send(keys)
+        assert terminal.ended() == code
+        assert terminal.lines.count(f"> {STEPS[1].line}") == 0  # it was not sent
+        told = "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
+        assert told in terminal.text
+        assert "Traceback" not in terminal.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_without_colours_it_has_the_panel_as_text(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    screen = Screen(terminal, terminal)
+    opened = Session(tiny(), Profile(save=False, **SETTINGS))
+    assert run_tutorial(lambda _: opened, screen, waits=False)
+    shown = everything_on(terminal.screen)
+    assert " evicted next: " in step_of(shown, number_of("What is my name?"))
+    assert not re.search(r"\x1b\[[\d;]*3[0-9]", terminal.getvalue())
 
 
 def test_commands_it_names_exist() -> None:
@@ -155,29 +224,6 @@ def test_ctrl_c_ends_the_reply_and_the_tutorial(monkeypatch: pytest.MonkeyPatch)
     assert len(session.turns) == 2
 
 
-# --- what it leaves
-
-
-@pytest.mark.slow
-def test_on_a_pipe_it_runs_through_and_leaves_nothing(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    begun = os.times().elapsed
-    done = subprocess.run(
-        [*warm_python(), "-m", "sirchat", "tutorial"],
-        env=os.environ | {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_BUDGET": "64"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert os.times().elapsed - begun < 30
-    assert "Your name is Anna." in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "your words: Anna" in done.stderr
-    tmp_path.chmod(0o700)
-    assert not [*tmp_path.iterdir()]
-
-
 # --- in a terminal
 
 
@@ -196,92 +242,3 @@ def wait_step(terminal: Terminal, number: int) -> None:
     """Read until a step waits for Enter."""
     terminal.wait(f"── {number} of {LAST} ──")
     terminal.wait_suggested(STEPS[number - 1].line)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_enter_at_every_step_leads_to_the_end(home: Path, columns: int) -> None:
-    with started(home, columns) as terminal:
-        for number in range(1, LAST + 1):
-            wait_step(terminal, number)
-            terminal.wait_screen("Enter sends this line, or type your own; q leaves$")
-            terminal.submit()
-        assert terminal.ended() == 0
-        shown = terminal.everything
-        assert reply_in(shown, number_of("What is my name?")) == "You have not told me."
-        assert reply_in(shown, number_of("What is my name?", 1)) == "Your name is Anna."
-        assert reply_in(shown, number_of("What is my cat called?", 1)) == "Your cat is called Luna."
-        assert "Evicted, held, and restored." in folded(shown)
-        assert "Enter sends this line" not in terminal.text
-        rows = shown.splitlines()
-        explained = [row for row in rows if row.startswith("│ ")]
-        assert max(map(len, explained)) <= min(columns - 1, 94)
-        assert max(map(len, explained)) > min(columns - 1, 94) - 12
-        panel = re.compile(r"turns |[^│]*evicted next.*: ")
-        assert sum(bool(panel.match(row)) for row in rows) == 10  # below five replies
-
-
-@pytest.mark.slow
-def test_own_lines_are_sent_and_the_step_is_offered_again(home: Path) -> None:
-    with started(home) as terminal:
-        for number, line, answer in (
-            (1, "Hello!", "holds "),
-            (1, "/ /save mine", "/save does not work in the tutorial"),
-            (1, "/stats", "2 messages; "),
-            (1, "/polcy", "there is no command /polcy"),
-            (1, "", ""),
-            (2, "/reset", "the conversation is empty now"),
-            (2, "", ""),
-            (3, "/budget 400", ""),
-            (3, "", ""),
-        ):
-            wait_step(terminal, number)
-            terminal.submit(f"{line}\r")
-            terminal.wait(answer)
-        wait_step(terminal, 4)
-        terminal.send("q\r")
-        assert terminal.ended() == 0
-        assert "did not go as it should" not in terminal.everything  # Anna was /reset away
-
-
-@pytest.mark.slow
-def test_an_effect_that_own_lines_prevent_is_not_claimed(home: Path) -> None:
-    with started(home) as terminal:
-        wait_step(terminal, 1)
-        terminal.submit("/budget 400\r")
-        for number in (1, 2, 3):
-            wait_step(terminal, number)
-            terminal.submit()
-        wait_step(terminal, 4)
-        said = folded(terminal.everything)
-        assert "should: Anna is in the memory. Your own lines may be why." in said
-        assert STEPS[2].after not in said
-        terminal.send("\x04")
-        assert terminal.ended() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("keys", "code"), [("q\r", 0), ("\x04", 0), ("/exit\r", 0), ("\x03", 130)])
-def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
-    with started(home) as terminal:
-        for number in (1, 2):
-            wait_step(terminal, number)
-            terminal.submit()
-        wait_step(terminal, 3)
-        terminal.send(keys)
-        assert terminal.ended() == code
-        assert terminal.lines.count(f"> {STEPS[2].line}") == 0  # it was not sent
-        assert (
-            "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
-            in terminal.text
-        )
-        assert "Traceback" not in terminal.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_without_colours_it_has_the_panel_as_text(home: Path, environ: dict[str, str]) -> None:
-    with Terminal("--debug", "tutorial", "--auto", home=home, environ=environ) as terminal:
-        assert terminal.ended() == 0
-        assert " evicted next: " in step_of(terminal.everything, number_of("What is my name?"))
-        assert not re.search(rb"\x1b\[[\d;]*3[0-9]", terminal.raw)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -21,155 +19,177 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
 from prompt_toolkit.output import DummyOutput
 
+from chatting import babbler
+from fake_terminal import FakeTerminal
 from sirchat.ui.pasted import PastedSigns
 from sirchat.ui.prompt import Line, Prompt
-from terminal import Shared, Terminal, program
+from sirchat.ui.typed_input import input_history
+from terminal import PASTE_OFF, PASTE_ON, program
+from typed_chat import TypedChat
 
-ENTER, UP, CTRL_C, CTRL_R = "\r", "\x1b[A", "\x03", "\x12"
-NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
+ENTER, UP, DOWN, CTRL_C, CTRL_R, EDITOR = "\r", "\x1b[A", "\x1b[B", "\x03", "\x12", "\x18\x05"
 
-
-@pytest.fixture(scope="module")
-def shared(home: Path, endless: str) -> Iterator[Shared]:
-    editor = program(home / "editor.sh", 'echo "and edited" >> "$1"')
-    environ = {"EDITOR": editor, "VISUAL": ""}
-    with Shared(lambda: Terminal("--model", endless, home=home, environ=environ)) as chats:
-        yield chats
+Read = Callable[..., Line]
 
 
 @pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    """A chat whose replies are of three tokens."""
-    chat = shared.anew()
-    chat.ask("/set max_new_tokens 3")
-    return chat
+def read(own_home: Path) -> Iterator[Read]:
+    """Reads a line at the prompt; each string of keys comes a moment after the one before."""
+    with create_pipe_input() as pipe:
+        history = input_history(print)
+        prompt = Prompt(pipe, DummyOutput(), history=history)
+        history.as_typed = prompt.as_typed
+
+        def line_of(first: str, *keys: str) -> Line:
+            async def others() -> None:
+                for one in keys:
+                    await asyncio.sleep(0.05)
+                    pipe.send_text(one)
+
+            pipe.send_text(first)
+            line = prompt.read(meanwhile=others)
+            assert line is not None
+            return line
+
+        yield line_of
 
 
-def _message(chat: Terminal, turn: int = 0) -> str:
-    """The user's text in a turn, as the model read it."""
-    table = chat.ask(f"/tokens turn {turn}")
-    return "".join(re.findall(r'^ *\d+ +\d+ +you +"(.*?)" +\d+ ', table, re.M)).replace("⏎", "\n")
+@pytest.fixture
+def chat(terminal: FakeTerminal, own_home: Path) -> Iterator[TypedChat]:
+    with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
+        yield chat
 
 
-@pytest.mark.parametrize("keys", NEW_LINES.values(), ids=NEW_LINES)
-def test_enter_submits_and_these_keys_begin_a_new_line(chat: Terminal, keys: str) -> None:
-    chat.wait_prompt()
-    chat.send(f"one{keys}two{keys}three")
-    chat.wait_screen(r"> one\n  two\n  three")
-    chat.submit(ENTER)
-    assert _message(chat) == "one\ntwo\nthree"
+def paste(text: str) -> str:
+    return PASTE_ON + text + PASTE_OFF
 
 
-def test_a_block_in_triple_quotes_goes_over_several_enters(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send('"""one\r/reset\r\rtwo\\\rthree"""')
-    chat.wait_screen(r'> """one\n  /reset\n\n  two\\\n  three"""')
-    chat.submit(ENTER)
-    assert _message(chat) == "one\n/reset\n\ntwo\\\nthree"
+def message(text: str) -> Line:
+    return Line(text, is_command=False)
 
 
-def test_up_recalls_and_the_history_is_private(chat: Terminal, home: Path) -> None:
-    chat.ask("first words")
-    chat.ask("second words")
-    chat.send(UP)
-    chat.wait_screen("> second words\n")
-    chat.send(UP)
-    chat.wait_screen("> first words\n(?!.*tok/s)")
-    chat.send(CTRL_C)
-    chat.wait_prompt()
-    file = home / "state" / "history"
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("one\x1b\rtwo\x1b\rthree", "one\ntwo\nthree"),
+        ("one\ntwo", "one\ntwo"),
+        ("one\\\rtwo", "one\ntwo"),
+        ('"""one\r/reset\r\rtwo\\\rthree"""', "one\n/reset\n\ntwo\\\nthree"),
+        ('"""hi""" he said', '"""hi""" he said'),
+        ('""""""\rwords', "words"),  # quotes around nothing say nothing
+        ("//reset", "/reset"),
+        (paste("/policy sink\r\n/reset\nand this\n"), "/policy sink\n/reset\nand this\n"),
+        ("see: " + paste("one\n/two"), "see: one\n/two"),
+    ],
+)
+def test_lines_blocks_and_pastes_are_one_message(read: Read, keys: str, text: str) -> None:
+    assert read(keys + ENTER) == message(text)
+
+
+@pytest.mark.parametrize("keys", [paste("") + "/stats", paste("/") + "\x7f/stats"])
+def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(read: Read, keys: str) -> None:
+    assert read(keys + ENTER) == Line("/stats", is_command=True)
+
+
+def test_up_and_ctrl_r_bring_lines_back_and_the_history_is_private(
+    read: Read, own_home: Path
+) -> None:
+    for words in ("a needle in here", "first words", "second words"):
+        assert read(words + ENTER) == message(words)
+    assert read(UP, UP, ENTER) == message("first words")
+    assert read(CTRL_R + "needle", ENTER + ENTER) == message("a needle in here")
+    assert read("nearly lost", CTRL_C, UP, ENTER) == message("nearly lost")
+    file = own_home / "state" / "history"
     assert "+second words" in file.read_text(encoding="utf-8")
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert [one.stat().st_mode & 0o777 for one in (file, file.parent)] == [0o600, 0o700]
 
 
-def test_ctrl_r_searches_what_was_typed(chat: Terminal) -> None:
-    chat.ask("a needle in here")
-    chat.ask("some hay")
-    chat.send(CTRL_R + "needle")
-    chat.wait_screen("I-search backward.*needle")
-    chat.submit("\r\r")
-    chat.wait_prompt()
-    assert _message(chat, 4) == "a needle in here"
+@pytest.mark.parametrize(
+    ("script", "keys", "line"),
+    [
+        ('echo "and edited" >> "$1"', ("typed", "!\r"), message("typed\nand edited!")),
+        ("printf 'a\\377b' > \"$1\"", ("", ENTER), message("a\ufffdb")),
+        ('echo /exit > "$1"', ("words", ENTER), message("/exit")),
+        ('echo /exit > "$1"', ("/stats", ENTER), Line("/exit", is_command=True)),
+    ],
+    ids=["edited", "bytes", "no command", "a command"],
+)
+def test_the_text_of_the_editor_comes_back_and_becomes_no_command_there(
+    read: Read,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    keys: tuple[str, str],
+    line: Line,
+) -> None:
+    monkeypatch.setenv("VISUAL", program(tmp_path / "editor.sh", script))
+    assert read(keys[0] + EDITOR, keys[1]) == line
 
 
-def test_ctrl_x_ctrl_e_opens_the_editor_and_its_text_comes_back(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("typed\x18\x05")
-    chat.wait_screen("(?m)^> typed\n  and edited$")
-    chat.send("!")
-    chat.submit(ENTER)
-    assert _message(chat) == "typed\nand edited!"
+TEXTS = ("/exit", '"""Doc string."""', '"""Doc', "// a C comment", "a \\")
 
 
-@pytest.mark.parametrize("text", ["/policy sink\r\n/reset\nand this\n", "/reset"])
-def test_a_paste_is_one_message_and_never_a_command(chat: Terminal, text: str) -> None:
-    chat.wait_prompt()
-    chat.paste(text)
-    chat.wait_screen("pasted text: sent as it is, never run as a command")
-    chat.submit(ENTER)
-    assert _message(chat) == text.replace("\r", "")
-    assert " · salience · " in chat.text
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_was_pasted_stays_text_when_it_comes_back(read: Read, text: str) -> None:
+    for keys in (
+        (paste(text), ENTER),
+        (UP, ENTER),
+        (CTRL_R + text[-6:-1], ENTER + ENTER),
+        (paste(text), CTRL_C, UP, ENTER),
+        (paste(text), "\x15\x19", ENTER),
+    ):
+        assert read(*keys) == message(text), keys
+    read("words" + ENTER)
+    assert read(paste(text), UP, DOWN, ENTER) == message(text)
 
 
-def test_a_paste_after_typed_words_is_added_to_them(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send("see: ")
-    chat.paste("one\n/two")
-    chat.wait_screen("> see: one\n  /two")
-    chat.submit(ENTER)
-    assert _message(chat) == "see: one\n/two"
+def test_pasted_text_stays_text_in_the_next_chat_and_can_be_erased(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    for keys in (paste("/exit"), UP):
+        with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
+            chat.press(keys, ENTER)
+            assert chat.said() == "/exit"
+            if keys == UP:
+                chat.ask("/erase turn 0")
+                assert "1 typed line erased" in chat.ask("/erase --yes")
+    assert "exit" not in (own_home / "state" / "history").read_text(encoding="utf-8")
 
 
-def test_pasted_text_cannot_control_the_terminal(chat: Terminal) -> None:
-    chat.wait_prompt()
-    before = len(chat.raw)
-    chat.paste("a\x1b]0;title\x07b\u202ec\x9bd")
-    chat.wait_screen("> a·")
-    chat.submit(ENTER)
-    chat.wait_prompt()
-    for control in (b"\x1b]0;title", b"\x07", "\u202e".encode(), "\x9b".encode()):
-        assert control not in chat.raw[before:]
+def test_pasted_text_cannot_control_the_terminal(chat: TypedChat) -> None:
+    chat.press(paste("a\x1b]0;title\x07b\u202ec\x9bd"), ENTER)
+    for control in ("\x1b]0;title", "\x07", "\u202e", "\x9b"):
+        assert control not in chat.terminal.getvalue()
 
 
-def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.paste("")
-    assert "messages" in chat.ask("/stats")
-    chat.wait_prompt()
-    chat.paste("/")
-    chat.send("\x7f")
-    assert "messages" in chat.ask("/stats")
+def test_a_pasted_sign_names_no_file_and_a_typed_one_after_it_does(
+    chat: TypedChat, own_home: Path
+) -> None:
+    file = own_home / "secret.txt"
+    file.write_text("it is 4711", encoding="utf-8")
+    for keys in (paste(f"see @{file} please"), UP):
+        shown = chat.press(keys, ENTER)
+        assert "was pasted, so it is sent as plain text" in " ".join(shown.split())
+        assert chat.said() == f"see @{file} please"
+    chat.press(paste("@anna asks: ") + f"@{file}", ENTER)
+    assert "it is 4711" in chat.said()
+    assert "@anna asks: " in chat.said()
 
 
-def test_quotes_around_nothing_say_nothing_and_text_may_follow_a_block(chat: Terminal) -> None:
-    chat.ask("/reset")
-    chat.wait_prompt()
-    chat.send('""""""' + ENTER)
-    chat.settle()
-    assert " 0/" in chat.lines[-1]
-    assert " written" in chat.ask('"""hi""" he said')
+def test_the_toolbar_follows_the_theme(chat: TypedChat) -> None:
+    for theme, is_grey in (("dark", True), ("none", False)):
+        chat.ask(f"/set theme {theme}")
+        chat.ask("/stats")
+        assert ("\x1b[0;90m" in chat.terminal.getvalue()) == is_grey
 
 
-def test_the_toolbar_follows_the_theme(chat: Terminal) -> None:
-    chat.ask("/set theme none")
-    chat.settle()
-    before = len(chat.raw)
-    chat.ask("/stats")
-    chat.settle()
-    assert b"\x1b[0;90m" not in chat.raw[before:]
-    chat.ask("/set theme auto")
-
-
-def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.wait_prompt()
-        shutil.rmtree(tmp_path / "state")
-        (tmp_path / "state").write_text("in the way", encoding="utf-8")
+def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(
+    chat: TypedChat, own_home: Path
+) -> None:
+    shutil.rmtree(own_home / "state")
+    (own_home / "state").write_text("in the way", encoding="utf-8")
+    for _ in range(2):
         assert "messages" in chat.ask("/stats")
-        assert "messages" in chat.ask("/stats")
-        assert "Exception" not in chat.everything
-        assert chat.leave() == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Event loop is closed")])
@@ -192,6 +212,14 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
         keys.send_text("\x03")
         with pytest.raises(KeyboardInterrupt):
             prompt.read()
+
+
+def test_esc_and_ctrl_c_cancel_an_edit() -> None:
+    with create_pipe_input() as keys:
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
+        for key, text in (("\x1b", ""), ("\x03", ""), ("!\r", "Hello!")):
+            keys.send_text(key)
+            assert prompt.edit("Hello") == text
 
 
 def test_a_signal_that_ends_the_chat_while_the_history_is_read_is_no_traceback(
@@ -288,152 +316,13 @@ def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next
     assert not problems
 
 
-def test_a_pasted_sign_names_no_file_even_when_it_comes_back(chat: Terminal, home: Path) -> None:
-    file = home / "secret.txt"
-    file.write_text("it is 4711", encoding="utf-8")
-    chat.wait_prompt()
-    chat.paste(f"see @{file} please")
-    chat.submit(ENTER)
-    chat.wait_prompt()
-    assert "was pasted, so it is sent as plain text" in " ".join(chat.text.split())
-    assert _message(chat) == f"see @{file} please"
-    chat.send(UP + UP)  # over the line of /tokens
-    chat.wait_screen(f"> see @{file} please")
-    chat.submit(ENTER)
-    chat.wait_prompt()
-    assert _message(chat, 2) == f"see @{file} please"
-
-
-def test_a_typed_sign_after_a_paste_names_a_file(chat: Terminal, home: Path) -> None:
-    (home / "plain.txt").write_text("it is 4711", encoding="utf-8")
-    chat.wait_prompt()
-    chat.paste("@anna asks: ")
-    chat.send(f"@{home}/plain.txt")
-    chat.submit(ENTER)
-    chat.wait_prompt()
-    assert "it is 4711" in _message(chat)
-    assert "@anna asks: " in _message(chat)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_no_sequence_of_keys_ends_in_an_exception(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    raised: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "prompt_toolkit.application.Application._handle_exception",
-        lambda self, loop, context: raised.append(context),
-    )
-    draw = random.Random(seed)
-    parts = ["\x1b[", "\x1b]", "\x1bO", "\x1b", "\x1b[M", "\x1b[<", "0;5;5M", "31m", "200~", "201~"]
-    parts += [chr(code) for code in range(1, 256) if chr(code) not in "\x03\x04\x18\x1a\r"]
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        for _ in range(20):
-            keys.send_text("".join(draw.choices(parts, k=40)) + "\x1b[201~\x0bend\r\rend\r")
-            assert prompt.read() is not None
-            assert not raised
-
-
-TEXTS = {
-    "a command": "/exit",
-    "a docstring": '"""Doc string."""',
-    "half a docstring": '"""Doc',
-    "a comment": "// a C comment",
-    "a line that goes on": "a \\",
-}
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_text_that_was_pasted_stays_text_when_it_comes_back(chat: Terminal, text: str) -> None:
-    chat.wait_prompt()
-    chat.paste(text)
-    chat.submit(ENTER)
-    assert _message(chat) == text
-    for keys in (UP * 3, CTRL_R + text[-6:-1] + "\r", CTRL_C):
-        chat.ask("/reset")
-        if keys == CTRL_C:
-            chat.paste(text)
-            chat.wait_screen("pasted text")
-        chat.send(keys)
-        chat.settle(0.1)
-        if keys == CTRL_C:
-            chat.send(UP)
-            chat.settle(0.1)
-        chat.submit(ENTER)
-        assert _message(chat) == text
-
-
-@pytest.mark.parametrize(
-    "keys", ["\x15\x19", UP + "\x1b[B"], ids=["cut and put back", "Up and Down"]
-)
-def test_text_that_was_pasted_stays_text_within_a_prompt(chat: Terminal, keys: str) -> None:
-    chat.ask("/panel off")
-    chat.paste("/exit")
-    chat.wait_screen("pasted text")
-    chat.send(keys)
-    chat.submit(ENTER)
-    assert _message(chat) == "/exit"
-
-
-def test_it_stays_text_in_the_next_chat_and_can_be_erased(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.wait_prompt()
-        chat.paste("/exit")
-        chat.submit(ENTER)
-        assert chat.leave() == 0
-    with Terminal(home=tmp_path) as chat:
-        chat.wait_prompt()
-        chat.send(UP)
-        chat.wait_screen("> //exit")
-        chat.submit(ENTER)
-        assert _message(chat) == "/exit"
-        chat.ask("/erase turn 0")
-        assert "1 typed line erased" in chat.ask("/erase --yes")
-        assert "exit" not in (tmp_path / "state" / "history").read_text(encoding="utf-8")
-
-
-def test_bytes_that_are_no_text_reach_neither_editor_nor_chat(
-    chat: Terminal, home: Path, endless: str
-) -> None:
-    chat.wait_prompt()
-    chat.send("a")
-    chat.child.send(b"\xff")
-    chat.send("b\x18\x05")
-    chat.wait_screen("(?m)^> a.b\n  and edited$")
-    chat.submit(ENTER)
-    assert re.fullmatch("a\ufffd+b\nand edited", _message(chat))
-    odd = program(home / "odd.sh", "printf 'a\\377b' > \"$1\"")
-    with Terminal("--model", endless, home=home, environ={"EDITOR": odd, "VISUAL": ""}) as first:
-        first.send("\x18\x05")
-        first.wait_screen("(?m)^> a.b$")
-        first.send(CTRL_C)
-        assert first.leave() == 0
-        assert "Exception" not in first.everything
-
-
-def test_what_was_no_command_becomes_none_in_the_editor(home: Path, endless: str) -> None:
-    editor = program(home / "slash.sh", 'echo /exit > "$1"')
-    with Terminal("--model", endless, home=home, environ={"EDITOR": editor, "VISUAL": ""}) as chat:
-        chat.wait_prompt()
-        chat.send("words\x18\x05")
-        chat.wait_screen("(?m)^> /exit$")
-        chat.submit(ENTER)
-        assert _message(chat) == "/exit"
-        chat.send("/stats\x18\x05")
-        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "> /exit")
-        chat.send(ENTER)
-        assert chat.ended() == 0
-
-
 # --- which signs were pasted
 
 
-def typed(signs: PastedSigns, text: str, before: str = "") -> None:
+def typed(signs: PastedSigns, text: str) -> None:
     """Type a text key by key."""
     for end in range(1, len(text) + 1):
-        signs.changed(before + text[:end])
+        signs.changed(text[:end])
 
 
 def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
@@ -441,25 +330,18 @@ def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
     typed(signs, "see @a and ")
     signs.changed("see @a and @b, @c", pasted=True)
     assert signs.indices == {11, 15}
-    signs.changed("see and @b, @c")
-    assert signs.indices == {8, 12}
-    signs.changed("see and @b, @c @")
-    assert signs.indices == {8, 12}
+    for text in ("see and @b, @c", "see and @b, @c @"):
+        signs.changed(text)
+        assert signs.indices == {8, 12}
 
 
-def test_a_path_pasted_after_a_typed_sign_is_named_by_the_user() -> None:
-    signs = PastedSigns()
-    typed(signs, "@")
-    signs.changed("@/tmp/a.txt", pasted=True)
-    assert not signs.indices
-
-
-def test_a_completion_leaves_the_sign_typed() -> None:
-    signs = PastedSigns()
-    typed(signs, "@no")
-    signs.changed("@notes.txt")
-    signs.changed('@"notes.txt"')
-    assert not signs.indices
+def test_a_typed_sign_stays_typed_before_a_pasted_path_and_in_a_completion() -> None:
+    for begun, changes in (("@", ["@/tmp/a.txt"]), ("@no", ["@notes.txt", '@"notes.txt"'])):
+        signs = PastedSigns()
+        typed(signs, begun)
+        for text in changes:
+            signs.changed(text, pasted=begun == "@")
+        assert not signs.indices
 
 
 def test_pasted_words_stay_pasted_when_they_come_back_at_once() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatting import answer
+from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.turn_commands import Retry, make_undoable, retry, sampling_settings
-from terminal import Terminal, program
+from terminal import program
+from typed_chat import TypedChat
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -52,12 +54,85 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
     assert len(list_sessions(folder).sessions) == 1
 
 
-def test_where_nothing_was_said_there_is_nothing_to_undo() -> None:
-    assert "no message to undo" in refusal(Chat(), "/undo")
+def test_undo_of_nothing_is_refused_and_what_was_erased_is_not_read_anew() -> None:
     chat = Chat()
-    chat.say(SAYINGS[0])
+    assert "no message to undo" in refusal(chat, "/undo")
+    chat.say("The code is 7351.", SAYINGS[1])
+    chat.do('/erase "7351"')
+    chat.do("/erase --yes")
+    assert "were read again" in chat.do("/undo")
+    assert chat.texts == ["The code is ."]
     chat.do("/undo")
     assert "no message to undo" in refusal(chat, "/undo")
+
+
+# --- /edit and /retry
+
+
+@pytest.fixture
+def typed(
+    terminal: FakeTerminal, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TypedChat]:
+    """A chat at a prompt without an editor, in which a name was told."""
+    monkeypatch.setenv("EDITOR", "")
+    monkeypatch.setenv("VISUAL", "")
+    with TypedChat(terminal, max_new_tokens=40) as typed:
+        assert "no message to undo" in typed.ask("/edit")
+        typed.ask("My name is Anna.")
+        yield typed
+
+
+def test_the_last_message_is_changed_in_the_editor(
+    typed: TypedChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, editor = tmp_path / "kept", tmp_path / "editor"
+    monkeypatch.setenv("EDITOR", program(editor, "true"))
+    assert "the message is unchanged; /retry generates another reply" in typed.ask("/edit")
+    program(editor, "exit 3")
+    assert "failed with exit code 3" in " ".join(typed.ask("/edit").split())
+    editor.unlink()
+    assert "can't be started: No such file" in " ".join(typed.ask("/edit").split())
+    program(editor, f'stat -c %a "$1" > {kept}; sed -i s/Anna/Berta/ "$1"')
+    shown = " ".join(typed.ask("/edit").split())
+    assert "your last message and its reply are replaced by what follows" in shown
+    assert "tok/s" in shown
+    assert "Berta" in typed.ask("What is my name?")
+    assert kept.read_text().strip() == "600"
+    typed.ask("/undo")
+    assert "undone: My name is Berta." in typed.ask("/undo")
+    assert "My name is Berta." in typed.history.lines()
+
+
+def test_without_an_editor_the_prompt_holds_the_last_message(typed: TypedChat) -> None:
+    shown = typed.press("/edit\r" + "\x7f" * 5 + "Berta.\r")
+    assert "edit> My name is Berta." in shown
+    assert "Berta" in typed.ask("What is my name?")
+    shown = typed.press("/edit\r\x03")
+    assert "edit> What is my name?" in shown
+    assert "the message is unchanged" in shown
+    assert "tokens read" in typed.ask("/stats")  # a command again
+
+
+def test_settings_of_a_retry_are_for_one_reply(typed: TypedChat) -> None:
+    assert "the reply will be the same" in typed.ask("/retry")
+    shown = typed.ask("/retry --temperature 0.9 --top-p 0.9")
+    assert "undone" not in shown
+    assert "the same" not in shown
+    assert "the last reply is replaced by this one" in shown
+    assert typed.session.profile.temperature == 0
+    assert "--temperature" in typed.ask("/retry --heat 3")
+    assert "/retry: temperature" in typed.ask("/retry --temperature hot")
+
+
+def test_retry_and_edit_right_after_a_resume(typed: TypedChat) -> None:
+    typed.ask("/save anna")
+    for line, name in (("/retry", "Anna"), ("/edit My name is Berta.", "Berta")):
+        typed.ask("/reset")
+        typed.ask("/load anna")
+        assert "were read again" in " ".join(typed.ask(line).split())
+        assert name in typed.ask("What is my name?")
+        assert "4 messages" in typed.ask("/stats")
+        typed.ask("/undo")
 
 
 def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
@@ -73,15 +148,6 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
-
-
-def test_what_was_erased_is_not_read_anew() -> None:
-    chat = Chat()
-    chat.say("The code is 7351.", SAYINGS[1])
-    chat.do('/erase "7351"')
-    chat.do("/erase --yes")
-    assert "were read again" in chat.do("/undo")
-    assert chat.texts == ["The code is ."]
 
 
 def test_after_a_resume_a_message_of_this_run_is_undone_exactly() -> None:
@@ -111,48 +177,6 @@ def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder
     assert said == [*SAYINGS[:2], SAYINGS[4]]
 
 
-@pytest.mark.slow
-def test_retry_and_edit_right_after_a_resume(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.ask("My name is Anna.")
-        assert chat.leave() == 0
-    for command, name in (("/retry", "Anna"), ("/edit My name is Berta.", "Berta")):
-        with Terminal("--resume", home=tmp_path) as chat:
-            assert "were read again" in " ".join(chat.ask(command).split())
-            assert name in chat.ask("What is my name?")
-            assert "4 messages" in chat.ask("/stats")
-            chat.ask("/undo")
-            assert chat.leave() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
-    flags = ("--policy", "sink", "--budget", "48")
-    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
-        chat.ask("My name is Anna.")
-        chat.ask("My cat is called Luna.")
-        chat.ask("Tell me a joke.")
-        before = chat.ask("/tokens")
-        chat.ask("What is the capital of Italy?")
-        assert "of them restored" in " ".join(chat.ask('/recall "Anna"').split())
-        assert "pinned" in chat.ask("/tokens")
-        assert "undone: What is the capital of Italy?" in " ".join(chat.ask("/undo").split())
-        assert chat.ask("/tokens") == before
-        assert chat.leave() == 0
-    with Terminal("--resume", "last", home=tmp_path, columns=columns) as chat:
-        shown = " ".join(chat.ask("/undo").split())
-        assert re.search(
-            r"undone: Tell me a joke\.; \d+ tokens of earlier messages were read again", shown
-        )
-        assert "Tell me a joke" not in chat.ask("/panel")
-        assert "undone: My cat is called Luna." in " ".join(chat.ask("/undo").split())
-        assert chat.leave() == 0
-
-
-# --- /edit and /retry
-
-
 def test_flags_of_a_retry() -> None:
     assert sampling_settings("") == {}
     assert sampling_settings("--temperature 0.9 --top-p=0.5") == {"temperature": 0.9, "top_p": 0.5}
@@ -162,78 +186,3 @@ def test_flags_of_a_retry() -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(SirchatError, match="--temperature"):
         sampling_settings("--temprature 1")
-
-
-def _editor(folder: Path, script: str) -> dict[str, str]:
-    return {"VISUAL": "", "EDITOR": program(folder / "editor", script)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_the_last_message_is_changed_in_the_editor(tmp_path: Path, columns: int) -> None:
-    kept = tmp_path / "kept"
-    editor = _editor(tmp_path, f'stat -c %a "$1" > {kept}; sed -i s/Anna/Berta/ "$1"')
-    with Terminal(home=tmp_path, columns=columns, environ=editor) as chat:
-        chat.ask("My name is Anna.")
-        shown = chat.ask("/edit")
-        assert "tok/s" in shown
-        assert "your last message and its reply are replaced by what follows" in " ".join(
-            shown.split()
-        )
-        assert "Berta" in chat.ask("What is my name?")
-        assert kept.read_text().strip() == "600"
-        chat.ask("/undo")
-        assert "undone: My name is Berta." in chat.ask("/undo")
-        assert chat.leave() == 0
-    history = next(tmp_path.rglob("history")).read_text()
-    assert "My name is Berta." in history
-
-
-@pytest.mark.slow
-def test_an_editor_that_changes_nothing_or_fails_costs_one_line(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path, environ=_editor(tmp_path, "true")) as chat:
-        assert "no message to undo" in chat.ask("/edit")
-        chat.ask("My name is Anna.")
-        assert "the message is unchanged; /retry generates another reply" in chat.ask("/edit")
-        (tmp_path / "editor").write_text("#!/bin/sh\nexit 3\n")
-        assert re.search(
-            r"editor '.*' failed with exit code 3", " ".join(chat.ask("/edit").split())
-        )
-        (tmp_path / "editor").unlink()
-        assert "can't be started: No such file" in " ".join(chat.ask("/edit").split())
-        assert "Anna" in chat.ask("What is my name?")
-        assert chat.leave() == 0
-
-
-@pytest.mark.slow
-def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> None:
-    none = {"VISUAL": "", "EDITOR": ""}
-    with Terminal(home=tmp_path, environ=none) as chat:
-        chat.ask("My name is Anna.")
-        chat.say("/edit")
-        chat.wait_screen(r"edit> My name is Anna\.")
-        chat.send("\x7f" * 5 + "Berta.\r")
-        chat.wait_prompt()
-        assert "Berta" in chat.ask("What is my name?")
-        chat.say("/edit")
-        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "edit> What is my name?")
-        chat.send("\x03")
-        chat.wait(r"the message is unchanged")
-        chat.wait_prompt()
-        assert "tokens read" in chat.ask("/stats")  # a command again
-        assert chat.leave() == 0
-
-
-@pytest.mark.slow
-def test_settings_of_a_retry_are_for_one_reply(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        chat.ask("My name is Anna.")
-        assert "the reply will be the same" in chat.ask("/retry")
-        shown = chat.ask("/retry --temperature 0.9 --top-p 0.9")
-        assert "undone" not in shown
-        assert "the same" not in shown
-        assert "the last reply is replaced by this one" in shown
-        assert "temperature is 0" in chat.ask("/set temperature").replace("0.0", "0")
-        assert "--temperature" in chat.ask("/retry --heat 3")
-        assert "/retry: temperature" in chat.ask("/retry --temperature hot")
-        assert chat.leave() == 0

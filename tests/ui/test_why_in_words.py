@@ -6,7 +6,6 @@ import io
 import re
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
 from sirchat.ui.screen import Screen
 from sirchat.ui.why import describe_use, explain, show_why
-from terminal import Terminal
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")
 
@@ -211,18 +209,3 @@ def test_the_attention_is_that_of_the_models_own_weights() -> None:
     assert shares is not None
     assert list(shares) == at
     assert list(shares.values()) == pytest.approx(expected.tolist(), rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-def test_why_at_the_prompt(tmp_path: Path, columns: int) -> None:
-    flags = ("--policy", "entropy", "--budget", "64", "--recent", "8")
-    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
-        for text in SAID:
-            chat.ask(text)
-        shown = " ".join(chat.ask("/why Anna").split())
-        assert "times an average token" in shown
-        assert re.search(r"“Anna” is held: of the \d+ held tokens, only \d surprised", shown)
-        assert "position" not in shown
-        assert "position" in chat.ask("/why Anna --all")
-        assert chat.leave() == 0

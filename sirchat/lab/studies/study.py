@@ -34,7 +34,7 @@ RunUnit = Callable[[str], Record]  # takes the key of a unit, returns its record
 # Settings for what a chat shows and saves; no study depends on them.
 ON_SCREEN = (
     *("panel", "theme", "markdown", "thinking", "attention"),
-    *("save", "save_kv", "save_kv_limit", "recall_from"),
+    *("save", "save_kv", "save_kv_limit"),
 )
 # Settings that change nothing where replies always take the likeliest token.
 GREEDY = ("temperature", "top_k", "top_p", "min_p")
@@ -46,7 +46,7 @@ WITHOUT_SESSION = (
     *SAMPLING,
     *("system", "pin_system", "pin_instructions", "evict_thinking", "archive", "archive_limit"),
     *("recall", "recall_n", "focus", "recall_weight"),
-    *("recall_scope", "recall_query", "recall_encoder"),
+    *("recall_query", "recall_encoder"),
 )
 # Settings that change no results, or only by rounding; `setting_key` leaves them out.
 UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")

@@ -26,7 +26,7 @@ archive_limit: 64MiB, recall: words, recall_n: 20, recall_weight: none,
 recall_query: recent, temperature: 0.5, top_k: 5, top_p: 0.5,
 min_p: 0.1, repetition_penalty: 1.5, repetition_window: 8, max_new_tokens: 8, lookup: false,
 panel: "off", theme: dark, markdown: false, thinking: fold, attention: "on", save: false,
-save_kv: "off", save_kv_limit: 1GiB, recall_from: all,
+save_kv: "off", save_kv_limit: 1GiB,
 recall_encoder: some/encoder, sinks: 8, recent: 4, protect: false,
 evict: before-turn, positions: stream, seed: 5}
 """)
