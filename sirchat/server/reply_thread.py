@@ -207,7 +207,7 @@ class ReplyThread:
         tokens = [(token.id, token.position, token.cache) for token in chosen]
         logits, states = model.decode_step.read_together(tokens)
         readings = Readings(any(token.encodes for token in chosen))
-        model.readout.fill(readings, states, len(chosen))
+        model.readout.fill(readings, states)
         likeliest = Likeliest.of_rows(logits)
         for at, (token, row, most) in enumerate(zip(chosen, logits, likeliest, strict=True)):
             token.accept(row[None], readings.part(at), most)

@@ -15,7 +15,7 @@ from attacking import MANY
 from captured import captured
 from engine_steps import prefill, some_ids
 from families import build
-from scorers import random_encoder, random_scorer
+from random_encoders import random_encoder
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
 from sirchat.engine.types import (
@@ -40,7 +40,7 @@ MODEL = wrap_model(
     build("llama", {"num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": True}),
     None,
 )
-MODEL = replace(MODEL, scorer=random_scorer(MODEL, (1,)), encoder=random_encoder(MODEL, (1, 2)))
+MODEL = replace(MODEL, encoder=random_encoder(MODEL, (1, 2)))
 POLICIES = [Entropy(), Sink(), Reservoir(), Full()]
 SAMPLINGS = [
     Sampling(),
@@ -112,7 +112,7 @@ class Play:
                 logits, states = self.step.read(record.id, record.position, record.cache)
                 likeliest = Likeliest.of_rows(logits)[0]
                 readings = Readings(record.encodes)
-                MODEL.readout.fill(readings, states, 1)
+                MODEL.readout.fill(readings, states)
                 record.accept(logits, readings, likeliest)
                 continue
             if isinstance(record, GeneratedToken):

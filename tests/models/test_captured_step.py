@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from captured import captured
 from engine_steps import generate, prefill, some_ids
 from families import build
-from scorers import random_scorer
+from random_encoders import random_encoder
 from simulated_devices import DEVICES, move, refuses_waits, simulated_devices
 from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.engine import Engine
@@ -37,7 +37,7 @@ IDS = some_ids(7)
 
 def small(kind: str = "llama", **options: Any) -> LoadedModel:
     model = wrap_model(kind, build(kind, {"num_hidden_layers": 2, **options}), None)
-    return replace(model, scorer=random_scorer(model, (1, 2)))
+    return replace(model, encoder=random_encoder(model, (1, 2)))
 
 
 def holding(model: LoadedModel, ids: list[int], capacity: int = 12) -> BoundedCache:

@@ -22,8 +22,8 @@ from chatting import hub_tokenizer
 from engine_steps import some_ids
 from families import build, loaded
 from gguf_models import random_model, write_model
+from random_encoders import random_encoder
 from recall_rounds import memory, say
-from scorers import random_scorer
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
@@ -38,10 +38,10 @@ from sirchat.models.compiled_step import (
     program_name,
 )
 from sirchat.models.decode_step import DecodeStep
+from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
-from sirchat.models.scorer import Scorer
 from sirchat.paths import compiled_dir
 from warm_python import warm_python
 
@@ -62,7 +62,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def small(**options: Any) -> LoadedModel:
     model = wrap_model("small", build("llama", {"num_hidden_layers": 2, **options}), None)
-    return replace(model, scorer=random_scorer(model, (1, 2)))
+    return replace(model, encoder=random_encoder(model, (1, 2)))
 
 
 def step_of(model: LoadedModel) -> DecodeStep:
@@ -90,20 +90,22 @@ def program(compiled: LoadedModel) -> Iterator[Path]:
         path.chmod(0o600)
 
 
-def test_it_finds_the_same_logits_scores_and_rows_whatever_the_cache_holds(
+def test_it_finds_the_same_logits_states_and_rows_whatever_the_cache_holds(
     compiled: LoadedModel,
 ) -> None:
     eager = small()
     for capacity, held in ((3, 2), (40, 5), (300, 299), (1000, 64)):
         caches = [model.new_cache(capacity) for model in (compiled, eager)]
-        logits, scores = [], [Readings(), Readings()]
-        for model, cache, learned in zip((compiled, eager), caches, scores, strict=True):
+        logits, numbers = [], list[Any]()
+        for model, cache in zip((compiled, eager), caches, strict=True):
+            readings = Readings(encodes=True)
             model.read(some_ids(held), cache)
             cache.commit(held)
-            logits.append(model.forward([7], cache, readings=learned))
+            logits.append(model.forward([7], cache, readings=readings))
+            numbers.append(readings.numbers)
             cache.commit(1)
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
-        assert scores[0].scores == pytest.approx(scores[1].scores, abs=1e-5)
+        torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-5)
         for view in ("layer_keys", "layer_values"):
             torch.testing.assert_close(*(getattr(cache, view)(0) for cache in caches))
 
@@ -123,8 +125,8 @@ def test_a_program_serves_every_model_of_that_shape_and_no_other(compiled: Loade
     step.compiled = None
     torch.testing.assert_close(found, other.forward([7], cache), rtol=1e-5, atol=1e-5)
     deeper = small(num_hidden_layers=3)
-    unscored = replace(small(), scorer=Scorer())
-    for one in (deeper, unscored):
+    without_states = replace(small(), encoder=Encoder())
+    for one in (deeper, without_states):
         assert program_name(step_of(one).graph) != program_name(step.graph)
 
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
-from scorers import random_scorer
+from random_encoders import random_encoder
 from sirchat.memory.hub_cache import HubCache
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decode_step import DecodeStep
@@ -189,14 +189,14 @@ def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, fold
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_scorer_gets_the_states_of_its_layers(folder: Path) -> None:
-    found = []
+def test_an_encoder_gets_the_states_of_its_layers(folder: Path) -> None:
+    found = list[Any]()
     for model in pair(file_of("llama", folder)):
-        readings = Readings()
-        scored = replace(model, scorer=random_scorer(model, (1, 2)))
-        scored.read(IDS, scored.new_cache(len(IDS)), readings=readings)
-        found.append(readings.scores)
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+        readings = Readings(encodes=True)
+        encoding = replace(model, encoder=random_encoder(model, (1, 2)))
+        encoding.read(IDS, encoding.new_cache(len(IDS)), readings=readings)
+        found.append(readings.numbers)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

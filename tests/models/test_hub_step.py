@@ -19,10 +19,10 @@ from simulated_devices import move, refuses_waits, simulated_devices
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.hub_cache import HubRowLayer
 from sirchat.models.attention_hook import install_hook
+from sirchat.models.hidden_states import recorded_states, side_by_side
 from sirchat.models.hub_step import HubStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packing import PackedExperts
-from sirchat.models.state_map import recorded_states, side_by_side
 from sirchat.text.anchors import Anchors
 
 # Sliding windows, experts and sinks, compressed keys, rotated pairs, layers without rotation.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chatting import babbler, session
-from scorers import random_encoder
+from random_encoders import random_encoder
 from session_files import head_at, new, rows_at, said
 from sirchat.paths import sessions_dir
 from sirchat.recall.passage_search import PassageSearch, Sought

@@ -30,10 +30,10 @@ from sirchat.models.decode_step import DecodeStep
 class Body:
     """What a captured step runs."""
 
-    def __init__(self, module: Any, kernels: str, scored: Any) -> None:
+    def __init__(self, module: Any, kernels: str, wanted: Any) -> None:
         if kernels == "triton":
             raise RuntimeError("no [compiler]\nat line 1")
-        self.module, self.scored = module, scored
+        self.module, self.wanted = module, wanted
 
 
 class StandIn(DecodeStep):
@@ -42,7 +42,7 @@ class StandIn(DecodeStep):
     capture_seconds = 0.5
 
     def __init__(self, body: Body, device: torch.device, *, captures: bool, readout: Any) -> None:
-        super().__init__(body.module, torch.float32, body.scored)
+        super().__init__(body.module, torch.float32, body.wanted)
         self.captures = captures
 
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from chatting import babbler, session, tiny
 from command import run
-from scorers import random_encoder
+from random_encoders import random_encoder
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.locomo import (
