@@ -144,15 +144,15 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
         settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**20)
         engine, events = Engine(model, settings), list[Any]()
         sampler = Sampler(Sampling(temperature=1.0))
-        for turn in range(40):
-            if turn == 10:
+        for turn in range(12):
+            if turn == 3:
                 engine.residency.switch(
                     CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
                 )
-            if turn == 20:
+            if turn == 6:
                 engine.residency.switch(memory("salience"))
             point = engine.checkpoint()
-            for again in range(2 if turn == 30 else 1):
+            for again in range(2 if turn == 9 else 1):
                 if again:
                     engine.undo(point)
                 say(engine, model, turn)
@@ -169,8 +169,8 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
     monkeypatch.setattr(CompiledStep, "__call__", counted)
     counters.clear()
     assert conversation(compiled) == wanted
-    assert sum(isinstance(event, list) for event in wanted) >= 100
-    assert len(calls) == 41 * 40
+    assert sum(isinstance(event, list) for event in wanted) >= 30
+    assert len(calls) == 13 * 40
     assert not counters
 
 
@@ -249,14 +249,11 @@ def test_a_program_that_crashes_while_it_is_loaded_ends_no_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    crash = tmp_path / "crash.cpp"
-    crash.write_text("__attribute__((constructor)) void crash() { __builtin_trap(); }")
-    compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", str(crash), "-o"]
     code = (
-        "import subprocess, sys; from pathlib import Path\n"
+        "import os, signal, sys; from pathlib import Path\n"
         "from sirchat.models import compile_worker, compiled_step\n"
-        f"compile = lambda pickled, path: subprocess.run([*{compiler}, path], check=True)\n"
-        "compiled_step.compile_graph = compile\n"
+        "compiled_step.compile_graph = lambda pickled, path: path.touch()\n"
+        "compiled_step.load_program = lambda path: os.kill(os.getpid(), signal.SIGILL)\n"
         "compile_worker.main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))\n"
     )
     worker = tmp_path / "python"
@@ -277,21 +274,6 @@ def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> No
     assert not is_temporary(RuntimeError("x.cpp:3:1: error: 'tmp9' was not declared"))
     included = "In file included from /usr/include/c++/12/memory:66: error: 'tmp9' was not declared"
     assert not is_temporary(RuntimeError(included))
-
-
-def test_where_nothing_can_be_written_auto_leaves_it(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "state").touch()  # a file where the folder should be; unlike a mode, it stops root
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    model = small()
-    compiling.use_compiled(model, "auto")
-    thread = compiling.compile_in_background(model)
-    assert thread is not None
-    thread.join(60)
-    assert step_of(model).compiled is None
-    with pytest.raises(ModelError, match="--compile on: compiling fails: File exists"):
-        compiling.use_compiled(model, "on")
 
 
 def test_what_a_killed_process_left_is_deleted_at_a_start(
@@ -423,25 +405,6 @@ def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session(
     )
     nice, *group = done.stdout.split()
     assert (nice, group[-2:]) == ("19", ["nice", "19"])
-
-
-def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
-    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
-    sizes = {"num_hidden_layers": 1, "vocab_size": len(hub_tokenizer())}
-    build("llama", sizes).save_pretrained(tmp_path)
-    hub_tokenizer().save_pretrained(tmp_path)
-    command = [*warm_python(), "-m", "sirchat", "ask", "Hello", "--compile", "on"]
-    command += ["--model", str(tmp_path)]
-    asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
-    folder = tmp_path / "state" / "compiled"
-    end = time.monotonic() + 60
-    while not list(folder.glob("making-*/*")) and time.monotonic() < end:
-        time.sleep(0.05)
-    asking.send_signal(signal.SIGINT)
-    assert asking.stderr is not None
-    said = asking.stderr.read().decode()
-    assert (asking.wait(20), "Traceback" in said) == (130, False)
-    assert not list(folder.iterdir())
 
 
 # A worker whose compiler writes files until it is killed, or that crashes.
