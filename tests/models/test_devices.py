@@ -114,9 +114,8 @@ def rows_of(chat: Session) -> list[Tensor]:
     return [one.cpu().clone() for one in [*views, *kept.tensors]]
 
 
-POLICIES = ("h2o", "snapkv", "keydiff")
+POLICIES = ("h2o", "keydiff")
 RECALLS: tuple[dict[str, Any], ...] = (
-    {"recall": "cosine"},
     {"recall": "mips", "recall_query": "recent"},
     {"recall": "off", "recall_query": "turn"},
 )

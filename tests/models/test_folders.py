@@ -111,24 +111,23 @@ def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any]) ->
     assert DecoderConfig.of_folder(values) is None
 
 
-@pytest.mark.parametrize("kind", ["bundled", "GGUF"])
-def test_a_question_is_answered_without_transformers(kind: str, tmp_path: Path) -> None:
+def test_a_question_to_a_folder_or_a_file_is_answered_without_transformers(tmp_path: Path) -> None:
     program = (
-        "import sys; from sirchat.cli import main\n"
-        "try: main()\n"
-        "finally: print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
+        "import sys; from contextlib import suppress; from sirchat.cli import main\n"
+        "for name in sys.argv[1:]:\n"
+        "    sys.argv = ['sirchat', 'ask', '-m', name, '--max-new-tokens', '4', 'Hello']\n"
+        "    with suppress(SystemExit): main()\n"
+        "print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
         "if n in sys.modules], file=sys.stderr)"
     )
-    name = "tiny"
-    if kind == "GGUF":
-        name = str(write_gguf(tmp_path / "asked.gguf", tiny(), "Q8_0"))
+    file = str(write_gguf(tmp_path / "asked.gguf", tiny(), "Q8_0"))
     done = subprocess.run(
-        [sys.executable, "-c", program, "ask", "-m", name, "--max-new-tokens", "4", "Hello"],
+        [sys.executable, "-c", program, "tiny", file],
         capture_output=True,
         text=True,
         env={"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_COMPILE": "off", "PATH": ""},
         stdin=subprocess.DEVNULL,
         check=False,
     )
-    assert done.stdout.strip()
+    assert len(done.stdout.splitlines()) >= 2
     assert done.stderr.splitlines()[-1] == "[]", done.stderr

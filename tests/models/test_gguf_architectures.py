@@ -103,7 +103,7 @@ def stored_weights_of(module: Any, name: str) -> torch.Tensor:
     return expert_weights(module.get_submodule(f"{path}.experts"))[part][int(number)]
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", sorted({*SIZED, *EXPERTS}))
 def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
     case: str, tmp_path: Path
 ) -> None:

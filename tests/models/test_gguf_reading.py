@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import struct
-from collections import defaultdict
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +10,13 @@ import pytest
 import torch
 
 from chatting import tiny
-from gguf_file import write_first_layers, write_gguf
+from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor, parse_gguf
 from sirchat.models.gguf.model import load_module
 from sirchat.models.gguf.translate import refuse_unsupported
 from sirchat.models.load import load_model
-from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")
 
@@ -109,38 +105,6 @@ def test_what_a_file_says_more_than_is_understood_is_named(file: Path) -> None:
     ):
         with pytest.raises(ModelError, match=name):
             refuse_unsupported(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two layers are compared; all layers of the file have tensors of the same types."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    packaged, file = locate("smollm2")
-    whole = Path(packaged) / file["gguf_file"]
-    types = defaultdict[str, set[str]](set)
-    for key, tensor in parse_gguf(whole, with_lists_of_text=False).tensors.items():
-        types[re.sub(r"^blk\.\d+", "blk", key)].add(tensor.type)
-    assert {len(found) for found in types.values()} == {1}
-    path = write_first_layers(tmp_path / "two.gguf", whole, 2)
-    folder, name = locate(str(path))
-    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # it takes seconds each time
-    theirs = AutoModelForCausalLM.from_pretrained(folder, **name, dtype=torch.float32)
-    ours = load_model(str(path), dtype="float32", device="cpu")
-    wanted = theirs.state_dict()
-    assert len(ours.module.model.layers) == 2
-    assert wanted.keys() == ours.module.state_dict().keys()
-    assert all(torch.equal(one, wanted[key]) for key, one in ours.module.state_dict().items())
-    assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **name)
-    text = "<|im_start|>user\nIt's Anna's 12th, naïve 東京!<|im_end|>\n"
-    assert tokenizer.get_vocab() == ours.tokenizer.backend_tokenizer.get_vocab()
-    assert tokenizer.encode(text) == ours.tokenizer.encode(text)
-    assert tokenizer.chat_template == ours.tokenizer.chat_template
-    assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map
 
 
 def test_a_tensor_that_is_missing_is_named(file: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}
-    assert found == {key: work(key) for key in keys}
+    assert found[keys[0]] == work(keys[0])
     report = study.report(found)
     assert [table.name for table in report.tables] == ["200 tokens", "250 tokens"]
     for table in report.tables:

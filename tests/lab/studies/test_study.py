@@ -168,19 +168,19 @@ def test_perplexity_of_real_talk_is_that_of_a_chat_with_recall(tmp_path: Path) -
     file = tmp_path / "talk.jsonl"
     lines = [
         json.dumps({"role": role, "content": f"{text} {n % 5}."})
-        for n in range(20)
+        for n in range(12)
         for role, text in (("user", "We walked to lake"), ("assistant", "How was it at"))
     ]
     file.write_text("\n".join(lines))
     for recall in ("off", "words"):
         setting = Profile(policy="sink", budget=64, recall=recall, max_new_tokens=64)
-        study = Perplexity((setting,), limit=200, data=str(file))
+        study = Perplexity((setting,), limit=120, data=str(file))
         (found,) = map(study.worker(tiny()), study.keys())
         chat = Session(tiny(), setting)
-        for n in range(20):
+        for n in range(12):
             read(chat, f"We walked to lake {n % 5}.", f"How was it at {n % 5}.")
-        nats = chat.save().rows["surprisal"][:200]
-        assert found["tokens"] == 200
+        nats = chat.save().rows["surprisal"][:120]
+        assert found["tokens"] == 120
         assert np.mean(found["nats"][1:]) == pytest.approx(np.mean(nats[2:]), abs=1e-4)
     with pytest.raises(SettingError, match="lower --limit"):
         list(map(replace(study, limit=10_000).worker(tiny()), study.keys()))

@@ -172,8 +172,8 @@ def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
-    found = losses(options(folder, tmp_path / "out", steps=30))
-    assert len(found) == 30
+    found = losses(options(folder, tmp_path / "out", steps=15))
+    assert len(found) == 15
     assert sum(found[-5:]) < sum(found[:5])
     model = load_model(str(tmp_path / "out"), device="cpu")
     assert model.anchors == Anchors("ac", "round", 2048, 1)
