@@ -64,15 +64,15 @@ def models_dir() -> Path:
     return data_dir() / "models"
 
 
-def state_map_files(kind: str, model: str) -> tuple[Path, Path]:
-    """Where a model's map of a kind (`scorer`, `encoder`) can be: the user's data, the package.
+def encoder_files(model: str) -> tuple[Path, Path]:
+    """Where a model's sentence encoder can be: the user's data, the package.
 
-    The map of a model's folder or file is called after its absolute path.
+    That of a model's folder or file is called after its absolute path.
     """
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
     file = f"{quote(name, safe='')}.safetensors"
-    return data_dir() / f"{kind}s" / file, _package() / f"{kind}s" / file
+    return data_dir() / "encoders" / file, _package() / "encoders" / file
 
 
 def archives_dir() -> Path:

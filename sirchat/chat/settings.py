@@ -180,11 +180,6 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
             f"{model.name}, because this model caches compressed keys and values",
             hint="choose policy entropy, which does not use keys and values",
         )
-    if cls.needs_scorer and not model.scorer.layers:
-        raise SettingError(
-            f"{source}: policy can't be {profile.policy!r}: there is no scorer for {model.name}",
-            hint=f"train a scorer: sirchat train scorer --model {model.name}",
-        )
     # An anchor attends only to its own sequence, and then stands for it; a recurrent layer's state
     # depends on all tokens.
     if model.has_state and policy.compacts_at_anchors:

@@ -46,7 +46,7 @@ def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
         renamed["evict"] = _FORMER_EVICT.get(evict, evict)
-    if renamed.get("policy") in ("kvzip", "vase"):  # which are gone
+    if renamed.get("policy") in ("kvzip", "learned", "vase"):  # which are gone
         renamed |= {"policy": "salience", "policy_options": {}}
     elif renamed.get("policy") == "salience" and isinstance(options, Mapping):
         options = {_FORMER_OPTIONS.get(name, name): value for name, value in options.items()}

@@ -193,7 +193,7 @@ def _read_together(replies: Sequence[Generation]) -> None:
             [(reply.chosen, reply.reader.rotary_position, reply.reader.cache) for reply in replies]
         )
         readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
-        model.readout.fill(readings, states, len(replies))
+        model.readout.fill(readings, states)
         likeliest = Likeliest.of_rows(logits)
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

@@ -267,8 +267,7 @@ class Reader:
         if ahead is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_ahead(ids[0]):
                 logits = ahead.logits[ahead.used]
-                one = ahead.readings.part(ahead.used)
-                readings.scores, readings.numbers = one.scores, one.numbers
+                readings.numbers = ahead.readings.part(ahead.used).numbers
                 ahead.used += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._ahead = None
@@ -291,7 +290,6 @@ class Reader:
 
     def _note(self, readings: Readings) -> None:
         """Record what is read from the newest token, which is known after the next was chosen."""
-        self.ledger.set_learned_score(readings.scores[0])
         self._keep_numbers(self.ledger.seen - 1, readings)
 
     def _keep_numbers(self, start: int, readings: Readings) -> None:
@@ -349,14 +347,6 @@ class Reader:
             self._likeliest = self._ahead.likeliest
         ledger = self.ledger
         self.cache.commit(len(ids), ledger.seen)
-        ledger.append(
-            ids,
-            nats,
-            turn=ref.turn,
-            round=ref.round,
-            roles=roles,
-            flags=flags,
-            learned_scores=readings.scores,
-        )
+        ledger.append(ids, nats, turn=ref.turn, round=ref.round, roles=roles, flags=flags)
         self._keep_numbers(ledger.seen - len(ids), readings)
         return nats

@@ -42,7 +42,6 @@ class HeldRows:
     log_decayed_surprisal: Tensor  # log of the surprisal times these decays
     attention: Tensor  # received so far; 0 if attention is not recorded
     recent_attention: Tensor  # received from the newest queries alone
-    learned_score: Tensor  # of the model's scorer, a natural log; NaN if read without one
     key_norm: Tensor  # this and the next two: see `KeyValueStat`; 0 if the policy uses none
     key_similarity: Tensor
     value_norm: Tensor

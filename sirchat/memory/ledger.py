@@ -58,7 +58,6 @@ ROW = np.dtype(
         ("role", np.int8),
         ("flags", np.uint8),
         ("state", np.int8),
-        ("learned_score", np.float32),  # of the model's scorer, a natural log; NaN where unknown
     ],
     align=True,
 )
@@ -127,11 +126,10 @@ class Ledger:
         round: int,
         roles: Sequence[int],
         flags: Sequence[int],
-        learned_scores: Sequence[float] = (),
     ) -> None:
         """Add a row for each of the ids that the model has just read into the cache.
 
-        `surprisal` is in nats; `learned_scores` are empty without a scorer.
+        `surprisal` is in nats.
         """
         count, start, held = len(ids), self.seen, self.held_count
         end = start + count
@@ -139,8 +137,7 @@ class Ledger:
             self._grow(end, held + count)
         rows = self._rows
         if count == 1:  # one assignment: this runs for every generated token
-            learned = learned_scores[0] if learned_scores else math.nan
-            key, about = rows["arrival_key"][start], (roles[0], flags[0], 0, learned)
+            key, about = rows["arrival_key"][start], (roles[0], flags[0], 0)
             rows[start] = (ids[0], turn, round, surprisal[0], self.log_decay, key, *about)
             self._held[held] = start
         else:
@@ -148,18 +145,12 @@ class Ledger:
             new["token_id"], new["turn"], new["round"] = ids, turn, round
             new["surprisal"], new["birth_decay"] = surprisal, self.log_decay
             new["role"], new["flags"] = roles, flags
-            new["learned_score"] = learned_scores or math.nan
             self._held[held : held + count] = range(start, end)
         self.held_count += count
         self.seen = end
         if flags[0] & _PINNED if count == 1 else any(flag & _PINNED for flag in flags):
             pinned = start + np.flatnonzero(np.asarray(flags) & _PINNED)
             self.pinned_positions = np.concatenate([self.pinned_positions, pinned])
-
-    def set_learned_score(self, score: float) -> None:
-        """Set the newest token's score by the model's scorer, which is known after the next."""
-        self._rows["learned_score"][self.seen - 1] = score
-        self.saved = min(self.saved, self.seen - 1)
 
     def set_first_surprisal(self, count: int) -> None:
         """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
@@ -216,7 +207,6 @@ class Ledger:
         """
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
-        rows["learned_score"][positions] = math.nan
         rows["flags"][positions] = Flag.ERASED
         self.pinned_positions = np.setdiff1d(self.pinned_positions, positions)
         self.attention.erase(positions)
@@ -288,7 +278,6 @@ class Ledger:
             "log_decayed_surprisal": self.log_decayed_surprisal_of(at),
             "attention": self.attention.totals(at, self.log_decay),
             "recent_attention": self.attention.recent(at),
-            "learned_score": rows["learned_score"].astype(np.float64),
             "is_pinned": flags & Flag.PINNED != 0,
             "is_anchor": flags & Flag.ANCHOR != 0,
             "continues_word": flags & Flag.CONTINUES != 0,

@@ -57,7 +57,7 @@ class StepBody(Protocol):
         caches: Any,
         observed: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Append one row to each cache; returns float32 logits [B, V] and scored states [B, s].
+        """Append one row to each cache; returns float32 logits [B, V] and wanted states [B, s].
 
         `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `places` [2, B]
         the addresses and capacities of the caches' pools; all are on the device. If it `observes`
@@ -130,7 +130,6 @@ class Chosen(NamedTuple):
 
     id: int
     surprisal: float  # nats
-    score: float  # of the token read before it, by the model's scorer; NaN if there is none
     is_right: bool  # if not, the host must choose
 
 
@@ -194,7 +193,7 @@ class CapturedStep:
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
         """Read a token at a rotary position into the cache, which then must be committed.
 
-        Returns float32 logits [1, V], and the states [1, layers x d] that a scorer needs.
+        Returns float32 logits [1, V], and the states [1, layers x d] that an encoder needs.
         """
         return self.read_together([(token_id, position, cache)])
 
@@ -348,7 +347,7 @@ class RunBuffers(NamedTuple):
     said: Tensor  # int64 [MOST_SAID], the newest ids said, -1 for none
     draws: Tensor  # float64 [n], random numbers
     drawn: Tensor  # int64 [1], how many of them are used
-    results: Tensor  # float64 [slots, 4]: the fields of `Chosen`
+    results: Tensor  # float64 [slots, 3]: the fields of `Chosen`
     encoded: Tensor  # float32 [slots, D], of the tokens read before, by the model's encoder
     host: Tensor  # `results` in main memory
     host_encoded: Tensor  # `encoded` in main memory
@@ -433,8 +432,7 @@ class TokenRun:
         inputs = self._step.inputs_of(1, [self._cache])
         logits = state.logits[self._slot]
         key = "choice", self._choice.key, self._slot
-        score = logits.new_full((1,), torch.nan)
-        work = partial(self._choose, inputs, logits, score, reads=False)
+        work = partial(self._choose, inputs, logits, reads=False)
         self._replay(self._graph(key, work), reads=False)
 
     @torch.inference_mode()
@@ -459,10 +457,10 @@ class TokenRun:
             logits, states, *_ = step.body(*inputs.parts(), caches)
             state.slot.bitwise_xor_(1)  # the other of the two
             state.logits.index_copy_(0, state.slot, logits)
-            read = step.readout.on_device(states)  # [1, 1 + D]
-            state.encoded.index_copy_(0, state.slot, read[:, 1:])
-            state.host_encoded.copy_(state.encoded, non_blocking=True)
-            return self._choose(inputs, logits[0], read[0, :1], reads=True)
+            if step.readout.layers:
+                state.encoded.index_copy_(0, state.slot, step.readout.on_device(states))
+                state.host_encoded.copy_(state.encoded, non_blocking=True)
+            return self._choose(inputs, logits[0], reads=True)
 
         graph = self._graph(("run", self._choice.key, step.body.key(caches)), work)
         self._slot = (self._slot + 1) % _SLOTS
@@ -477,11 +475,11 @@ class TokenRun:
         slot, end, has_read = self._pending.pop(0)
         if end is not None:
             end.synchronize()
-        token_id, surprisal, score, is_right = self._state.host[slot].tolist()
+        token_id, surprisal, is_right = self._state.host[slot].tolist()
         if has_read:
             encoded = self._state.host_encoded[slot][None].clone()
-            self._note_readings(Readings(True, [score], encoded))
-        return Chosen(int(token_id), surprisal, score, bool(is_right))
+            self._note_readings(Readings(True, encoded))
+        return Chosen(int(token_id), surprisal, bool(is_right))
 
     def logits(self) -> Tensor:
         """A copy of the logits [V] after the last token that was committed."""
@@ -496,7 +494,7 @@ class TokenRun:
         self._leave()
 
     def pause(self) -> None:
-        """Note logits and score, because another run takes the device's numbers."""
+        """Note logits and numbers, because another run takes the device's numbers."""
         self._paused = self.logits()
         if self._pending and not self.is_ahead:
             self.result()
@@ -507,9 +505,7 @@ class TokenRun:
         if self._step.run is self:  # else it would keep the memory of the cache
             self._step.run = None
 
-    def _choose(
-        self, inputs: StepInputs, logits: Tensor, score: Tensor, *, reads: bool
-    ) -> tuple[Tensor, ...]:
+    def _choose(self, inputs: StepInputs, logits: Tensor, *, reads: bool) -> tuple[Tensor, ...]:
         """Choose from logits [V], and note the result; `reads`: after a token was read."""
         state, (_, choose, window, _) = self._state, self._choice
         has_triton = self._step.body.kernels == "triton"
@@ -530,19 +526,17 @@ class TokenRun:
 
             chosen = chosen or kernels.likeliest(logits)  # two tensors, which `note` merges
             to = state.results, state.slot, inputs.numbers, state.drawn
-            kernels.note(chosen, score, *to, reads=reads)
+            kernels.note(chosen, *to, reads=reads)
         else:
-            self._note(chosen, score, inputs, reads=reads)
+            self._note(chosen, inputs, reads=reads)
         state.host.copy_(state.results, non_blocking=True)
         return ()
 
-    def _note(
-        self, chosen: tuple[Tensor, ...], score: Tensor, inputs: StepInputs, *, reads: bool
-    ) -> None:
+    def _note(self, chosen: tuple[Tensor, ...], inputs: StepInputs, *, reads: bool) -> None:
         """What `kernels.note` does."""
         state, (token_id, surprisal, is_right) = self._state, chosen
         is_right = is_right.bool() & ~surprisal.isnan()  # NaN is no surprisal
-        result = torch.stack([x.double() for x in (token_id, surprisal, score, is_right)], 1)
+        result = torch.stack([x.double() for x in (token_id, surprisal, is_right)], 1)
         state.results.index_copy_(0, state.slot, result)
         inputs.numbers[_ID].copy_(token_id)
         if reads:

@@ -77,7 +77,7 @@ class CompiledStep:
         theirs = step(*inputs)
         ours = self._program.run([x, cos, sin, held, *own_keys, *own_values])
         for compiled, plain in zip((*ours, *own_values), (*theirs, *values), strict=True):
-            if not plain.numel():  # no layer is scored
+            if not plain.numel():  # no states are wanted
                 continue
             error = (compiled - plain).norm() / plain.norm()
             if not error < _TOLERANCE:  # NaN, too

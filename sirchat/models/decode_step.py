@@ -32,14 +32,14 @@ Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class DecodeStep:
     """Reads single tokens with the weights of a Llama-like model on a CPU, faster than the model.
 
-    `supports` must be true for the module. `dtype` is the cache's number type; `scored` are the
+    `supports` must be true for the module. `dtype` is the cache's number type; `wanted` are the
     layers, counted from 1, whose hidden states are returned; `compiled` is used once it is set.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()) -> None:
         self._embeddings = module.get_input_embeddings()
         self._rotary = module.model.rotary_emb
-        self.graph = StepGraph(module, dtype, scored).eval()
+        self.graph = StepGraph(module, dtype, wanted).eval()
         self.compiled: CompiledStep | None = None
 
     @staticmethod
@@ -68,7 +68,7 @@ class DecodeStep:
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
         """Read a token at a rotary position into the cache, which then must be committed.
 
-        Returns float32 logits [1, V], and the states [1, layers x d] that a scorer needs.
+        Returns float32 logits [1, V], and the states [1, layers x d] that an encoder needs.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [kinds, 1, D]
@@ -99,12 +99,12 @@ class DecodeStep:
 class StepGraph(nn.Module):
     """The whole decode step, from a token's embedding to its logits, for `torch.export`.
 
-    It also returns the states after the layers in `scored`, counted from 1.
+    It also returns the states after the layers in `wanted`, counted from 1.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()) -> None:
         super().__init__()
-        self.scored = tuple(scored)
+        self.wanted = tuple(wanted)
         self.layers = nn.ModuleList(_StepLayer(layer, dtype) for layer in module.model.layers)
         # How many kinds of layers there are, each with a rotation of its own.
         self.kinds = 1 + max(getattr(one.self_attn, "turn", 0) for one in module.model.layers)
@@ -120,7 +120,7 @@ class StepGraph(nn.Module):
         states = [x[:0]]
         for number, layer in enumerate(self.layers):
             x = layer(number, x, cos, sin, update)
-            if number + 1 in self.scored:
+            if number + 1 in self.wanted:
                 states.append(x)
         h, head = self.norm(x), self.head
         logits: Tensor = head.logits_of_state(h) if isinstance(head, Int8Head) else head(h)
@@ -137,7 +137,7 @@ class StepGraph(nn.Module):
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, _StepLayer)
             x = layer.forward_batch(number, x, cos, sin, updates)
-            if number + 1 in self.scored:
+            if number + 1 in self.wanted:
                 states.append(x)
         h, head = self.norm.forward_batch(x), self.head
         if not isinstance(head, Int8Head):
@@ -146,7 +146,7 @@ class StepGraph(nn.Module):
         return torch.cat(logits), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
-        return f"scored={self.scored}, kinds={self.kinds}"
+        return f"wanted={self.wanted}, kinds={self.kinds}"
 
 
 class _StepLayer(nn.Module):

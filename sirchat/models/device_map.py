@@ -37,10 +37,10 @@ from sirchat.models.devices import (
     pick_dtype,
 )
 from sirchat.models.fit import PROGRAM, weights_by_part
+from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.listing import FoundModel, find_model
 from sirchat.models.progress import no_logs
 from sirchat.models.shape import cache_bytes, free_memory, precision
-from sirchat.models.state_map import decoder_layers
 from sirchat.paths import archives_dir
 
 GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed

@@ -6,17 +6,24 @@ numbers can be computed as it is read, before anyone knows where the sentence en
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, Self
 from zlib import crc32
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from sirchat.models.state_map import StateMap
+from sirchat import paths
+from sirchat.errors import ModelError
+from sirchat.models.hidden_states import layer_count
 
 _MOST = 127  # of an int8
 
@@ -26,13 +33,16 @@ KINDS = ("instruction", "fact")
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder(StateMap):
+class Encoder:
     """Computes D numbers for each token: weight [layers x d, D], and a bias [D] of sentences.
 
-    In a file, the weight is int8, with a scale for each of its rows.
+    In a file, the weight is int8, with a scale for each of its rows. By default there is none.
     """
 
-    kind: ClassVar[str] = "encoder"
+    layers: tuple[int, ...] = ()  # whose outputs are read: ascending, counted from 1
+    weight: Tensor = field(default_factory=lambda: torch.zeros(0))
+    bias: Tensor = field(default_factory=lambda: torch.zeros(0))
+    about: Mapping[str, str] = field(default_factory=dict)  # facts about the training, by name
     # A network that tells `KINDS` by a sentence's vector: float32 [H, D + 1] and [2, H + 1], each
     # row with a bias at its end; empty if it was not trained.
     hidden: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
@@ -50,6 +60,10 @@ class Encoder(StateMap):
         """A number that tells this map from others; what vectors mean depends on no other part."""
         tensors = (tensor.cpu().numpy().tobytes() for tensor in (self.weight, self.bias))
         return crc32(b"".join((str(self.layers).encode(), *tensors)))
+
+    def to(self, device: torch.device) -> Self:
+        """The same map with its weights on `device`."""
+        return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def numbers(self, states: Tensor) -> Tensor:
         """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""
@@ -70,6 +84,44 @@ class Encoder(StateMap):
         weight = self.question
         return len(weight) > 0 and float(vector.float() @ weight[:-1] + weight[-1]) > 0
 
+    def save(self, path: Path) -> None:
+        """Write the map into a file; raises ModelError if it can't be written."""
+        try:
+            paths.private_dir(path.parent)
+            about = {**self.about, "layers": json.dumps(self.layers)}
+            save_file(self._stored(), path, about)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"encoder {path} can't be written: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a map from a file; raises ModelError if the file is damaged."""
+        with suppress(OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError):
+            with safe_open(path, "pt") as file:
+                about = dict(file.metadata() or {})
+                layers = tuple(map(int, json.loads(about.pop("layers"))))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            restored = cls._restored(tensors)
+            if all(tensor.isfinite().all() for tensor in restored.values()):
+                return cls(layers, about=about, **restored)
+        raise _unusable(path, "is damaged")
+
+    @classmethod
+    def of_model(cls, name: str, module: Any) -> Self:
+        """A model's map: the user's own, or else the bundled one, or else an empty one.
+
+        Raises ModelError for a file that is damaged or was made for a model of another shape.
+        """
+        path = next((path for path in paths.encoder_files(name) if path.is_file()), None)
+        if path is None:
+            return cls()
+        found, count = cls.load(path), layer_count(module)
+        size = module.config.get_text_config(decoder=True).hidden_size
+        is_valid = list(found.layers) == sorted({n for n in found.layers if 1 <= n <= count})
+        if not (is_valid and len(found.weight) == len(found.layers) * size > 0):
+            raise _unusable(path, "was trained for another model")
+        return found
+
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)
         rounded = (self.weight / scale).round().to(torch.int8)
@@ -78,6 +130,7 @@ class Encoder(StateMap):
 
     @classmethod
     def _restored(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by field, from those of a file; an error says that it is damaged."""
         weight, bias = tensors["weight"].float() * tensors["scale"], tensors["bias"].float()
         if weight.ndim != 2 or bias.shape != weight.shape[1:]:
             raise ValueError
@@ -102,3 +155,8 @@ def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:
     """A score [n, 2] of each kind for sentences [n, D], above 0 if it is of this kind."""
     between = F.relu(vectors @ hidden[:, :-1].T + hidden[:, -1])
     return between @ kinds[:, :-1].T + kinds[:, -1]
+
+
+def _unusable(path: Path, why: str) -> ModelError:
+    hint = "delete this file, and train a new encoder"
+    return ModelError(f"encoder {path} {why}", hint=hint)

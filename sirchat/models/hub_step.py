@@ -16,10 +16,10 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.devices import is_spread
+from sirchat.models.hidden_states import recorded_states, side_by_side
 from sirchat.models.llama_step import Kernels, UnusedSlots
 from sirchat.models.packing import PackedExperts
 from sirchat.models.probe import cache_argument
-from sirchat.models.state_map import recorded_states, side_by_side
 
 
 class HubStep:
@@ -33,11 +33,11 @@ class HubStep:
     most = 1
     kernels: Kernels = "torch"
 
-    def __init__(self, model: Any, scored_layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, wanted_layers: Sequence[int]) -> None:
         if reason := self.reason_against(model):
             raise ModelError(reason)
         self.vocab_size: int = model.vocab_size
-        self._module, self._scored_layers = model.module, scored_layers
+        self._module, self._wanted_layers = model.module, wanted_layers
         self._unused = UnusedSlots()
 
     @staticmethod
@@ -77,14 +77,14 @@ class HubStep:
         """Read one id; ids, lengths and positions are int64 [1], on the device.
 
         Writes its row into slot `lengths`; returns float32 logits [1, V] and the hidden states
-        [1, layers x d] after the scored layers.
+        [1, layers x d] after these layers.
         """
         (cache,) = caches
         cache.cursor.slot = lengths
         try:
             with (
                 _batched_experts(self._module),
-                recorded_states(self._module, self._scored_layers) as states,
+                recorded_states(self._module, self._wanted_layers) as states,
             ):
                 out = self._module(
                     input_ids=ids[None],

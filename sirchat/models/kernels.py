@@ -281,7 +281,7 @@ def _likeliest(logits, tops, ids, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _note(
-    tops, ids, surprisals, rights, score, results, slot, numbers, drawn, count,
+    tops, ids, surprisals, rights, results, slot, numbers, drawn, count,
     BLOCKS: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """Write the result of a choice, and what the next step reads; see `note`."""
@@ -297,11 +297,10 @@ def _note(
     else:
         chosen, nats = tl.load(ids), tl.load(surprisals)
         is_right = (tl.load(rights) != 0) & (nats == nats)  # NaN is no surprisal
-    to = results + 4 * tl.load(slot)
+    to = results + 3 * tl.load(slot)
     tl.store(to, chosen.to(tl.float64))
     tl.store(to + 1, nats.to(tl.float64))
-    tl.store(to + 2, tl.load(score).to(tl.float64))
-    tl.store(to + 3, is_right.to(tl.float64))
+    tl.store(to + 2, is_right.to(tl.float64))
     tl.store(numbers, tl.where(is_right, chosen, 0))  # the next step may read it: it must be one
     if READS:
         tl.store(numbers + 1, tl.load(numbers + 1) + 1)
@@ -447,7 +446,6 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def note(
     chosen: Sequence[Tensor],
-    score: Tensor,
     results: Tensor,
     slot: Tensor,
     numbers: Tensor,
@@ -457,15 +455,15 @@ def note(
 ) -> None:
     """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
 
-    Writes id, surprisal, `score` and whether it is right to `results` [slots, 4], the id to
-    `numbers` [5, 1], and adds 1 to `drawn` and, with `reads`, to the next two of the numbers.
+    Writes id, surprisal and whether it is right to `results` [slots, 3], the id to `numbers`
+    [5, 1], and adds 1 to `drawn` and, with `reads`, to the next two of the numbers.
     """
     is_likeliest = len(chosen) == 2
     tops, ids = chosen if is_likeliest else (None, chosen[0])
     surprisals, rights = (None, None) if is_likeliest else chosen[1:]
     blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
     _note[(1,)](
-        tops, ids, surprisals, rights, score, results, slot, numbers, drawn, len(ids),
+        tops, ids, surprisals, rights, results, slot, numbers, drawn, len(ids),
         BLOCKS=blocks, READS=reads, num_warps=4,
     )  # fmt: skip
 

@@ -66,13 +66,13 @@ class UnusedSlots:
 class LlamaStep:
     """Computes the next logits of B conversations, and appends one row to the cache of each.
 
-    Raises ModelError if it can't, and says why. `scored` are the layers, counted from 1, whose
+    Raises ModelError if it can't, and says why. `wanted` are the layers, counted from 1, whose
     hidden states are returned.
     """
 
     observes, most = True, 16
 
-    def __init__(self, module: Any, kernels: Kernels, scored: Sequence[int] = ()) -> None:
+    def __init__(self, module: Any, kernels: Kernels, wanted: Sequence[int] = ()) -> None:
         if reason := self._reason_against(module):
             raise ModelError(reason)
         if kernels == "triton" and not has_triton():
@@ -81,7 +81,7 @@ class LlamaStep:
         self.about = "Triton's kernels" if self.pads else "torch's operations"
         self.vocab_size: int = module.get_output_embeddings().out_features
         self._module = module
-        self._scored = frozenset(scored)
+        self._wanted = frozenset(wanted)
         self._unused = UnusedSlots()
         self._layers = [_Layer(layer) for layer in module.model.layers]
         self._norm = _Norm(module.model.norm)
@@ -119,7 +119,7 @@ class LlamaStep:
         caches: Any,
         observed: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Compute float32 logits [B, V] and scored states [B, layers x d].
+        """Compute float32 logits [B, V] and wanted states [B, layers x d].
 
         `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `places` [2, B]
         the addresses and capacities of the caches' pools. With layers `observed`, also returns the
@@ -143,7 +143,7 @@ class LlamaStep:
             x = self._multiply(layer.output, attended.flatten(1), added=x)
             inner = self._multiply(layer.gate_up, x, layer.network_norm, gated=True)
             x = self._multiply(layer.down, inner, added=x)
-            if number + 1 in self._scored:
+            if number + 1 in self._wanted:
                 states.append(x)
         logits = self._multiply(self._head, x, self._norm)
         summed = (sum(weights[1:], weights[0]),) if weights else ()

@@ -35,6 +35,7 @@ from sirchat.models.devices import (
     stored_weights_of,
 )
 from sirchat.models.encoder import Encoder
+from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.hub_step import HubStep
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model_config import context_length, sliding_window
@@ -47,9 +48,7 @@ from sirchat.models.probe import (
     state_kinds,
 )
 from sirchat.models.readout import Readings, Readout
-from sirchat.models.scorer import Scorer
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.state_map import layer_count, recorded_states, side_by_side
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -68,7 +67,6 @@ class LoadedModel:
         rotations: the rotary embedding of each layer with keys and values.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache slots; None without such layers.
-        scorer: predicts each token's score for the policy `learned`.
         encoder: makes vectors of sentences, by which recall finds them.
         sentence_encoder: the user's own, by which recall finds them instead.
         kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
@@ -83,7 +81,6 @@ class LoadedModel:
     rotations: list[LayerRotation]
     context_length: int
     window: int | None
-    scorer: Scorer
     kinds: list[LayerKind] | None
     reads_singly: bool
     cache_type: DtypeName = "auto"
@@ -108,7 +105,7 @@ class LoadedModel:
             visible: bool [m, n + m], the slots that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: receives each layer's attention, if the model exposes it.
-            readings: is filled with what the model's maps read from the states of the ids.
+            readings: is filled with what the model's encoder reads from the states of the ids.
         """
         step = None
         if len(ids) == 1 and visible is None and not OBSERVERS.get():
@@ -122,9 +119,9 @@ class LoadedModel:
             else:
                 logits, states = step.read(ids[0], position, cache)
             if readings is not None:
-                self.readout.fill(readings, states, 1)
+                self.readout.fill(readings, states)
             return logits
-        with self._observed_by(observer), self._collect(len(ids), readings):
+        with self._observed_by(observer), self._collect(readings):
             return self._module_logits(ids, cache, visible, positions)
 
     def read(
@@ -151,7 +148,7 @@ class LoadedModel:
                 return PassResult(logits[:0, 0], logits[0])
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
-            with self._collect(len(ids), readings):
+            with self._collect(readings):
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
@@ -326,8 +323,8 @@ class LoadedModel:
 
     @cached_property
     def readout(self) -> Readout:
-        """Computes what the model's maps, scorer and encoder, read from hidden states."""
-        return Readout(self.scorer, self.encoder)
+        """Computes what the model's encoder reads from hidden states."""
+        return Readout(self.encoder)
 
     @property
     def passage_encoder(self) -> Encoder | SentenceEncoder:
@@ -454,13 +451,13 @@ class LoadedModel:
         return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
-    def _collect(self, count: int, readings: Readings | None) -> Iterator[None]:
-        """Fill `readings` with those of the `count` ids that are read within the block."""
-        layers = () if readings is None else self.readout.layers
+    def _collect(self, readings: Readings | None) -> Iterator[None]:
+        """Fill `readings` with those of the ids that are read within the block."""
+        layers = self.readout.layers if readings is not None and readings.encodes else ()
         with recorded_states(self.module, layers) as states:
             yield
-        if readings is not None:
-            self.readout.fill(readings, side_by_side(states) if layers else None, count)
+        if readings is not None and layers:
+            self.readout.fill(readings, side_by_side(states))
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
@@ -486,7 +483,6 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         reads_singly=reads_singly,
         context_length=context_length(config) or _USUAL_CONTEXT,
         window=sliding_window(config),
-        scorer=Scorer.of_model(name, module).to(input_device(module)),
         encoder=Encoder.of_model(name, module).to(input_device(module)),
     )
 

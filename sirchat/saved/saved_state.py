@@ -331,4 +331,3 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
     require(bool(np.isfinite(rows["birth_decay"]).all()))
     # The surprisal of the first token, and of the first after a turn that was cut off, is NaN.
     require(not np.isinf(rows["surprisal"]).any() and not (rows["surprisal"] < -1).any())
-    require(not np.isinf(rows["learned_score"]).any())

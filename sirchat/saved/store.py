@@ -41,9 +41,9 @@ from sirchat.saved.database import (
     require,
     sync,
 )
-from sirchat.saved.format_4 import convert
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.older_formats import convert, drop_gone_column
 from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
 
@@ -161,6 +161,7 @@ class SessionStore:
             if format_of(connection) < FORMAT:
                 convert(connection)
             check_contents(connection, path)
+            drop_gone_column(connection)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()

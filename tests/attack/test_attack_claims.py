@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -16,7 +13,6 @@ import click
 import pytest
 from typer.main import get_command
 
-from attacking import MANY
 from command import run
 from sirchat.cli.app import app
 
@@ -31,7 +27,6 @@ _STANDS_FOR = {
 }  # fmt: skip
 
 _ENDLESS = ("serve", "tutorial", "train", "pull", "make-model")
-_WRITES = ("default", "rm", "init")
 
 
 def documents() -> list[Path]:
@@ -196,29 +191,3 @@ def test_a_command_in_a_block_of_code_runs(line: str, here: Path) -> None:
     done = run(*simple(line)[-1][1:], text=text)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-def minutes() -> list[str]:
-    """Measuring commands within text that need no other model, no data and no other program."""
-    texts = [path.read_text(encoding="utf-8") for path in documents()]
-    commands = {" ".join(line.split()) for text in texts for line in _INLINE.findall(text)}
-    unfit = r"smollm2|\.jsonl|\.gguf|1000000|--out| train |135m|&&|\b(?<!-)[A-Z]{2,}\b(?!=)"
-    return sorted(
-        command for command in commands
-        if re.search(r"sirchat (bench|eval) \w", command) and not re.search(unfit, command)
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", minutes() if MANY else [])  # takes half an hour
-def test_a_command_beside_figures_works_for_a_minute(command: str, here: Path) -> None:
-    words = shlex.split(command)
-    at = words.index("sirchat")
-    environ = os.environ | dict(word.split("=", 1) for word in words[:at])
-    program = [sys.executable, "-P", "-m", "sirchat", *words[at + 1 :]]
-    environ["PYTHONPATH"] = str(ROOT)
-    try:
-        done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return
-    assert done.returncode == 0, done.stderr

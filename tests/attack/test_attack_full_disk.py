@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from filelock import FileLock, Timeout
 
-from attacking import attack
 from command import run
 from saved_chats import SAYINGS, Chat, refusal, resumed
-from sirchat.errors import SessionError, SirchatError, UsageError
+from sirchat.errors import SessionError, UsageError
 from sirchat.memory.archive import SEGMENT_ROWS
 from sirchat.models import compiling
 from sirchat.paths import data_dir
@@ -45,23 +42,6 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def small_disk(folder: Path, options: str) -> Iterator[None]:
-    """Inside, the folder is a disk with these options of tmpfs; skips where none can be mounted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, check=False)
-    except OSError:
-        pytest.skip("there is no mount")
-    if done.returncode:
-        pytest.skip("no disk can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def shown(chat: Chat, text: str) -> int:
@@ -269,50 +249,3 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
     assert told == ["no" * fails] * 4
     assert made == [path]
     assert [file.suffix for file in path.parent.iterdir()] == [".failed" if fails else ".so"]
-
-
-@pytest.mark.parametrize("options", ["size=64k", "size=4m,nr_inodes=3", "size=4m,nr_inodes=4"])
-def test_a_small_disk_is_survived_like_a_limit(folder: Path, options: str) -> None:
-    with small_disk(folder, options):
-        chat = Chat(save_kv="on")
-        chat.say(*[f"{words} " * 60 for words in SAYINGS[:3]])
-        chat.saved_chat.close()
-        assert shown(chat, _FAILS) + shown(chat, "without keys and values") == 1
-        listing = list_sessions(folder)
-        assert not listing.refused
-        for one in listing.sessions:
-            turns = resumed(folder, one.id)[0].turns
-            assert turns == chat.session.turns[: len(turns)]
-
-
-def test_a_disk_that_comes_and_goes_at_random_loses_nothing_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def talk(random: Random) -> None:
-        home = tmp_path / str(random.random())
-        monkeypatch.setenv("SIRCHAT_HOME", str(home))
-        chat, sessions = Chat(archive=random.choice(["ram", "disk"])), home / "data" / "sessions"
-        for _ in range(random.randrange(1, 5)):
-            with largest_file(random.choice([0, 2**12, 2**15, 2**16, 2**30])):
-                for _ in range(random.randrange(1, 3)):
-                    with suppress(SirchatError):
-                        _act(chat, random)
-        assert shown(chat, _FAILS) - shown(chat, _WORKS) in (0, 1)
-        assert not list_sessions(sessions).refused
-        chat.say("the end")
-        assert shown(chat, _FAILS) == shown(chat, _WORKS)
-        assert is_saved(chat)
-
-    attack(talk, 3)
-
-
-def _act(chat: Chat, random: Random) -> None:
-    match random.randrange(6):
-        case 0:
-            chat.do("/undo")
-        case 1:
-            chat.do(f"/save name {random.randrange(9)}")
-        case 2 if any("words" in text for text in chat.texts):
-            chat.do("/erase --yes words")
-        case _:
-            chat.say(f"{random.choice(SAYINGS)} " * random.choice([1, 40]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -77,7 +76,7 @@ def test_every_gguf_header_is_read_or_refused_in_one_line(tmp_path: Path, whole:
         parse_gguf(path)
         shape_of_gguf(path)
 
-    attack(read, 200)
+    attack(read)
 
 
 @pytest.mark.slow
@@ -88,7 +87,7 @@ def test_every_gguf_file_is_loaded_or_refused_in_one_line(tmp_path: Path, whole:
         path.write_bytes(odd_header(random, data))
         without_bad_advice(path)
 
-    attack(load, 12)
+    attack(load)
 
 
 @pytest.mark.slow
@@ -114,7 +113,7 @@ def test_every_model_folder_is_loaded_or_refused_in_one_line(folder: Path) -> No
         finally:
             path.write_bytes(whole)
 
-    attack(load, 12)
+    attack(load)
 
 
 def odd_config(random: Random, config: dict[str, object]) -> dict[str, object]:
@@ -126,26 +125,6 @@ def odd_config(random: Random, config: dict[str, object]) -> dict[str, object]:
 
 def change_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-PAST: dict[str, Callable[[Path], object]] = {
-    "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-4000]),
-    "tokenizer.json": lambda path: path.write_text("{}"),
-    "config.json": lambda path: change_json(path, hidden_size="wide"),
-    "tokenizer_config.json": lambda path: change_json(path, pad_token=[[]]),
-}
-
-
-@pytest.mark.parametrize("name", PAST)
-def test_a_model_folder_with_an_odd_file_is_refused_in_one_line(
-    tmp_path: Path, folder: Path, name: str
-) -> None:
-    folder = shutil.copytree(folder, tmp_path / "model")
-    PAST[name](folder / name)
-    with pytest.raises(ModelError, match=r"cannot be loaded|can't be read") as caught:
-        load_model(str(folder), device="cpu")
-    assert "\n" not in str(caught.value)
-    assert "pip install" not in str(caught.value)
 
 
 def test_what_a_library_quotes_of_a_file_makes_no_long_message(

@@ -130,7 +130,7 @@ def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
         if read != [without_surrogates(text) for text in said]:
             raise ValueError("other words are read again")
 
-    attack(export, 8)
+    attack(export)
 
 
 def test_a_saved_chat_can_not_control_the_terminal_that_it_is_exported_to(tmp_path: Path) -> None:
@@ -223,8 +223,13 @@ def hostile_folder(folder: Path, family: str, kind: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*CODE, "attention", "experts", "adapter", "quantized"])
-@pytest.mark.parametrize("family", ["babbler", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("babbler", kind) for kind in (*CODE, "attention", "experts", "adapter", "quantized")),
+        *((family, "auto_map") for family in ("qwen2", "gpt_neox")),
+    ],
+)
 def test_a_model_folder_runs_no_code_and_asks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
 ) -> None:

@@ -38,13 +38,10 @@ _ODD_JSON: list[Any] = [
     [0, 0], [10**12], [10**30], [1.5],
     ["a"], [[1]], {}, {"a": 1}, True, False, "user", [None], list(range(50)),
 ]  # fmt: skip
-_RECURSIVE = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
-_VIEWS = {
-    "about": "'meta' AS name, i AS value",
-    "turns": "i AS turn, 'user' AS role, 'x' AS text, 'stop' AS finish",
-    "rows": "i AS start, x'00' AS data",
-    "head": "0 AS id, i AS seen, x'' AS held, NULL AS logits, '{}' AS fields",
-}
+_ENDLESS_TURNS = (
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+    "SELECT i AS turn, 'user' AS role, 'x' AS text, 'stop' AS finish FROM n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -190,24 +187,6 @@ def odd_rows(random: Random, data: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_chat_with_odd_bytes_is_refused_or_as_it_was(chats: Path, tmp_path: Path) -> None:
-    whole = contents(Damaged(chats, tmp_path / "home").odd)
-
-    def resume(random: Random) -> None:
-        chat = Damaged(chats, tmp_path / "home")
-        kept = chat.odd.with_suffix(".safetensors")
-        target = kept if random.random() < 0.2 else chat.odd
-        target.write_bytes(mutated(random, target.read_bytes(), random.choice((1, 1, 4))))
-        copy = shutil.copytree(tmp_path / "home", tmp_path / "copy", dirs_exist_ok=True)
-        again = contents(copy / "data" / "sessions" / chat.odd.name)
-        assert again[:-1] == whole[:-1], "changed in silence"
-        assert again[-1] in (None, whole[-1]), "changed in silence"
-        chat.resume_session()
-
-    attack(resume, 40)
-
-
-@pytest.mark.slow
 def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Path) -> None:
     def resume(random: Random) -> None:
         chat = Damaged(chats, tmp_path / "home")
@@ -223,18 +202,19 @@ def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Pat
             change_a_tensor(random, chat.odd)
         chat.resume_session()
 
-    attack(resume, 50)
+    attack(resume)
 
 
-@pytest.mark.parametrize("table", _VIEWS)
-@pytest.mark.parametrize("change", ["view", "missing", "without columns"])
+@pytest.mark.parametrize(
+    ("table", "change"), [("turns", "view"), ("rows", "missing"), ("head", "without columns")]
+)
 def test_a_table_that_is_none_is_refused(
     chats: Path, tmp_path: Path, table: str, change: str
 ) -> None:
     chat = Damaged(chats, tmp_path / "home")
     chat.sql(f"DROP TABLE {table}")
     if change == "view":
-        chat.sql(f"CREATE VIEW {table} AS {_RECURSIVE}{_VIEWS[table]} FROM n")
+        chat.sql(f"CREATE VIEW turns AS {_ENDLESS_TURNS}")
     elif change == "without columns":
         chat.sql(f"CREATE TABLE {table} (other)")
     assert [str(one).startswith(f"{chat.odd} is damaged") for one in
@@ -255,18 +235,6 @@ def test_logits_that_are_no_numbers_are_refused(chats: Path, tmp_path: Path, odd
     sum_again(chat.odd)
     with pytest.raises(SessionError, match="is damaged"):
         chat.resume_session()
-
-
-def test_one_flipped_bit_of_a_number_is_found(chats: Path, tmp_path: Path) -> None:
-    for query in (
-        "UPDATE rows SET data = CAST(substr(data, 1, 40) || x'07' || substr(data, 42) AS BLOB)",
-        "UPDATE head SET logits = CAST(x'01' || substr(logits, 2) AS BLOB)",
-        "UPDATE turns SET text = text || '.'",
-    ):
-        chat = Damaged(chats, tmp_path / "home")
-        chat.sql(query)
-        with pytest.raises(SessionError, match="is damaged"):
-            SessionStore.open(chat.odd)
 
 
 def test_keys_and_values_with_a_flipped_bit_or_of_another_shape_are_read_anew(

@@ -187,7 +187,7 @@ def test_a_strange_thing_in_the_place_of_a_file_is_refused_at_once(
             folder / random.choice(NAMES), THINGS[random.choice(sorted(THINGS))]
         )
 
-    attack(meet, 40)
+    attack(meet)
 
 
 def test_names_of_thousands_of_letters_are_refused_in_a_short_line(

@@ -7,9 +7,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from random import Random
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from jinja2.exceptions import TemplateError
 from attacking import attack, mutated, odd_text
 from sirchat.errors import ModelError
 from sirchat.text.template import Template
-from sirchat.text.template_sandbox import _compiled
 from sirchat.text.template_sandbox import render as sandboxed
 from template_shapes import TEMPLATES, tokenizer
 
@@ -118,7 +115,7 @@ def test_a_template_that_takes_too_much_is_refused_in_one_line(
         render(it, "x")
         raise ValueError("it was rendered")
 
-    attack(refuse, 1)
+    attack(refuse)
 
 
 def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of_a_turn() -> None:
@@ -224,73 +221,4 @@ def test_every_template_renders_or_is_refused_in_one_line() -> None:
             text += random.choice(["", "#", " ", "a"]) + random.choice(control)
         render(it, text or "x")
 
-    attack(read, 100)
-
-
-FILTERS = {name for name in _compiled("")[0].filters if name != "random"}
-TESTS = _compiled("")[0].tests
-METHODS = (  # noqa: SIM905
-    "count index get keys values items split join replace format expandtabs ljust center zfill "
-    "translate encode partition splitlines title copy bit_length to_bytes fromkeys union"
-).split()
-NAMES = (  # noqa: SIM905
-    "width indent blank first start precision method old new fill_with attribute base default "
-    "reverse case_sensitive by by_key length end killwords leeway linecount tabsize sep keepends"
-).split()
-
-
-@pytest.mark.slow
-def test_random_operations_end_in_two_seconds_and_a_gigabyte() -> None:
-    def value(random: Random, depth: int = 3) -> str:
-        def some(count: int = 1) -> list[str]:
-            return [value(random, depth - 1) for _ in range(count)]
-
-        simple = ["n.a"] * 9 + [
-            "n.b",
-            "n.s",
-            "n.i",
-            "n.f",
-            "messages",
-            "1",
-            "99999",
-            "-9",
-            "'ab'",
-            "''",
-        ]
-        one, two, three = some(3) if depth else ["1"] * 3
-        named = f", {random.choice(NAMES)}={three}" * (random.random() < 0.4)
-        others = random.choice(["", two, f"{two}, {three}"]) + (
-            named if random.random() < 0.5 else ""
-        )
-        kinds = [
-            f"[{one}, {two}]", f"({one}, {two})", f"{{{one}: {two}}}", f"{one}[{two}:]",
-            f"({one} {random.choice(['+', '-', '*', '/', '//', '%', '~', '**'])} {two})",
-            f"({one} {random.choice(['==', '<', '>=', 'in', 'not in', 'and', 'or'])} {two})",
-            f"{one} | {random.choice(sorted(FILTERS))}({others.removeprefix(', ')})",
-            f"{one} | map('{random.choice(sorted(FILTERS))}', {two}{named}) | list",
-            f"{one}.{random.choice(METHODS)}({others.removeprefix(', ')})",
-            f"({one} is {random.choice(sorted(TESTS))}({two}))",
-            f"{one} | select('{random.choice(sorted(TESTS))}', {two})",
-            f"dict(a={one}, b={two})", f"dict.fromkeys({one}, {two})", f"range({one})",
-            f"namespace(a={one}, b={two})", f"cycler({one}, {two})", f"joiner({one})",
-        ]  # fmt: skip
-        return random.choice(simple if not depth or random.random() < 0.3 else kinds)
-
-    def run(random: Random) -> None:
-        source = "{% set n = namespace(a=[1], b=(1,), s='ab', i=255, f=1.5) %}"
-        for _ in range(random.randint(1, 3)):
-            sets = "".join(
-                f"{{% set n.{random.choice('aaabsi')} = {value(random)} %}}"
-                for _ in range(random.randint(1, 3))
-            )
-            source += (
-                f"{{% for i in range({random.choice((1, 3, 44, 99999))}) %}}{sets}{{% endfor %}}"
-            )
-        source += f"{{{{ {value(random)} }}}}"
-        before = getrusage(RUSAGE_SELF).ru_maxrss
-        with suppress(Exception):  # `Template` makes one line of any
-            sandboxed(source, 1000, messages=[{"role": "user", "content": "Hello."}])
-        if (grown := getrusage(RUSAGE_SELF).ru_maxrss - before) > 2**20:
-            raise ValueError(f"{grown >> 10} MB for {source}")
-
-    attack(run, 30, seconds=2)
+    attack(read)

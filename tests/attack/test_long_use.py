@@ -157,7 +157,7 @@ class User:
 
 
 def test_a_month_of_starts_loses_nothing_and_fills_neither_disk_nor_memory(tmp_path: Path) -> None:
-    user, starts = User(tmp_path / "home"), MANY or 5
+    user, starts = User(tmp_path / "home"), MANY or 2
     for number in range(starts):
         try:
             user.start(Random(FIRST + number))

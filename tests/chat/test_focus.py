@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatting import babbler, session
-from scorers import random_encoder
+from random_encoders import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel

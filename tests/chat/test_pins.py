@@ -41,8 +41,6 @@ def test_every_policy_keeps_pins(policy: str) -> None:
     chat = session(babbler(), policy="entropy", **SMALL)
     list(chat.ask(FACT))
     chat.pin("7351")
-    if policy_class(policy).needs_scorer:
-        pytest.skip("this model has no scorer")
     chat.switch("/policy", policy=policy)
     for n in range(4):
         list(chat.ask(f"{n} more words " * 12))

@@ -15,7 +15,7 @@ from attacking import MANY
 from captured import captured
 from engine_steps import prefill, some_ids
 from families import build
-from scorers import random_encoder, random_scorer
+from random_encoders import random_encoder
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, step
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
@@ -38,7 +38,7 @@ MODEL = wrap_model(
     build("llama", {"num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": True}),
     None,
 )
-MODEL = replace(MODEL, scorer=random_scorer(MODEL, (1,)), encoder=random_encoder(MODEL, (1, 2)))
+MODEL = replace(MODEL, encoder=random_encoder(MODEL, (1, 2)))
 POLICIES = [Entropy(), Sink(), Reservoir(), Full()]
 SAMPLINGS = [
     Sampling(),

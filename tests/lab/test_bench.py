@@ -18,7 +18,7 @@ from gguf_file import write_gguf
 from sirchat.lab.bench.made_model import CONTEXT, write_model
 from sirchat.lab.bench.ratio import SHAPES
 from sirchat.models.load import load_model
-from warm_python import fresh_once, warm_program
+from warm_python import fresh_once
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -131,18 +131,6 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
     assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-def test_a_start_that_fails_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_by_worker = SimpleNamespace(**vars(sys) | {"executable": warm_program(tmp_path / "python")})
-    monkeypatch.setattr("sirchat.lab.bench.start.sys", run_by_worker)
-    done = run("bench", "start", "--quantize", "packed")
-    assert done.returncode == 1
-    assert "can't stay packed" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

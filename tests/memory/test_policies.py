@@ -7,7 +7,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -27,7 +26,6 @@ from sirchat.memory.policies.base import ScorePolicy, rows_of_text
 from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.learned import Learned
 from sirchat.memory.policies.salience import Salience
 from sirchat.memory.policies.sink import Sink
 from sirchat.memory.random_numbers import Purpose, uniform
@@ -138,7 +136,7 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
 ]
 
 
-STATS = ("key_norm", "key_similarity", "value_norm", "learned_score")
+STATS = ("key_norm", "key_similarity", "value_norm")
 
 
 def column(rows: list[Row], name: str) -> Any:
@@ -247,22 +245,6 @@ def age(case: Case, row: Row) -> int:
     return case.held.seen - row.position
 
 
-def predicted(row: Row) -> float:
-    """What the scorer predicts, which `learned` ranks by."""
-    return math.exp(row.stats["learned_score"])
-
-
-def by_token(alone: Callable[[Row], float], case: Case, row: Row) -> float:
-    """The score of the row alone, with the decays."""
-    return alone(row) * float(row.faded)
-
-
-def by_word(alone: Callable[[Row], float], case: Case, row: Row) -> float:
-    """The same added up over the row's word; 0 for the chat template."""
-    word = next(word for word in words(case.rows) if row in word)
-    return 0.0 if row.role is Role.TEMPLATE else sum(map(alone, word)) * float(row.faded)
-
-
 ALL = {"whole_words", "user_weight", "template", "neighbours"}
 SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {}, lambda case, row: float(row.attention)),
@@ -270,13 +252,6 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {"values": True}, lambda case, row: float(row.attention * row.stats["value_norm"])),
     ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
     ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
-    ("learned", {}, partial(by_word, predicted)),
-    ("learned", {"whole_words": False, "template": False}, partial(by_token, predicted)),
-    (
-        "learned",
-        {"neighbours": True},
-        lambda case, row: beside(case, row, partial(by_word, predicted, case)),
-    ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
     ("salience", {"user_weight": 2}, lambda case, row: salient(case, row, ALL)),
@@ -316,19 +291,6 @@ def test_rows_without_tracked_attention_rank_in_the_middle() -> None:
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
     ledger.attention.add(np.arange(1, 4), [PassAttention.from_weights(looks)], 0.0)
     assert H2o(recent=0).keep(all_held(ledger), 3).tolist() == [0, 1, 3]
-
-
-def test_rows_read_without_a_scorer_rank_at_the_median_of_the_others_or_by_position() -> None:
-    ledger, zeros = Ledger(), [0] * 5
-    scores = [math.nan, -1.0, -3.0, math.nan, -2.0]
-    flags = {"turn": 0, "round": 0, "roles": [Role.USER] * 5, "flags": zeros}
-    ledger.append(zeros, [1.0] * 5, learned_scores=scores, **flags)  # type: ignore[arg-type]
-    policy = Learned(recent=0, whole_words=False)
-    assert policy.score(all_held(ledger)).tolist() == [-2.0, -1.0, -3.0, -2.0, -2.0]
-    assert policy.keep(all_held(ledger), 4).tolist() == [0, 1, 3, 4]
-    without_any = Ledger()
-    append_rows(without_any, [1.0] * 4)
-    assert policy.keep(all_held(without_any), 2).tolist() == [2, 3]
 
 
 def test_a_name_in_several_tokens_stays_whole_before_single_surprising_tokens() -> None:

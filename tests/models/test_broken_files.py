@@ -17,8 +17,6 @@ from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model
 from sirchat.errors import ModelError
-from sirchat.models import load
-from sirchat.models.gguf.header import GgufFile, parse_gguf
 from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
 from sirchat.paths import tiny_dir
@@ -58,6 +56,7 @@ def refused(path: Path, why: str) -> str:
     with pytest.raises(ModelError, match=why) as caught:
         load_model(str(path), device="cpu")
     assert "\n" not in str(caught.value)
+    assert "pip install" not in caught.value.hint
     return str(caught.value)
 
 
@@ -290,6 +289,12 @@ def set_alignment(data: bytes) -> bytes:
         (lambda data: struct.pack("<Q", 90) + b'{"a": 1}', "is a safetensors file"),
         (lambda data: b"tjgg" + data[4:], "of the time before GGUF"),
         (lambda data: data[:4] + data[7:3:-1] + data[8:], "for big-endian machines"),
+        (lambda data: b"", "can't be read"),
+        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "its version is 9"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "ends before"),
+        (lambda data: data[:200], "ends before|unpack"),
+        (lambda data: data[: len(data) // 2], "fewer than its tensors need"),
         (zeros_from(0.5), "has only zeros at its end"),
         (zeros_from(0.97), "has only zeros at its end"),
         (set_alignment, "does not follow the one before it|fewer than its"),
@@ -317,14 +322,3 @@ def test_a_gguf_file_of_another_thing_than_a_model_is_refused(
     data = gguf_file[:16] + struct.pack("<Q", count + 1) + pair + gguf_file[24:]
     (tmp_path / "model.gguf").write_bytes(data)
     refused(tmp_path / "model.gguf", "is a LoRA adapter, not a model")
-
-
-def test_a_gguf_file_with_named_templates_needs_a_default_one(
-    gguf_file: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model.gguf").write_bytes(gguf_file)
-    file = parse_gguf(tmp_path / "model.gguf")
-    metadata = dict(file.metadata)
-    metadata["tokenizer.chat_template.rag"] = metadata.pop("tokenizer.chat_template")
-    monkeypatch.setattr(load, "parse_gguf", lambda path: GgufFile(metadata, file.tensors))
-    refused(tmp_path / "model.gguf", r"has chat templates \(rag\), but none named default")

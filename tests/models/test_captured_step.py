@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from captured import captured
 from engine_steps import generate, prefill, some_ids
 from families import build
-from scorers import random_scorer
+from random_encoders import random_encoder
 from simulated_devices import DEVICES, move, refuses_waits, simulated_devices
 from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.engine import Engine
@@ -27,7 +27,6 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.h2o import H2o
 from sirchat.models.captured_step import CapturedStep, Likeliest, TokenRun, capture_first
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel, wrap_model
@@ -37,7 +36,7 @@ IDS = some_ids(7)
 
 def small(kind: str = "llama", **options: Any) -> LoadedModel:
     model = wrap_model(kind, build(kind, {"num_hidden_layers": 2, **options}), None)
-    return replace(model, scorer=random_scorer(model, (1, 2)))
+    return replace(model, encoder=random_encoder(model, (1, 2)))
 
 
 def holding(model: LoadedModel, ids: list[int], capacity: int = 12) -> BoundedCache:
@@ -106,21 +105,6 @@ def test_attention_weights_are_those_that_the_model_shows() -> None:
     assert weights is not None
     assert usual is not None
     close(torch.from_numpy(weights), torch.from_numpy(usual))
-
-
-def test_h2o_holds_the_same_with_and_without_a_captured_step() -> None:
-    model, held = small(), list[Any]()
-    for is_captured in (False, True):
-        engine = Engine(model, CacheSettings(H2o(), 20))
-        if is_captured:
-            with captured(model):
-                prefill(engine, some_ids(20))
-                generate(engine, 12, sampler=Sampler(Sampling()))
-        else:
-            prefill(engine, some_ids(20))
-            generate(engine, 12, sampler=Sampler(Sampling()))
-        held.append(engine.ledger.held_positions.tolist())
-    assert held[0] == held[1]
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

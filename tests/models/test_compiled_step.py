@@ -22,8 +22,8 @@ from chatting import hub_tokenizer
 from engine_steps import some_ids
 from families import build, loaded
 from gguf_models import random_model, write_model
+from random_encoders import random_encoder
 from recall_rounds import memory, say
-from scorers import random_scorer
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
@@ -39,10 +39,10 @@ from sirchat.models.compiled_step import (
     program_name,
 )
 from sirchat.models.decode_step import DecodeStep
+from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
-from sirchat.models.scorer import Scorer
 from sirchat.paths import compiled_dir
 from warm_python import warm_python
 
@@ -63,7 +63,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def small(**options: Any) -> LoadedModel:
     model = wrap_model("small", build("llama", {"num_hidden_layers": 2, **options}), None)
-    return replace(model, scorer=random_scorer(model, (1, 2)))
+    return replace(model, encoder=random_encoder(model, (1, 2)))
 
 
 def step_of(model: LoadedModel) -> DecodeStep:
@@ -91,20 +91,22 @@ def program(compiled: LoadedModel) -> Iterator[Path]:
         path.chmod(0o600)
 
 
-def test_it_finds_the_same_logits_scores_and_rows_whatever_the_cache_holds(
+def test_it_finds_the_same_logits_states_and_rows_whatever_the_cache_holds(
     compiled: LoadedModel,
 ) -> None:
     eager = small()
     for capacity, held in ((3, 2), (40, 5), (300, 299), (1000, 64)):
         caches = [model.new_cache(capacity) for model in (compiled, eager)]
-        logits, scores = [], [Readings(), Readings()]
-        for model, cache, learned in zip((compiled, eager), caches, scores, strict=True):
+        logits, numbers = [], list[Any]()
+        for model, cache in zip((compiled, eager), caches, strict=True):
+            readings = Readings(encodes=True)
             model.read(some_ids(held), cache)
             cache.commit(held)
-            logits.append(model.forward([7], cache, readings=learned))
+            logits.append(model.forward([7], cache, readings=readings))
+            numbers.append(readings.numbers)
             cache.commit(1)
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
-        assert scores[0].scores == pytest.approx(scores[1].scores, abs=1e-5)
+        torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-5)
         for view in ("layer_keys", "layer_values"):
             torch.testing.assert_close(*(getattr(cache, view)(0) for cache in caches))
 
@@ -124,8 +126,8 @@ def test_a_program_serves_every_model_of_that_shape_and_no_other(compiled: Loade
     step.compiled = None
     torch.testing.assert_close(found, other.forward([7], cache), rtol=1e-5, atol=1e-5)
     deeper = small(num_hidden_layers=3)
-    unscored = replace(small(), scorer=Scorer())
-    for one in (deeper, unscored):
+    without_states = replace(small(), encoder=Encoder())
+    for one in (deeper, without_states):
         assert program_name(step_of(one).graph) != program_name(step.graph)
 
 
@@ -143,15 +145,15 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
         settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**20)
         engine, events = Engine(model, settings), list[Any]()
         sampler = Sampler(Sampling(temperature=1.0))
-        for turn in range(40):
-            if turn == 10:
+        for turn in range(12):
+            if turn == 3:
                 engine.evictor.switch(
                     CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
                 )
-            if turn == 20:
+            if turn == 6:
                 engine.evictor.switch(memory("salience"))
             point = engine.checkpoint()
-            for again in range(2 if turn == 30 else 1):
+            for again in range(2 if turn == 9 else 1):
                 if again:
                     engine.undo(point)
                 say(engine, model, turn)
@@ -168,8 +170,8 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
     monkeypatch.setattr(CompiledStep, "__call__", counted)
     counters.clear()
     assert conversation(compiled) == wanted
-    assert sum(isinstance(event, list) for event in wanted) >= 100
-    assert len(calls) == 41 * 40
+    assert sum(isinstance(event, list) for event in wanted) >= 30
+    assert len(calls) == 13 * 40
     assert not counters
 
 
@@ -248,14 +250,11 @@ def test_a_program_that_crashes_while_it_is_loaded_ends_no_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    crash = tmp_path / "crash.cpp"
-    crash.write_text("__attribute__((constructor)) void crash() { __builtin_trap(); }")
-    compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", str(crash), "-o"]
     code = (
-        "import subprocess, sys; from pathlib import Path\n"
+        "import os, signal, sys; from pathlib import Path\n"
         "from sirchat.models import compile_worker, compiled_step\n"
-        f"compile = lambda pickled, path: subprocess.run([*{compiler}, path], check=True)\n"
-        "compiled_step.compile_graph = compile\n"
+        "compiled_step.compile_graph = lambda pickled, path: path.touch()\n"
+        "compiled_step.load_program = lambda path: os.kill(os.getpid(), signal.SIGILL)\n"
         "compile_worker.main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))\n"
     )
     worker = tmp_path / "python"
@@ -276,21 +275,6 @@ def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> No
     assert not is_temporary(RuntimeError("x.cpp:3:1: error: 'tmp9' was not declared"))
     included = "In file included from /usr/include/c++/12/memory:66: error: 'tmp9' was not declared"
     assert not is_temporary(RuntimeError(included))
-
-
-def test_where_nothing_can_be_written_auto_leaves_it(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "state").touch()  # a file where the folder should be; unlike a mode, it stops root
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    model = small()
-    compiling.use_compiled(model, "auto")
-    thread = compiling.compile_in_background(model)
-    assert thread is not None
-    thread.join(60)
-    assert step_of(model).compiled is None
-    with pytest.raises(ModelError, match="--compile on: compiling fails: File exists"):
-        compiling.use_compiled(model, "on")
 
 
 def test_what_a_killed_process_left_is_deleted_at_a_start(
@@ -422,25 +406,6 @@ def test_what_makes_it_in_the_background_gives_way_to_a_chat_in_another_session(
     )
     nice, *group = done.stdout.split()
     assert (nice, group[-2:]) == ("19", ["nice", "19"])
-
-
-def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
-    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
-    sizes = {"num_hidden_layers": 1, "vocab_size": len(hub_tokenizer())}
-    build("llama", sizes).save_pretrained(tmp_path)
-    hub_tokenizer().save_pretrained(tmp_path)
-    command = [*warm_python(), "-m", "sirchat", "ask", "Hello", "--compile", "on"]
-    command += ["--model", str(tmp_path)]
-    asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
-    folder = tmp_path / "state" / "compiled"
-    end = time.monotonic() + 60
-    while not list(folder.glob("making-*/*")) and time.monotonic() < end:
-        time.sleep(0.05)
-    asking.send_signal(signal.SIGINT)
-    assert asking.stderr is not None
-    said = asking.stderr.read().decode()
-    assert (asking.wait(20), "Traceback" in said) == (130, False)
-    assert not list(folder.iterdir())
 
 
 # A worker whose compiler writes files until it is killed, or that crashes.

@@ -69,7 +69,7 @@ def test_the_next_tokens_of_several_conversations_are_read_in_one_pass(
     model = made(build(kind, options))
     if bits is not None:
         pack_module(model.module, bits)
-    step = DecodeStep(model.module, model.cache_dtype, scored=(1, 4))
+    step = DecodeStep(model.module, model.cache_dtype, wanted=(1, 4))
     tokens, apart = list[tuple[int, int, BoundedCache]](), []
     for count in (1, 5, 12, 2, 3, 4, 6, 7, 8):
         cache = model.new_cache(count + 1)

@@ -23,8 +23,7 @@ from transformers import AutoConfig
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
-from scorers import random_scorer
-from sirchat.memory.hub_cache import HubCache
+from random_encoders import random_encoder
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
@@ -88,13 +87,6 @@ def test_chunks_of_any_length_have_the_logits_and_rows_of_transformers(
     ours, theirs = (outcome(model) for model in pair(file_of(case, folder)))
     for one, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_packed_weights_differ_by_the_rounding_of_bfloat16(case: str, folder: Path) -> None:
-    ours, theirs = (outcome(model) for model in pair(file_of(case, folder, "Q4_0"), "packed"))
-    for one, wanted in zip(ours, theirs, strict=True):
-        assert (one - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3"])
@@ -176,7 +168,7 @@ class Weights:
         self.seen.append(call.weights())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama3", "gemma3"])
 def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, folder: Path) -> None:
     seen = []
     for model in pair(file_of(case, folder)):
@@ -189,14 +181,14 @@ def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, fold
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_scorer_gets_the_states_of_its_layers(folder: Path) -> None:
-    found = []
+def test_an_encoder_gets_the_states_of_its_layers(folder: Path) -> None:
+    found = list[Any]()
     for model in pair(file_of("llama", folder)):
-        readings = Readings()
-        scored = replace(model, scorer=random_scorer(model, (1, 2)))
-        scored.read(IDS, scored.new_cache(len(IDS)), readings=readings)
-        found.append(readings.scores)
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+        readings = Readings(encodes=True)
+        encoding = replace(model, encoder=random_encoder(model, (1, 2)))
+        encoding.read(IDS, encoding.new_cache(len(IDS)), readings=readings)
+        found.append(readings.numbers)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -217,28 +209,6 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
         assert (one.key.interleaved, one.key.offset, one.value) == (False, 0, None)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
-    policy: str, folder: Path
-) -> None:
-    path = write_gguf(folder / f"{policy}.gguf", tiny())
-    held = []
-    for model in pair(path):
-        chat = session(model, budget=64, max_new_tokens=6)
-        list(chat.ask("My name is Anna, and I live in a village by a long river."))
-        list(chat.switch("/policy", policy=policy))
-        list(chat.ask("Tell me of the village, and then of the river and its fish."))
-        held.append(chat.save().held.tolist())
-        assert chat.resident <= 64
-    assert held[0] == held[1]
-
-
-def test_a_model_of_transformers_keeps_its_cache(folder: Path) -> None:
-    ours, theirs = pair(file_of("llama", folder))
-    assert isinstance(theirs.new_cache(1), HubCache)
-    assert not isinstance(ours.new_cache(1), HubCache)
-
-
 def texts(count: int) -> list[str]:
     """Texts of words, digits, blanks, signs, other scripts, and control tokens."""
     parts = [
@@ -250,10 +220,10 @@ def texts(count: int) -> list[str]:
     return ["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(count)]
 
 
-def test_two_thousand_texts_have_the_ids_of_transformers(folder: Path) -> None:
+def test_many_texts_have_the_ids_of_transformers(folder: Path) -> None:
     path = write_gguf(folder / "words.gguf", tiny())
     ours, theirs = (model.tokenizer for model in pair(path))
-    for text in texts(2000):
+    for text in texts(500):
         ids = theirs.encode(text)
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids)

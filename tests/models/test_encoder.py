@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,17 +18,17 @@ from captured import captured
 from chatting import tiny
 from engine_steps import generate, prefill, some_ids
 from families import HELD, loaded
-from scorers import encoded, predicted, random_encoder, random_scorer
+from random_encoders import encoded, random_encoder
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.encoder import Encoder
+from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
-from sirchat.models.state_map import decoder_layers
-from sirchat.paths import state_map_files
+from sirchat.paths import encoder_files
 
 IDS = some_ids(31, 3)
 
@@ -34,8 +37,7 @@ IDS = some_ids(31, 3)
 def encoding(family: str) -> LoadedModel:
     model = loaded(family)
     layers = (2,) if family == "llama" else (1, 3)
-    encoder = random_encoder(model, layers)
-    return replace(model, encoder=encoder, scorer=random_scorer(model, (1, 3)))
+    return replace(model, encoder=random_encoder(model, layers))
 
 
 def numbers(engine: Engine) -> Tensor:
@@ -63,7 +65,7 @@ def test_numbers_are_the_same_from_whole_pieces_and_single_tokens(family: str) -
     model = encoding(family)
     wanted = encoded(model, IDS)
     for sizes in ([31], [20, 11], [1] * 31):
-        memory, found, scores, start = model.new_cache(len(IDS)), list[Tensor](), [], 0
+        memory, found, start = model.new_cache(len(IDS)), list[Tensor](), 0
         for size in sizes:
             readings = Readings(encodes=True)
             model.read(IDS[start : start + size], memory, readings=readings)
@@ -71,9 +73,7 @@ def test_numbers_are_the_same_from_whole_pieces_and_single_tokens(family: str) -
             start += size
             assert readings.numbers is not None
             found.append(readings.numbers)
-            scores += readings.scores
         close(torch.cat(found), wanted)
-        assert scores == pytest.approx(predicted(model, IDS), abs=1e-4)
     vector = F.normalize(wanted[9:].mean(0) + model.encoder.bias, dim=0)
     before = hooks(model)
     close(model.encode(IDS, 9), vector)
@@ -117,7 +117,7 @@ def test_several_conversations_in_one_pass_get_their_own() -> None:
         tokens.append((7, length, memory))
         wanted.append(encoded(model, [*IDS[:length], 7])[-1])
     readings = Readings(encodes=True)
-    model.readout.fill(readings, step.read_together(tokens)[1], 3)  # type: ignore[arg-type]
+    model.readout.fill(readings, step.read_together(tokens)[1])  # type: ignore[arg-type]
     for at, one in enumerate(wanted):
         part = readings.part(at).numbers
         assert part is not None
@@ -127,7 +127,7 @@ def test_several_conversations_in_one_pass_get_their_own() -> None:
 def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(own_home: Path) -> None:
     model = loaded("llama")
     made = replace(random_encoder(model, (2, 4), 40), about={"teacher": "x"})
-    path = state_map_files("encoder", "some/model")[0]
+    path = encoder_files("some/model")[0]
     made.save(path)
     found = wrap_model("some/model", model.module, None).encoder
     assert (found.layers, found.size, found.about) == (made.layers, 40, {"teacher": "x"})
@@ -135,24 +135,55 @@ def test_a_saved_encoder_is_found_by_the_models_name_and_rounded_to_bytes(own_ho
     assert ((found.weight - made.weight).abs() <= rounding * 1.001).all()
     assert path.stat().st_size < 2 * made.weight.numel()
     assert wrap_model("other/model", model.module, None).encoder.layers == ()
+    made.save(encoder_files("smollm2")[0])  # the user's own comes before the bundled one
+    assert wrap_model("smollm2", model.module, None).encoder.layers == (2, 4)
 
 
-def test_an_encoder_of_another_model_and_a_damaged_one_are_refused_by_their_path(
-    own_home: Path,
+def test_two_folders_of_the_same_name_have_encoders_of_their_own(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, model = state_map_files("encoder", "model")[0], loaded("llama")
+    found = set()
+    for name in ("one", "two"):
+        (own_home / name / "model").mkdir(parents=True)
+        monkeypatch.chdir(own_home / name)
+        found.add(encoder_files("./model")[0])
+        assert encoder_files("./model") == encoder_files(str(own_home / name / "model"))
+    assert len(found) == 2
+
+
+def test_an_encoder_that_can_t_be_used_or_written_is_refused_by_its_path(own_home: Path) -> None:
+    path, model = encoder_files("model")[0], loaded("llama")
     right = random_encoder(model, (1, 2))
-    replace(right, layers=(1, 9)).save(path)
-    with pytest.raises(ModelError, match="was trained for another model"):
-        wrap_model("model", model.module, None)
-    replace(right, bias=right.bias[1:]).save(path)
-    with pytest.raises(ModelError, match="is damaged") as error:
-        wrap_model("model", model.module, None)
-    assert str(path) in str(error.value)
+    wrong = {
+        "was trained for another model": [
+            replace(right, weight=right.weight[1:]),
+            replace(right, layers=(2, 1)),
+            replace(right, layers=(1, 9)),
+            replace(right, layers=(), weight=right.weight[:0]),
+        ],
+        "is damaged": [
+            replace(right, bias=right.bias[1:]),
+            replace(right, bias=right.bias * math.nan),
+            replace(right, question=torch.zeros(3)),
+        ],
+    }
+    for why, ones in wrong.items():
+        for one in ones:
+            one.save(path)
+            with pytest.raises(ModelError, match=f"^encoder {re.escape(str(path))} {why}"):
+                wrap_model("model", model.module, None)
+    save_file({"weight": torch.ones(64)}, path, {"layers": "x"})
+    with pytest.raises(ModelError, match="is damaged"):
+        Encoder.load(path)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match="is damaged"):
+        Encoder.load(path)
+    with pytest.raises(ModelError, match="can't be written"):
+        right.save(path / "encoder.safetensors")
 
 
 def test_the_bundled_encoder_fits_smollm2() -> None:
-    path = state_map_files("encoder", "smollm2")[1]
+    path = encoder_files("smollm2")[1]
     assert path.stat().st_size <= 450_000
     found = Encoder.load(path)
     assert found.weight.shape == (len(found.layers) * 576, found.size)

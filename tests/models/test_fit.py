@@ -15,7 +15,6 @@ import torch
 from chatting import tiny
 from command import run
 from families import build
-from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
@@ -52,17 +51,6 @@ def test_the_weights_take_what_is_said(settings: dict[str, Any]) -> None:
     model = load_model(str(tiny_dir()), device="cpu", **settings)
     said = fit(tiny_dir(), **settings).choices[0]
     assert said.weights == pytest.approx(held_bytes(model), rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [*SETTINGS, {"quantize": "none"}], ids=str)
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
-def test_the_weights_of_a_gguf_file_take_what_is_said(
-    settings: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
-    file = write_gguf(tmp_path / "model.gguf", tiny(), kind)
-    model = load_model(str(file), device="cpu", **settings)
-    assert fit(file, **settings).choices[0].weights == pytest.approx(held_bytes(model), rel=0.01)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -184,24 +172,6 @@ def test_devices_hold_together_what_the_model_takes() -> None:
     assert sum(one.cache for one in parts) == whole.caches[1024]
     for size, held in layout.devices:
         assert 0 < sum(one.size for one in held) <= size - GPU_RESERVE
-
-
-def test_what_does_not_fit_is_left() -> None:
-    small, large = laid("tiny", "1010MB"), laid("tiny", "1010MB", budget=64)
-    assert not small.fits
-    assert len(large.left) < len(small.left)
-    with_float32 = laid("tiny", "1010MB", dtype="float32")
-    assert len(with_float32.left) > len(small.left)
-    assert not any(held for _, held in laid("tiny", "1GB,500MB").devices)
-
-
-def test_equal_devices_get_equally_much_if_that_is_asked_for() -> None:
-    one, other = (sum(part.size for part in held) for _, held in laid("tiny", "2x2GB").devices)
-    assert other == 0 < one
-    one, other = (
-        sum(part.size for part in held) for _, held in laid("tiny", "2x2GB", even=True).devices
-    )
-    assert abs(one - other) < 0.3 * (one + other)
 
 
 @pytest.mark.parametrize(

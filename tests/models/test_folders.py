@@ -19,11 +19,9 @@ from transformers import AutoConfig
 from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model
-from sirchat.errors import ModelError
 from sirchat.models.decoder import Decoder
-from sirchat.models.load import load_folder_parts, load_model
+from sirchat.models.load import load_model
 from sirchat.models.model_config import DecoderConfig
-from sirchat.models.stored_weights import weights_in_folder
 from sirchat.paths import tiny_dir
 from sirchat.saved.saved_state import fingerprint
 
@@ -113,50 +111,23 @@ def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any]) ->
     assert DecoderConfig.of_folder(values) is None
 
 
-def test_a_damaged_folder_is_left_to_transformers_which_says_what_is_wrong(tmp_path: Path) -> None:
-    whole = folder_of("llama", tmp_path / "whole")
-
-    def damaged(name: str, content: bytes) -> Path:
-        path = tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(whole, path)
-        (path / name).write_bytes(content)
-        return path
-
-    config = json.loads((whole / "config.json").read_text())
-    folders = [
-        damaged("config.json", b"[]"),
-        damaged("config.json", b"{"),
-        damaged("config.json", json.dumps(config | {"num_hidden_layers": 10**9}).encode()),
-        damaged("config.json", json.dumps(config | {"vocab_size": 10**9}).encode()),
-        damaged("config.json", json.dumps(config | {"hidden_size": "wide"}).encode()),
-        damaged("generation_config.json", b"[]"),
-        damaged("tokenizer_config.json", b"[]"),
-    ]
-    for path in folders:
-        found = weights_in_folder(path)
-        assert load_folder_parts(path, found, torch.float32, None) is None, path
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_model(str(damaged("tokenizer.json", b"{}")), device="cpu")
-
-
-@pytest.mark.parametrize("kind", ["bundled", "GGUF"])
-def test_a_question_is_answered_without_transformers(kind: str, tmp_path: Path) -> None:
+def test_a_question_to_a_folder_or_a_file_is_answered_without_transformers(tmp_path: Path) -> None:
     program = (
-        "import sys; from sirchat.cli import main\n"
-        "try: main()\n"
-        "finally: print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
+        "import sys; from contextlib import suppress; from sirchat.cli import main\n"
+        "for name in sys.argv[1:]:\n"
+        "    sys.argv = ['sirchat', 'ask', '-m', name, '--max-new-tokens', '4', 'Hello']\n"
+        "    with suppress(SystemExit): main()\n"
+        "print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
         "if n in sys.modules], file=sys.stderr)"
     )
-    name = "tiny"
-    if kind == "GGUF":
-        name = str(write_gguf(tmp_path / "asked.gguf", tiny(), "Q8_0"))
+    file = str(write_gguf(tmp_path / "asked.gguf", tiny(), "Q8_0"))
     done = subprocess.run(
-        [sys.executable, "-c", program, "ask", "-m", name, "--max-new-tokens", "4", "Hello"],
+        [sys.executable, "-c", program, "tiny", file],
         capture_output=True,
         text=True,
         env={"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_COMPILE": "off", "PATH": ""},
         stdin=subprocess.DEVNULL,
         check=False,
     )
-    assert done.stdout.strip()
+    assert len(done.stdout.splitlines()) >= 2
     assert done.stderr.splitlines()[-1] == "[]", done.stderr

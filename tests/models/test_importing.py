@@ -68,11 +68,7 @@ assert new and all(name.startswith("torch.export.") for name in new), new
 """
 
 USES = [
-    "from torch.export import export",
-    "import torch.export as held; assert held.export is torch.export.export",
     "from torch.export import *; assert export",
-    "from torch.export.graph_signature import ExportGraphSignature",
-    "import torch._export.utils",
     "assert not hasattr(torch.export, 'nothing')",
 ]
 

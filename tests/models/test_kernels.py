@@ -208,17 +208,16 @@ def test_an_id_is_drawn_as_torch_draws_it_or_left_to_the_host() -> None:
 def test_the_likeliest_id_is_noted_with_its_surprisal() -> None:
     logits = torch.randn(5000)
     logits[[40, 4000]] = 9.0  # of equal ones, the first
-    results, slot = torch.zeros(2, 4, dtype=torch.float64), torch.ones(1, dtype=torch.int64)
+    results, slot = torch.zeros(2, 3, dtype=torch.float64), torch.ones(1, dtype=torch.int64)
     numbers, drawn = torch.zeros(5, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    score = torch.full((1,), 0.5)
-    kernels.note(kernels.likeliest(logits), score, results, slot, numbers, drawn, reads=True)
+    kernels.note(kernels.likeliest(logits), results, slot, numbers, drawn, reads=True)
     nats = float(-torch.log_softmax(logits, -1)[40])
-    assert results[1].tolist() == pytest.approx([40, nats, 0.5, 1])
+    assert results[1].tolist() == pytest.approx([40, nats, 1])
     assert numbers[:, 0].tolist() == [40, 1, 1, 0, 0]
     assert drawn == 1
     logits[7] = torch.nan
-    kernels.note(kernels.likeliest(logits), score, results, slot, numbers, drawn, reads=False)
-    assert results[1, 3] == 0
+    kernels.note(kernels.likeliest(logits), results, slot, numbers, drawn, reads=False)
+    assert results[1, 2] == 0
     assert numbers[0] == 0  # an id that the next step can read
     assert numbers[1:, 0].tolist() == [1, 1, 0, 0]
 

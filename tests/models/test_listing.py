@@ -172,13 +172,6 @@ def test_files_that_are_none_are_named(places: Path) -> None:
         assert f"{folder}/{name}" not in model_names()
 
 
-def test_folders_that_are_gone_or_endless_do_no_harm(places: Path) -> None:
-    deep = places / "deep" / "a" / "b" / "c" / "d"
-    deep.mkdir(parents=True)
-    (places / "deep" / "a" / "again").symlink_to(places / "deep")
-    assert list(by_name(places / "nowhere", places / "deep")) == list(by_name())
-
-
 def test_a_model_is_found_by_each_of_its_names(places: Path) -> None:
     paths.models_dir().mkdir(parents=True)
     write_gguf(paths.models_dir() / "small.gguf", tiny(), "Q4_1")

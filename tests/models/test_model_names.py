@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,20 +113,3 @@ def test_a_model_that_is_here_asks_nobody_and_one_of_the_hub_is_downloaded(
     require_available("tiny")
     assert not asked
     assert not must_use_cache("google/gemma-3-1b-it")
-
-
-def test_a_mistyped_path_fails_before_anything_heavy_is_imported() -> None:
-    code = """
-import sys
-from sirchat.cli import main
-sys.argv = ["sirchat", "--model", "./nowhere", "--no-save"]
-try:
-    main()
-except SystemExit as end:
-    print(end.code, sorted({"torch", "transformers", "huggingface_hub"} & set(sys.modules)))
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert found.stdout.split("\n")[0] == "1 []"
-    assert "model folder './nowhere' does not exist" in found.stderr

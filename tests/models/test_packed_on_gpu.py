@@ -215,13 +215,7 @@ def write_case(path: Path, case: str, kind: str) -> Path:
     return write_model(path, random_model(case, **sizes), case, kind_of)
 
 
-CASES = {
-    "tied": "Q4_0",
-    "qwen2": "Q4_1",
-    "llama": "Q4_K",
-    "qwen3": "Q8_0",
-    "qwen3moe": "Q4_0",
-}
+CASES = {"tied": "Q4_0", "llama": "Q4_K", "qwen3moe": "Q4_1"}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -251,10 +245,10 @@ def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> 
         assert load_model(str(case), dtype="bfloat16").precision == "bfloat16"  # as is asked for
 
 
-@pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_any_model_is_rounded_as_on_a_cpu_before_it_is_moved(
-    quantize: Any, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    quantize: Any = "int4"
     pack, packed_from = packing.pack_module, list[str]()
 
     def noted(module: Any, *how: Any) -> None:

@@ -106,16 +106,6 @@ def test_a_mapped_model_is_the_loaded_one_to_the_last_bit(
         assert set(file.keys()) == {"manifest", "weights"}
 
 
-def test_another_way_of_loading_has_another_file(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    loaded(path)
-    loaded(path, dtype="bfloat16")
-    assert len(prepared_files()) == 2
-    load_model(str(path), device="cpu", dtype="float32", quantize="none")
-    assert len(prepared_files()) == 2
-    assert {file.model for file in prepared_files()} == {str(path)}
-
-
 def test_a_swapped_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
     path, other = written(tmp_path), written(tmp_path / "other", seed=1)
     before, about = logits(loaded(path)), path.stat()
@@ -131,11 +121,6 @@ def test_a_swapped_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> 
 Damage = Callable[[bytearray, random.Random], bytes]
 
 
-def _page(data: bytearray, draw: random.Random) -> slice:
-    at = draw.randrange(len(data) // PAGE) * PAGE
-    return slice(at, at + PAGE)
-
-
 def _flip(data: bytearray, draw: random.Random) -> bytes:
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     return bytes(data)
@@ -145,35 +130,11 @@ def _cut(data: bytearray, draw: random.Random) -> bytes:
     return bytes(data[: draw.choice((0, 7, PAGE, len(data) - 1, draw.randrange(len(data))))])
 
 
-def _zero(data: bytearray, draw: random.Random) -> bytes:
-    data[_page(data, draw)] = bytes(PAGE)
-    data[-1] ^= 1  # a page of zeros may have been one before
-    return bytes(data)
-
-
-def _swap(data: bytearray, draw: random.Random) -> bytes:
-    while True:
-        one, two = _page(data, draw), _page(data, draw)
-        if data[one] != data[two]:
-            data[one], data[two] = data[two], data[one]
-            return bytes(data)
-
-
-def _shift(data: bytearray, draw: random.Random) -> bytes:
-    at = draw.randrange(len(data))
-    del data[at]
-    return bytes(data) + b"\1"
-
-
 def _longer(data: bytearray, draw: random.Random) -> bytes:
     return bytes(data) + draw.randbytes(draw.choice((1, PAGE)))
 
 
-def _noise(data: bytearray, draw: random.Random) -> bytes:
-    return draw.randbytes(len(data))
-
-
-DAMAGES: list[Damage] = [_flip, _cut, _zero, _swap, _shift, _longer, _noise]
+DAMAGES: list[Damage] = [_flip, _cut, _longer]
 
 
 def test_a_damaged_file_is_made_again_with_a_line(tmp_path: Path) -> None:
@@ -215,18 +176,6 @@ def test_a_foreign_file_is_not_used(tmp_path: Path) -> None:
     assert own.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_linked_folder_of_ones_own_is_used(
-    tmp_path: Path, no_reading: Callable[[], None]
-) -> None:
-    (tmp_path / "large disk").mkdir(mode=0o700)
-    prepared_dir().parent.mkdir(parents=True)
-    prepared_dir().symlink_to(tmp_path / "large disk")
-    path = written(tmp_path)
-    wanted = logits(loaded(path))
-    no_reading()
-    assert torch.equal(logits(loaded(path)), wanted)
-
-
 def test_a_folder_that_others_may_write_is_not_used_and_a_line_says_so(tmp_path: Path) -> None:
     path = written(tmp_path)
     wanted, before = logits(loaded(path)), the_file().stat()
@@ -263,9 +212,7 @@ def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path
         changeable_by_others(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "where", ["open", "write", "name", "folder"] if MANY else ["write", "folder"]
-)
+@pytest.mark.parametrize("where", ["write", "folder"])
 def test_a_full_or_read_only_disk_costs_only_time(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,12 +233,8 @@ def test_a_full_or_read_only_disk_costs_only_time(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     match where:
-        case "open":
-            monkeypatch.setattr(contents, "open_private", fail)
         case "write":
             monkeypatch.setattr(contents, "open_private", Full)
-        case "name":
-            monkeypatch.setattr(os, "replace", fail)
         case _:
             monkeypatch.setattr(prepared, "private_dir", fail)
     path = written(tmp_path)

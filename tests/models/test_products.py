@@ -229,7 +229,7 @@ def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
             products.refuse_damaged(path)
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(ATTACK == 1, reason="builds the library once more")
 def test_processors_without_avx512_have_it_too(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path

@@ -28,10 +28,8 @@ MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 # The tokenizer's folder, and a template of ours in the form of the family's; None: the folder's.
 _CHATS = {
     "gemma3": ("gemma3", None),
-    "llama3_1": ("llama3_1", None),
     "qwen3": ("qwen3", None),
     "deepseek_v3": ("deepseek_v3", None),
-    "llama2": ("llama2", "llama2"),
     "mistral": ("llama2", "mistral"),
     **({"gptoss": ("gptoss", "harmony")} if MANY else {}),
 }

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import unicodedata
@@ -16,7 +15,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from real_tokenizers import REAL, gguf_header, original, unpacked
-from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.vocabulary import load_tokenizer
 from sirchat.models.load import tokenizer_by_transformers
 from sirchat.recall.word_index import telling_by
@@ -31,34 +29,19 @@ LANGUAGES = (
     "Günaydın, İstanbul'da hava nasıl? Iğdır'a 1.234,56 ₺ ile gidiyorum.",
     "صبح بخیر، می‌خواهم کتاب‌های تازه را بخوانم.",
     "सुप्रभात, क्या आप हिन्दी में लिख सकते हैं? १२३४५",
-    "শুভ সকাল, আপনি কেমন আছেন?",
     "காலை வணக்கம், நீங்கள் எப்படி இருக்கிறீர்கள்?",
-    "శుభోదయం, మీరు ఎలా ఉన్నారు?",
-    "ಶುಭೋದಯ, ನೀವು ಹೇಗಿದ್ದೀರಿ?",
-    "സുപ്രഭാതം, സുഖമാണോ?",
-    "સુપ્રભાત, તમે કેમ છો?",
-    "ਸਤ ਸ੍ਰੀ ਅਕਾਲ, ਤੁਸੀਂ ਕਿਵੇਂ ਹੋ?",
     "صباح الخير، كيفَ حالُكَ اليوم؟ ٢٠٢٤",
     "בוקר טוב, מה שלומך? שָׁלוֹם",
     "早上好，你今天怎么样？我想在2024年去北京。",
-    "早安，你今天好嗎？「繁體字」",
     "おはようございます。今日はいかがですか？カタカナｶﾀｶﾅ",
     "좋은 아침입니다, 오늘 어떠세요?",
     "สวัสดีตอนเช้า วันนี้เป็นอย่างไรบ้าง",
-    "ສະບາຍດີຕອນເຊົ້າ",
     "អរុណសួស្តី តើអ្នកសុខសប្បាយទេ?",
-    "မင်္ဂလာနံနက်ခင်းပါ",
     "Chào buổi sáng, tôi sống ở Việt Nam.",
     "Доброе утро, как дела? Съешь ещё этих мягких булок.",
-    "Добрий ранок, як справи? Її ґанок.",
     "Καλημέρα, τι κάνεις σήμερα; Ἐν ἀρχῇ ἦν ὁ λόγος.",
-    "დილა მშვიდობისა, როგორ ხართ?",
-    "Բարի լույս, ինչպե՞ս եք։",
     "እንደምን አደርክ፣ እንዴት ነህ?",
     "Guten Morgen, wie geht's? Größe, Straße, ẞ, ﬁnden.",
-    "Bonjour, ça va ? L’œuvre « naïve » coûte 3,50 €.",
-    "Dzień dobry, jak się masz? Zażółć gęślą jaźń.",
-    "Góðan daginn, þetta er íslenska.",
 )
 KEPT = (
     "def f(x):\n    if x:\n        return  [x,  2]  # why?\n\n\n    return None\n\n",
@@ -133,15 +116,6 @@ def test_texts_have_the_ids_of_the_original_and_come_back_as_from_it(real: Read)
             assert ours.decode(ids) == shown
 
 
-def test_the_one_that_a_later_start_makes_is_the_same(real: Read) -> None:
-    kept = dict[str, Any]()
-    first = load_tokenizer(real.header, kept)
-    again = load_tokenizer(json.loads(json.dumps(kept)))
-    assert again.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
-    assert again.special_tokens_map == first.special_tokens_map
-    assert (again.adds_bos, again.chat_template) == (first.adds_bos, first.chat_template)
-
-
 def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
     for ours in real.ours:
         if ours.chat_template is None:
@@ -160,30 +134,6 @@ def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
             if text in LANGUAGES:
                 said = ours.decode(turn.ids[slice(*turn.content)])
                 assert said.strip() == unicodedata.normalize("NFC", text) or said.strip() == text
-
-
-def test_a_file_as_it_is_written_has_the_same_ids(real: Read, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    if real.name != "llama2" and not MANY:
-        return
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    for key, value in real.header.items():
-        if value is None:
-            continue
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    ours = load_tokenizer(parse_gguf(tmp_path / "model.gguf").metadata)
-    assert ours.backend_tokenizer.to_str() == real.ours[1].backend_tokenizer.to_str()
 
 
 def test_its_frequent_words_tell_nothing_and_the_others_do(real: Read) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
-import struct
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chatting import tiny
 from families import HELD, HYBRIDS, REFUSED, build, loaded
-from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
-from sirchat.models.shape import cache_bytes, shape_of_folder, shape_of_gguf
+from sirchat.models.shape import cache_bytes, shape_of_folder
 from sirchat.paths import tiny_dir
 
 # Families with keys for each head, whatever the tests' config says of it.
@@ -66,27 +60,6 @@ def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
     config = {"model_type": "bert", "architectures": ["BertModel"]}
     with pytest.raises(ModelError, match="a BertModel, which does not generate text"):
         shape_of_folder(folder_with(tmp_path, config))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "none"}, {"dtype": "float32"}],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["Q4_1", "F32"])
-def test_the_cache_of_a_gguf_file_is_as_wide_as_it_will_be(
-    settings: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
-    file = write_gguf(tmp_path / "model.gguf", tiny(), kind)
-    profile = Profile(device="cpu", **settings)
-    model = load_model(str(file), device="cpu", **settings)
-    cache = model.new_cache(24)
-    model.forward([1], cache)
-    shape = shape_of_gguf(file)
-    assert shape.context_length == model.context_length == 2048
-    assert shape.kind == f"llama {kind}"
-    assert cache_bytes(shape, profile, 24) == cache.nbytes
 
 
 def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
@@ -144,16 +117,3 @@ def test_a_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         shape_of_folder(folder_with(tmp_path, text))
     assert "\n" not in str(caught.value)
-
-
-def test_a_gguf_file_that_was_tampered_with_is_read_or_refused(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "model.gguf", tiny()).read_bytes()
-    broken, draws = tmp_path / "broken.gguf", random.Random(0)
-    for _ in range(300):
-        data = bytearray(whole[:200_000])
-        for _ in range(draws.choice((1, 8))):
-            at = draws.randrange(4, draws.choice((64, 2_000, len(data) - 8)))
-            data[at : at + 8] = struct.pack("<Q", draws.choice((0, 1, 2**31, 2**63, 2**64 - 1)))
-        broken.write_bytes(data)
-        with suppress(ModelError):  # whose text is one line
-            shape_of_gguf(broken)

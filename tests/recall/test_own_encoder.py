@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatting import babbler, session
-from scorers import random_encoder
+from random_encoders import random_encoder
 from sentence_encoders import SIZE, write_sentence_encoder
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile

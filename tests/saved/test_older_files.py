@@ -1,8 +1,8 @@
-"""Chats of format 4 open and go on as they did there.
+"""Chats of format 4, and one of format 5 with a column that is gone, go on as they did there.
 
-`golden/saved-chats` was written in November 2026: two chats with evictions, recall and pins, and
-the search index. That of `tiny` has a name, a summary and two system prompts, and its program was
-killed; that of `babbler` has keys and values.
+`golden/saved-chats` was written in November 2026: three chats with evictions, recall and pins, and
+the search index of two. That of `tiny` has a name, a summary and two system prompts, and its
+program was killed; that of `babbler` has keys and values. Commit f3e5fef0 wrote the third.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sirchat.saved.store import SessionStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "saved-chats"
 CHATS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
-MODELS = {"tiny": tiny, "babbler": babbler}
+MODELS = {"tiny": tiny, "babbler": babbler, "learned": tiny}
 
 
 @pytest.fixture
@@ -62,6 +62,7 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
         assert session.ledger.pinned_positions.tolist() == expected["pinned"]
         assert np.flatnonzero(flags & Flag.EXCLUDED).tolist() == expected["excluded"]
         assert {name: crc32(rows[name].tobytes()) for name in expected["rows"]} == expected["rows"]
+    assert session.profile.policy != "learned"
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
     assert session.save().held.tolist() == expected["held_after"]
 

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from chatting import babbler, session
-from scorers import random_encoder
+from random_encoders import random_encoder
 from session_files import head_at, new, refusal, rows_at, said, sum_again
 from sirchat.chat.session import Session
 from sirchat.errors import DamagedSessionError

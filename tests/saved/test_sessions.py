@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from chatting import babbler, random_model, session, tiny
-from scorers import random_scorer
 from sirchat.chat.pinned_summary import PREFIX, pin_summary
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -26,7 +23,7 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
-POLICIES = ["entropy", "reservoir", "random", "snapkv", "keydiff", "learned", "salience"]
+POLICIES = ["entropy", "reservoir", "random", "snapkv", "keydiff", "salience"]
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -94,11 +91,6 @@ def in_bfloat16() -> LoadedModel:
     return wrap_model("babbler", module, model.tokenizer)
 
 
-@cache
-def scored() -> LoadedModel:
-    return replace(babbler(), scorer=random_scorer(babbler(), (1, 2)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "dtype"), [*((name, "float32") for name in POLICIES), ("salience", "bfloat16")]
@@ -106,7 +98,7 @@ def scored() -> LoadedModel:
 def test_eight_turns_equal_four_and_four_with_a_resume_between(
     folder: Path, policy: str, dtype: str
 ) -> None:
-    model = scored() if dtype == "float32" else in_bfloat16()
+    model = babbler() if dtype == "float32" else in_bfloat16()
     options: dict[str, Any] = {"window": 16} if policy == "snapkv" else {}
     profile = Profile(
         policy=policy, policy_options=options, system="You are brief.", temperature=1.0, **SMALL

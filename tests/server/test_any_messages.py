@@ -26,7 +26,7 @@ from sirchat.server.requests import ChatRequest, make_request
 from sirchat.server.tools import role_text_pairs
 from template_shapes import WEATHER, tool_tiny
 
-MANY = int(os.environ.get("SIRCHAT_ATTACK", "5"))
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 PROFILE = Profile(policy="full", decay=0.9, max_new_tokens=20)
 REPLY = "I see."
 

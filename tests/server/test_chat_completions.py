@@ -17,9 +17,7 @@ from serving import CHAT, Served, assistant, listening, refusal, said, served, s
 from sirchat.chat.events import TurnDone
 from sirchat.server import app
 from sirchat.server.app import model_names
-from sirchat.server.conversation import History
-from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import ReplyOptions, ReplyText, StopStrings, generate_reply
+from sirchat.server.replies import StopStrings
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"
@@ -129,21 +127,6 @@ def test_sampling_settings_hold_for_one_reply_alone(server: Served) -> None:
     assert done.text == seeded[0]
 
 
-def test_fields_that_change_nothing_are_accepted(server: Served) -> None:
-    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "My name is Anna."}]}]
-    neutral = {
-        "user": "me", "metadata": {"a": "b"}, "store": False, "n": 1, "tools": [], "logit_bias": {},
-        "response_format": {"type": "text"}, "presence_penalty": 0.0, "seed": None, "stop": None,
-    }  # fmt: skip
-    assert server.reply([ASKED[0], *parts], **neutral) == told(ASKED, max_new_tokens=16)
-    answered: dict[str, Any] = assistant("Hello.") | {
-        "refusal": None,
-        "tool_calls": None,
-        "annotations": [],
-    }
-    assert server.reply([*ASKED, answered, user(NAME)])
-
-
 def test_the_model_has_its_name_and_one_without_folders(server: Served) -> None:
     assert model_names("/models/a/b.gguf") == ("/models/a/b.gguf", "b.gguf")
     assert model_names("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
@@ -251,40 +234,6 @@ def test_too_many_requests_are_refused_until_a_client_that_left_makes_room(
         assert time.monotonic() < end
         time.sleep(0.02)
     assert response.status_code == 200
-
-
-def test_what_was_said_when_the_client_left_is_kept() -> None:
-    kept = ConversationPool(tiny(), session(policy="full").profile, 1)
-    history = History.of(None, [("user", "My name is Anna.")])
-    conversation = kept.take(history)
-    assert conversation is not None
-    pieces: list[str] = []
-    for part in generate_reply(conversation, history, ReplyOptions(), lambda: len(pieces) > 2):
-        if isinstance(part, ReplyText):
-            pieces.append(part.text)
-    kept.release(conversation)
-    text = "".join(pieces)
-    assert 0 < len(text) < len(told([user("My name is Anna.")]))
-    longer = [("user", "My name is Anna."), ("assistant", text), ("user", NAME)]
-    assert conversation.count_shared(History.of(None, longer)) == 2
-
-
-def test_a_message_that_was_being_read_when_the_client_left_is_taken_back() -> None:
-    kept = ConversationPool(babbler(), session(babbler(), budget=64, max_new_tokens=4).profile, 1)
-    history = History.of(None, [("user", "Hello.")])
-    conversation = kept.take(history)
-    assert conversation is not None
-    for _ in generate_reply(conversation, history, ReplyOptions(), lambda: False):
-        pass
-    seen = conversation.session.seen
-    turns = [(turn.role, turn.text) for turn in conversation.session.turns]
-    for rest in ([("user", "long " * 200)], [("user", "long " * 200), ("assistant", "a " * 200)]):
-        longer = History.of(None, [*turns, *rest, ("user", "End.")][: len(turns) + len(rest)])
-        left = iter([False] * 6)
-        for _ in generate_reply(conversation, longer, ReplyOptions(), lambda: next(left, True)):  # noqa: B023
-            pass
-        assert conversation.is_exact
-        assert conversation.session.seen == seen
 
 
 def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from sirchat.server.requests import ChatRequest, RequestError, make_request
 from sirchat.text.reply_marks import Marks
 from template_shapes import tool_tiny
 
-MANY = int(os.environ.get("SIRCHAT_ATTACK", "15"))
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "5"))
 FORMATS = Formats()
 ASKED = [user("My name is Anna, and I have 2 dogs.")]
 PERSON = {

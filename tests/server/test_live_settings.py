@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from chatting import babbler
-from serving import Message, Served, assistant, cached, refusal, said, served, told, user
+from serving import Message, Served, assistant, cached, refusal, said, served, user
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
@@ -177,15 +177,6 @@ def test_changes_at_the_same_time_are_made_one_after_another(
             shown = list(at_once.map(lambda fields: change(server, ident, **fields), changes))
         assert len(shown) == len(changes)
         assert not {"Zebulon", "Oslo"} & set(held_text(memory(server, ident)).split())
-
-
-def test_a_changed_memory_is_that_of_a_prompt_with_the_same_commands() -> None:
-    with served(policy="full", max_new_tokens=12) as server:
-        messages, ident = asked(server, LONG)
-        change(server, ident, policy="sink", budget=64)
-        change(server, ident, policy="full", budget=1024)
-        messages.append(user("Which numbers?"))
-        assert server.reply(messages) == told(messages, max_new_tokens=12)
 
 
 def test_the_page_allows_its_own_script_and_style_alone_and_names_no_other_place() -> None:

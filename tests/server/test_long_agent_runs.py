@@ -1,7 +1,4 @@
-"""An agent whose tools return many times the budget: all is answered, said and found again.
-
-`clients/long_run.py` is the same with a real client, 200 calls and 50 times the budget.
-"""
+"""An agent whose tools return many times the budget: all is answered, said and found again."""
 
 from __future__ import annotations
 

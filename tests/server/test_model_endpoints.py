@@ -15,7 +15,6 @@ import torch
 from chatting import tiny
 from serving import CHAT, Served, refusal, served, system, told, user
 from sirchat.models.encoder import Encoder
-from sirchat.models.scorer import Scorer
 
 ANNA = "My name is Anna."
 
@@ -70,7 +69,7 @@ def test_embeddings_are_the_vectors_by_which_recall_finds_sentences(server: Serv
 
 
 def test_without_an_encoder_a_vector_is_the_mean_of_the_last_states() -> None:
-    with served(replace(tiny(), encoder=Encoder(), scorer=Scorer())) as server:
+    with served(replace(tiny(), encoder=Encoder())) as server:
         found = server.send("/v1/embeddings", input=ANNA)
         assert "last layer" in found["sirchat"]["vectors"]
         wanted = last_states(ANNA).mean(0)

@@ -199,12 +199,6 @@ def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
     assert said[1].startswith("{")
 
 
-def test_clients_of_ollama_find_the_model_and_a_version(server: Served) -> None:
-    (model,) = server.client.get("/api/tags").json()["models"]
-    assert (model["name"], model["model"]) == ("tiny", "tiny")
-    assert server.client.get("/api/version").json()["version"]
-
-
 ASKED = "How is the weather in Oslo?"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TOOL = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]

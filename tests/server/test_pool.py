@@ -51,20 +51,6 @@ def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
     assert own["usage"]["prompt_tokens"] > none["usage"]["prompt_tokens"]
 
 
-def test_replies_that_the_model_did_not_write_are_read(server: Served) -> None:
-    messages = [user(ANNA), assistant("Hello Anna, I am Bob."), user(NAME)]
-    reply = server.ask(messages)
-    assert cached(reply) == 0
-    assert said(reply) == told(messages, max_new_tokens=12)
-    longer = [*messages, assistant(said(reply)), user(THANKS)]
-    assert cached(server.ask(longer)) == reply["sirchat"]["seen"]
-
-
-def test_several_user_messages_in_a_row_are_read_one_by_one(server: Served) -> None:
-    messages = [user(ANNA), user("I live in Oslo."), user(NAME)]
-    assert server.reply(messages) == told(messages, max_new_tokens=12)
-
-
 TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
 # How many random requests a test sends; 500 take three minutes.
 STEPS = int(os.environ.get("SERVER_STEPS", "8"))
@@ -161,31 +147,6 @@ def test_a_client_that_always_changes_the_replies_makes_no_branches(tmp_path: Pa
     assert len(list(tmp_path.glob("*.sqlite"))) == 2
 
 
-def test_another_reply_reads_only_the_last_message_again(server: Served) -> None:
-    first = server.ask([user(ANNA)])
-    messages = [user(ANNA), assistant(said(first)), user(NAME)]
-    assert [cached(server.ask(messages)) for _ in range(2)] == [first["sirchat"]["seen"]] * 2
-
-
-def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
-    talks: dict[str, list[Message]] = {name: [] for name in ("Anna", "Tom")}
-    seen = dict.fromkeys(talks, 0)
-
-    def say(name: str, text: str) -> None:
-        messages = [*talks[name], user(text)]
-        reply = server.ask(messages)
-        assert said(reply) == told(messages, max_new_tokens=12)
-        assert cached(reply) == seen[name]
-        seen[name] = reply["sirchat"]["seen"]
-        talks[name] = [*messages, assistant(said(reply))]
-
-    for name in talks:
-        say(name, "Hello.")
-    for name in ("Anna", "Tom", "Anna"):
-        say(name, f"My name is {name}.")
-        say(name, NAME)
-
-
 def test_the_conversation_used_longest_ago_is_dropped_first() -> None:
     with served(conversations=2, max_new_tokens=8) as server:
         talks = {}
@@ -265,21 +226,6 @@ def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_a
         assert (usual["sirchat"]["policy"], usual["sirchat"]["budget"]) == ("salience", 256)
         assert cached(usual) == small["sirchat"]["seen"]
         assert usual["sirchat"]["held"] > 64  # what was evicted is restored
-
-
-def test_the_memory_of_a_conversation_is_shown_by_its_id() -> None:
-    with served(policy="sink", budget=64, max_new_tokens=8) as server:
-        reply = server.ask([user(" ".join(f"The number {n} is a number." for n in range(20)))])
-        memory, address = reply["sirchat"], "/v1/sirchat/sessions/"
-        shown = server.client.get(address + memory["id"]).json()
-        assert (shown["policy"], shown["budget"]) == ("sink", 64)
-        assert (shown["resident"], shown["seen"]) == (memory["held"], memory["seen"])
-        rows = shown["rows"]
-        assert len(rows) == memory["held"]
-        assert "".join(row["text"] for row in rows).endswith(f"{said(reply)}<|end|>")
-        assert {"position", "surprisal", "score", "role", "flags"} <= set(rows[0])
-        error = refusal(server.client.get(address + "other"), 404)
-        assert "there is no such conversation" in error["message"]
 
 
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:

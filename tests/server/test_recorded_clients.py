@@ -103,40 +103,6 @@ def test_codex(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] > 0
 
 
-def test_sillytavern_as_a_chat(server: Served) -> None:
-    messages = [
-        {"role": "system", "content": "Write Seraphina's next reply to Anna."},
-        {"role": "system", "content": "[Start a new Chat]"},
-        {"role": "assistant", "content": "*smiles* You are awake.", "name": "Seraphina"},
-        {"role": "user", "content": "Where am I?", "name": "Anna"},
-        {"role": "system", "content": "[Continue.]"},
-    ]
-    body = {
-        "messages": messages,
-        "model": "tiny",
-        "temperature": 1,
-        "max_tokens": 12,
-        "stream": True,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "top_p": 1,
-        "top_k": 0,
-        "min_p": 0,
-        "top_a": 0,
-        "repetition_penalty": 1,
-        "stop": ["\nAnna:"],
-        "logit_bias": {},
-        "seed": -1,
-        "n": 1,
-        "logprobs": None,
-        "include_reasoning": False,
-        "reasoning_effort": "medium",
-    }
-    assert len(lines(server, "/v1/chat/completions", body)) > 2
-    body["messages"] = [*messages[:4], {"role": "assistant", "content": "You are"}]  # "continue"
-    assert len(lines(server, "/v1/chat/completions", body)) > 2
-
-
 PROMPT = "Seraphina: You are awake.\nAnna: Where am I?\nSeraphina:"
 SAMPLERS: dict[str, Any] = {
     "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0.05, "typical_p": 1, "seed": -1,

@@ -78,25 +78,6 @@ def test_what_a_tool_returned_is_read_and_nothing_before_it_is_read_again(
     assert messages[-2]["content"] == "It is warm."
 
 
-def test_another_reply_to_what_a_tool_returned_reads_only_that_again(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, [CALL, "It is cold.", "Bye.", "It is warm.", "Yes."])
-    called = server.ask(ASKED, tools=[WEATHER])
-    message = called["choices"][0]["message"]
-    message["tool_calls"][0]["index"] = 0  # as the client of OpenAI sends back what it streamed
-    message["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Oslo"}
-    messages = [*ASKED, message | {"parsed": {"a": 1}}, returned("Snow.")]
-    longer = [*messages, assistant("It is cold."), user("Thanks.")]
-    for asked in (messages, longer):
-        server.ask(asked, tools=[WEATHER])
-    again = server.ask([*messages[:-1], returned("Sun.")], tools=[WEATHER])
-    assert cached(again) == called["sirchat"]["seen"]
-    assert again["choices"][0]["message"] == assistant("It is warm.")
-    longer = [*messages[:-1], returned("Sun."), assistant("It is warm."), user("Really?")]
-    assert cached(server.ask(longer, tools=[WEATHER])) == again["sirchat"]["seen"]
-
-
 def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_template_writes_it(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,31 +102,6 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
         return_dict=False,
     )
     assert reply["usage"]["prompt_tokens"] == len(whole)
-
-
-def test_half_of_a_character_is_read_wherever_it_stands(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, [CALL.replace("Oslo", "\\ud800"), "It is cold."])
-    tools = json.dumps([WEATHER]).replace("The weather", "\\ud800")
-    messages: list[Any] = [*ASKED]
-    for text in ("Snow \\ud800", ""):
-        body = f'{{"messages": {json.dumps(messages)}, "tools": {tools}}}'
-        body = body.replace("\\\\ud800", "\\ud800")
-        response = server.client.post("/v1/chat/completions", content=body)
-        assert response.status_code == 200, response.text
-        messages += [response.json()["choices"][0]["message"], returned(text)]
-    assert messages[-2]["content"] == "It is cold."
-
-
-def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as server:
-        script(monkeypatch, [CALL, "It is cold."])
-        called = server.ask(ASKED, tools=[WEATHER])
-        messages = [*ASKED, called["choices"][0]["message"], returned("one two three " * 3000)]
-        assert refusal(server.post(messages, tools=[WEATHER]))["code"] == "context_length_exceeded"
-        after = server.ask([*messages[:-1], returned("Snow.")], tools=[WEATHER])
-        assert cached(after) == called["sirchat"]["seen"]
 
 
 def test_arguments_that_are_nested_deeply_are_text() -> None:
@@ -317,13 +273,6 @@ def test_several_calls_may_be_made_where_one_is_required(server: Served) -> None
     check_calls(said["message"]["tool_calls"])
     # The next reply is free again.
     assert server.reply(ASKED) == told(ASKED, max_new_tokens=90)
-
-
-def test_a_strict_tool_is_called_by_its_schema_where_a_call_is_required(server: Served) -> None:
-    strict = copy.deepcopy(CITY)
-    strict["function"]["strict"] = True
-    (said,) = server.ask(ASKED, tools=[strict], tool_choice=named("city"))["choices"]
-    check_calls(said["message"]["tool_calls"])
 
 
 @pytest.mark.parametrize("text", ["", "Let me look.\n"])

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatting import hub_tokenizer
 from serving import Served, assistant, cached, refusal, said, served, system, user
 from sirchat.engine.sampling import Continued
-from sirchat.server.requests import ChatMessage, ChatRequest, make_request
+from sirchat.server.requests import ChatRequest, make_request
 from sirchat.text.tool_calls import CallParser
 from template_shapes import WEATHER, script, tool_tiny
 
@@ -89,13 +88,6 @@ def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
     assert "assistant assistant" not in " ".join(found)
     texts = [request.system, *(turn.text for turn in request.turns), request.prefill]
     assert [t for text in texts if text for t in text.split()] == [m["content"] for m in messages]
-
-
-def test_a_greeting_is_read_and_the_chat_goes_on_after_it(server: Served) -> None:
-    messages = [system("Be kind."), assistant("Welcome."), user("Hello.")]
-    reply = server.ask(messages, max_tokens=5)
-    longer = [*messages, assistant(said(reply)), user("And now?")]
-    assert cached(server.ask(longer, max_tokens=5)) == reply["sirchat"]["seen"]
 
 
 def test_a_text_of_the_assistant_at_the_end_is_gone_on_with(server: Served) -> None:
@@ -274,15 +266,6 @@ def test_errors_of_ollama_are_texts_whatever_goes_wrong(server: Served) -> None:
     ):
         assert response.status_code >= 400
         assert isinstance(response.json()["error"], str)
-
-
-def test_the_whole_of_a_named_message_is_read_as_the_template_writes_it(server: Served) -> None:
-    asked = {**ASKED[0], "name": "Anna"}
-    usage = server.ask([asked], max_tokens=1)["usage"]
-    told = [user(f"Anna: {ASKED[0]['content']}")]
-    whole = hub_tokenizer().apply_chat_template(told, add_generation_prompt=True, return_dict=False)
-    assert usage["prompt_tokens"] == len(whole)
-    assert ChatMessage(role="user", content="a", name="Anna").text == "a"
 
 
 def test_a_client_that_leaves_within_its_request_is_no_failure(server: Served) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chatting import babbler, session
-from scorers import random_encoder
+from random_encoders import random_encoder
 from sirchat.lab.training.statements import fit_kinds
 from sirchat.models.model import LoadedModel
 

@@ -277,8 +277,8 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/policy entropie", "did you mean entropy?"),
         (
             "/policy nope",
-            "one of anchor, attention, entropy, full, h2o, interval, keydiff, knorm, learned, "
-            "random, reservoir, salience",
+            "one of anchor, attention, entropy, full, h2o, interval, keydiff, knorm, random, "
+            "reservoir, salience",
         ),
         ("/policy reservoir simple=3", "did you mean sample?"),
         ("/policy reservoir 3", "sample: 192"),

@@ -30,11 +30,11 @@ from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import StatementTest, learn_kinds, learn_question
 from sirchat.memory.ledger import Role
 from sirchat.models.encoder import Encoder
+from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.state_map import layer_count, recorded_states, side_by_side
-from sirchat.paths import state_map_files
+from sirchat.paths import encoder_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
@@ -173,7 +173,7 @@ class EncoderTrainer:
         focus = self._measured_focus(encoder)
         if focus is not None:
             about["focus"] = "on" if focus.wins else "off"
-        path = self._options.out or state_map_files("encoder", self._model.name)[0]
+        path = self._options.out or encoder_files(self._model.name)[0]
         encoder.save(path)
         return path, test, [*told, asking], focus
 

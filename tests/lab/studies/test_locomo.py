@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 
 from chatting import babbler, session, tiny
 from command import run
-from scorers import random_encoder
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.locomo import (
@@ -34,7 +31,7 @@ from sirchat.lab.studies.locomo import (
     token_f1,
 )
 from sirchat.lab.studies.long_talk import LongTalk, TalkQuestion, read_talk, rounds_of
-from sirchat.lab.studies.reading import read, switch
+from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.report import Estimate, Record
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Findings
@@ -164,51 +161,6 @@ def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_roo
             chat.undo()
             switch(chat, budget=96, recall="off")
     assert max(shares) > 0.5 > min(shares)
-
-
-def test_each_passage_of_a_talk_has_a_vector_as_in_a_chat(tmp_path: Path) -> None:
-    model = replace(tiny(), encoder=random_encoder(tiny(), (1, 2)))
-    talk = study(tmp_path, conversations=(0,)).talks[0]
-    chat, other = (session(model, policy="sink", budget=96) for _ in range(2))
-    read_talk(chat, talk)
-    for user, reply in rounds_of(talk):
-        read(other, user.text, reply.text)
-    vectors = []
-    for one in (chat, other):
-        one.recall.update()
-        vectors.append(one.recall.search.passages.vectors)
-    assert len(vectors[0])
-    assert not np.isnan(vectors[0]).any()
-    np.testing.assert_allclose(vectors[0][:3], vectors[1][:3], atol=0.02)
-
-
-@pytest.mark.slow
-def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
-    one = study(tmp_path, more=4, retrievers=("mips",), counts=(20,))
-    talk = one.talks[0]
-    chat = session(tiny(), policy="sink", budget=96, temperature=0.0, max_new_tokens=4)
-    read_before = ReadTalk(chat, talk, read_talk(chat, talk))
-    held_before = chat.save().held.tolist()
-    first = [read_before.answer(each, 0, generate=True) for each in talk.questions]
-    back = read_before.measure_restored_evidence(talk.questions, ("mips",), (20,))
-    assert chat.save().held.tolist() == held_before
-    assert first == [read_before.answer(each, 0, generate=True) for each in talk.questions]
-    assert back == read_before.measure_restored_evidence(talk.questions, ("mips",), (20,))
-
-
-@pytest.mark.slow
-def test_a_conversation_beyond_the_context_is_left_out_under_full(tmp_path: Path) -> None:
-    sink = Profile(policy="sink", budget=512)
-    one = study(tmp_path, FULL, sink, more=45, reply_tokens=0, limit=2, conversations=(0,))
-    records = run_units(one, tiny())
-    assert [each["fits"] for each in records.values()] == [False, True]
-    report = one.report(records)
-    assert "full: 1 of 1 conversation longer than the context, left out" in report.header
-    (left_out, read) = (row[2] for row in report.tables[0].rows)
-    assert isinstance(left_out, Estimate)
-    assert math.isnan(left_out.value)
-    assert isinstance(read, Estimate)
-    assert math.isfinite(read.value)
 
 
 def question(number: int, category: int = 4, **values: Any) -> Record:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatting import babbler, tiny
-from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.multiple_choice import GAME, MultipleChoice
-from sirchat.lab.studies.perplexity import Context, Perplexity
+from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.report import Record, Report
-from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
-from sirchat.lab.studies.uniformity import Uniformity
 from sirchat.models.model import LoadedModel
-from warm_python import warm_python
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -83,30 +74,6 @@ def test_units_may_end_in_any_order(tmp_path: Path) -> None:
     found = run_units(Squares(), babbler(), tmp_path, backwards)
     assert list(found) == Squares().keys()
     assert found == run_units(Squares(), babbler(), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_study_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, endless: str) -> None:
-    """Killed twice, then run to the end: the same files, byte for byte."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    words = ["eval", "dailydialog", "--limit", "2", "--policies", "entropy,random"]
-    words += ["--budgets", "64", "--repeats", "2", "--model", endless]
-
-    assert run(*words, "--out", str(straight)).returncode == 0
-    for lines in (2, 4):
-        command = [*warm_python(), "-m", "sirchat", *words, "--out", str(broken)]
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        log = broken / "dailydialog.jsonl"
-        while started.poll() is None:
-            if log.exists() and log.read_bytes().count(b"\n") >= lines:
-                started.send_signal(signal.SIGKILL)
-            time.sleep(0.01)
-        started.communicate()
-        assert started.returncode == -signal.SIGKILL
-    assert run(*words, "--out", str(broken)).returncode == 0
-    for path in straight.iterdir():
-        one, other = path.read_text("utf-8"), (broken / path.name).read_text("utf-8")
-        assert one.replace(str(straight), "OUT") == other.replace(str(broken), "OUT"), path.name
 
 
 def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -190,24 +157,3 @@ def test_what_changes_every_unit_is_refused_by_name(tmp_path: Path) -> None:
         run_units(noted(SINK), babbler(), tmp_path)
     names = [json.loads(line)["key"] for line in lines[1:]]
     assert [name.split()[:2] for name in names] == [["sink", "64"]] * 2  # for people, too
-
-
-def test_which_fields_of_each_study_extend_it() -> None:
-    """All others change its units: a log with another value is refused."""
-    one, two = (SINK,), (SINK, RANDOM)
-    both, seeds = {"settings": two, "limit": 3}, {"repeats": 2}
-    recall = Profile(recall="mips")
-    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (MultipleChoice(one, 2), both | seeds | {"shots": (1,)}, {"seed": 1, "scoring": "text"}),
-        (MultipleChoice(one, 2, task=GAME), both | seeds, {"rounds": 9, "scoring": "text"}),
-        (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
-        (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
-        (Uniformity(one, 2), both | seeds, {"rounds": 2}),
-        (Retrieval(SINK), {"limit": 3}, {"bases": (80,), "profile": RANDOM}),
-        (Privacy(recall), {"limit": 3}, {"base": 80, "counts": (1,)}),
-    ]
-    for study, extends, changes in cases:
-        for name, value in extends.items():
-            assert replace(study, **{name: value}).shared() == study.shared(), (study.name, name)
-        for name, value in changes.items():
-            assert replace(study, **{name: value}).shared() != study.shared(), (study.name, name)

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from chatting import babbler, tiny
 from command import run
-from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed_profile
 from sirchat.lab.commands import study_flags
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
-from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Perplexity
-from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
+from sirchat.lab.studies.study import WITHOUT_SESSION, Grid
 
 # Another value of every setting but the model's and those that studies compare by flags.
 OTHER: dict[str, Any] = yaml.safe_load("""
@@ -63,24 +59,3 @@ def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
             assert done.returncode == 0, (setting, done.stderr)
         assert bool(ran) is (setting not in useless)
         ran.clear()
-
-
-@pytest.mark.slow
-def test_what_is_not_refused_changes_what_is_found() -> None:
-    """For one study that reads ids, and one that chats."""
-    base = Profile(policy="entropy", budget=64, temperature=0.0)
-
-    def found(chats: bool, **settings: Any) -> list[Any]:
-        setting = changed_profile(base, "", **settings)
-        if chats:
-            one: Grid = MultipleChoice((setting,), limit=1)
-        else:
-            one = Perplexity((setting,), limit=600)
-        return list(map(one.worker(tiny() if chats else babbler()), one.keys()))
-
-    read, chatted = found(False), found(True)
-    for setting in ("sinks", "recent", "positions"):
-        assert found(False, **{setting: OTHER[setting]}) != read, setting
-    for setting in (*SAMPLING, *ON_SCREEN, "system"):
-        assert found(False, **{setting: OTHER[setting]}) == read, setting
-    assert found(True, recall="words", system=OTHER["system"]) != chatted

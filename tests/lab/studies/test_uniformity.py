@@ -22,11 +22,11 @@ def test_a_reservoir_is_uniform_and_a_random_choice_is_not() -> None:
     settings = tuple(
         Profile(policy=name, budget=48, recent=8) for name in ("reservoir", "random", "sink")
     )
-    study = Uniformity(settings, 25, rounds=4)
+    study = Uniformity(settings, 5, rounds=4)
     found = run_units(study, babbler())
     (table,) = study.report(found).tables
     rows = {str(row[0]): row[1:] for row in table.rows}
-    assert rows["seeds"] == (25, 25, 1)
+    assert rows["seeds"] == (5, 5, 1)
     reservoir, random, sink = rows["p"]
     assert reservoir > 0.001  # type: ignore[operator]
     assert random < 1e-6  # type: ignore[operator]

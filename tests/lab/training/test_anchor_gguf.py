@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -20,7 +18,6 @@ from sirchat.lab.training.anchor_trainer import HISTORY, Step, TrainingClock, lo
 from sirchat.lab.training.display import train_anchor_with_progress
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
-from warm_python import warm_python
 
 pytest.importorskip("gguf")
 
@@ -93,28 +90,3 @@ def test_a_training_ends_with_its_time_and_goes_on_when_given_more(
     assert longer[:9] == history
     assert [one.step for one in longer] == list(range(1, 20))
     assert longer[-1].seconds == 6 * 19
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_the_real_model_is_trained_from_its_package(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("It rains in Lisbon. It is cold. " * 30, encoding="utf-8")
-    words = (
-        "train", "anchor", "--model", "smollm2", "--data", tmp_path / "text.txt",
-        "--out", tmp_path / "out", "--tokens", "64", "--batch", "1", "--steps", "1",
-    )  # fmt: skip
-    done = subprocess.run(
-        [*warm_python(), "-m", "sirchat", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    (entry,) = load_losses(tmp_path / "out")
-    assert (entry.step, entry.tokens) == (1, 64)
-    assert 0 < entry.loss < 12
-    anchors = load_model(str(tmp_path / "out")).anchors
-    assert anchors is not None
-    assert anchors.token_id is not None
-    assert anchors.token_id >= 49_152  # the ids before are those of its own tokens

@@ -172,36 +172,13 @@ def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
-    found = losses(options(folder, tmp_path / "out", steps=30))
-    assert len(found) == 30
+    found = losses(options(folder, tmp_path / "out", steps=15))
+    assert len(found) == 15
     assert sum(found[-5:]) < sum(found[:5])
     model = load_model(str(tmp_path / "out"), device="cpu")
     assert model.anchors == Anchors("ac", "round", 2048, 1)
     added = model.tokenizer.added_tokens_decoder.values()
     assert ANCHOR in [token.content for token in added]
-
-
-def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Path) -> None:
-    """Training from new weights, with anchors or without, as a baseline (section 7.2)."""
-    plain = options(folder, tmp_path / "plain", variant="none", scratch=True, seed=7)
-    ready = prepare(plain)
-    assert ready.anchors is None
-    row = collate([ready.rows[0]])
-    document = row["document"][0]
-    seen = anchor_mask(row["is_anchor"], row["document"])[0, 0]
-    assert torch.equal(seen, (document[:, None] == document).tril())
-    other = prepare(options(folder, tmp_path / "ep", variant="ep", scratch=True, seed=7))
-    old = load_model(str(folder)).module
-    for name, weight in ready.model.named_parameters():
-        assert torch.equal(weight, other.model.get_parameter(name))
-        assert name.endswith("norm.weight") or not torch.equal(weight, old.get_parameter(name))
-    losses(plain)
-    trained = load_model(str(tmp_path / "plain"))
-    assert trained.anchors is None
-    losses(options(folder, tmp_path / "anchors"))
-    again = prepare(options(tmp_path / "anchors", tmp_path / "without", variant="none"))
-    assert anchors_of(again.model.config) is None
-    assert len(trained.tokenizer) == len(load_model(str(folder)).tokenizer)
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:

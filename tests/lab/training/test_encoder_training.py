@@ -26,7 +26,7 @@ from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import load_statements
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-from sirchat.paths import state_map_files, tiny_dir
+from sirchat.paths import encoder_files, tiny_dir
 from sirchat.text.template import Template
 
 
@@ -112,7 +112,7 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     flags = ["--teacher", str(teacher), "--data", str(talk), "--tokens", "1000"]
     ran = CliRunner().invoke(train_app, ["encoder", "--model", "tiny", *flags])
     assert ran.exception is None
-    path = state_map_files("encoder", "tiny")[0]
+    path = encoder_files("tiny")[0]
     assert ran.stdout == f"{path}\n"
     assert "of paraphrases among" in ran.stderr
     assert "of the kind question" in ran.stderr

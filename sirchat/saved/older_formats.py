@@ -1,7 +1,7 @@
-"""Converts a file of format 4, whose records have no check sums of their own.
+"""Converts files of format 4, and ledger rows with a column that is gone.
 
-Its check sums are of whole tables, and its head lists the tokens that are pinned or excluded, whose
-flags are out of date in their ledger rows.
+In format 4, check sums are of whole tables, and the head lists the tokens that are pinned or
+excluded, whose flags are out of date in their ledger rows.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import sqlite3
 
 import numpy as np
 
-from sirchat.saved.database import FORMAT, SUM, TABLES, record_sum, require
+from sirchat.saved.database import FORMAT, SUM, TABLES, put, record_sum, require
 
 _FLAGS = {"pinned": 1, "excluded": 32}  # flags by the lists in the head
+_GONE = "learned_score"  # the column
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Within a transaction, give the file the newest format; ValueError if it is damaged."""
+    """Within a transaction, give a file of format 4 the newest; ValueError if it is damaged."""
     about = dict(connection.execute("SELECT name, value FROM about"))
     sums = json.loads(about["sums"])
     for table in TABLES:
@@ -45,3 +46,20 @@ def convert(connection: sqlite3.Connection) -> None:
             new = (record_sum(values), rowid)
             connection.execute(f"UPDATE {table} SET sum = ? WHERE rowid = ?", new)
     connection.execute(f"PRAGMA user_version={FORMAT}")
+
+
+def drop_gone_column(connection: sqlite3.Connection) -> None:
+    """Within a transaction, drop the column `_GONE` of the ledger rows, if they have it."""
+    about = connection.execute("SELECT value FROM about WHERE name = 'row'").fetchone()
+    fields = [tuple(field) for field in json.loads(about[0])] if about else []
+    left = [field for field in fields if field[0] != _GONE]
+    if left == fields:
+        return
+    connection.execute("PRAGMA secure_delete=ON")
+    saved, row = np.dtype(fields), np.dtype(left)
+    for start, data in connection.execute("SELECT start, data FROM rows").fetchall():
+        rows = np.frombuffer(data, saved)[list(row.names or ())].astype(row)
+        connection.execute("DELETE FROM rows WHERE start = ?", (start,))
+        put(connection, "rows", start, rows.tobytes())
+    connection.execute("DELETE FROM about WHERE name = 'row'")
+    put(connection, "about", "row", json.dumps(left))

@@ -1,0 +1,57 @@
+"""A model's layers, and the hidden states after a few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _PassEnded(Exception):
+    """Ends a forward pass after the deepest layer that is needed."""
+
+
+def layer_count(module: Any) -> int:
+    """The number of a model's layers; LongCat Flash caches two layers for each."""
+    config = module.config.get_text_config(decoder=True)
+    return int(getattr(config, "num_layers", config.num_hidden_layers))
+
+
+@contextmanager
+def recorded_states(
+    module: Any, layers: Sequence[int], *, ends_pass: bool = False
+) -> Iterator[list[Tensor]]:
+    """Context manager: records the hidden states [m, d] after layers (ascending, from 1) of a pass.
+
+    Yields the list to which the states of each layer are added. With `ends_pass`, the block ends
+    after the last of the layers.
+    """
+    states = list[Tensor]()
+
+    def record(layer: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output  # [1, m, d]
+        states.append(hidden[0])
+        if ends_pass and len(states) == len(layers):
+            raise _PassEnded
+
+    with ExitStack() as hooks, suppress(_PassEnded):
+        for number in layers:
+            layer = decoder_layers(module)[number - 1]
+            hooks.callback(layer.register_forward_hook(record).remove)
+        yield states
+
+
+def side_by_side(states: Sequence[Tensor]) -> Tensor:
+    """Join the states of several layers, float32 [m, layers x d]."""
+    return torch.cat([layer.to(states[0].device).float() for layer in states], -1)
+
+
+def decoder_layers(module: Any) -> nn.ModuleList:
+    """The model's layers: the first module list whose length is the number of layers."""
+    count = layer_count(module)
+    return next(
+        part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    )
