@@ -35,7 +35,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     former = {row.turn for row in held if "pinned" in row.flags} & set(summary_turns(session))
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
-    session.check_pins(more)
+    session.engine.evictor.check_pins(more, session.ledger.held_positions)
     yield from _unshown(session.read_user(PREFIX + text, before="assistant"))
     session.turns[index].is_summary = True
     try:

@@ -70,7 +70,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
     `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
     """
-    division = session.divide_budget()
+    division = session.engine.evictor.divide_budget()
     if turn.role not in ("user", "tool") or turn.tokens_in <= division.evictable:
         return ""
     held = session.ledger.held_of_turn(turn.index)
@@ -91,7 +91,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     """
     _, turn = session.template.opening(text, session.profile.system)
     needed = len(turn.ids) + session.profile.max_new_tokens
-    if needed <= session.divide_budget().evictable:
+    if needed <= session.engine.evictor.divide_budget().evictable:
         return
     budget = session.budget_for(needed) or session.model.context_length
     if (free := free_memory()) is not None:

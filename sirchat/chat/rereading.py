@@ -154,7 +154,7 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
     copy = Session(session.model, session.profile)
     if not session.seen:
         return copy
-    rows = session.copy_key_values(limit)
+    rows = session.engine.store.copy_key_values(limit)
     if rows is None:
         return None
     points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
@@ -222,7 +222,11 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    division, ledger, before = session.divide_budget(), session.ledger, _own_pins(session)
+    division, ledger, before = (
+        session.engine.evictor.divide_budget(),
+        session.ledger,
+        _own_pins(session),
+    )
     after = pins
     if division.most_pins is not None:
         costly = pins[pins >= division.sinks]

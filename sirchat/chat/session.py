@@ -42,7 +42,7 @@ from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, templat
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import Division, budget_for
+from sirchat.engine.budget import budget_for
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
@@ -70,6 +70,7 @@ class Session:
     Callers may set `template`, `toolbox` and `stop_ids`, and read all others:
         model, profile, template: the model, the settings in force, and what turns text into ids.
         state: turns, token counts and times.
+        engine: KV cache, archive, and what evicts; callers read it, and only the session moves tokens.
         ledger: the table of all tokens ever read.
         recall: what recall has restored.
         undo_points: one for each user turn that can be undone, oldest first.
@@ -102,15 +103,15 @@ class Session:
             self.template = template_for(self.model, None, self.template.ends)
         self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
         settings = build_cache_settings(self.profile, self._folder)
-        self._engine = build_engine(self.model, settings, self.profile.seed)
+        self.engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
         self.state = ConversationState()
-        self.ledger = self._engine.ledger
+        self.ledger = self.engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points = list[UndoPoint]()
-        self.recall = Recall(self._engine, self.model, self._texts)
-        self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
+        self.recall = Recall(self.engine, self.model, self._texts)
+        self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
         self._last_reply = AfterReply()
 
@@ -122,7 +123,7 @@ class Session:
     @property
     def resident(self) -> int:
         """Number of tokens in the KV cache now."""
-        return self._engine.cache.length
+        return self.engine.cache.length
 
     @property
     def seen(self) -> int:
@@ -132,7 +133,7 @@ class Session:
     @property
     def budget(self) -> int:
         """The largest number of tokens that the KV cache may hold."""
-        return self._engine.budget
+        return self.engine.budget
 
     @property
     def speed(self) -> float:
@@ -142,7 +143,7 @@ class Session:
     @property
     def memory(self) -> list[DeviceMemory]:
         """For each device, the bytes that the model, the cache and the archive take there."""
-        return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
+        return memory_by_device(self.model.module, self.engine.cache, self.engine.store.archive)
 
     @property
     def last_said(self) -> str:
@@ -153,18 +154,10 @@ class Session:
             raise UndoError("there is no message to undo", hint=hint)
         return self.undo_points[-1].text
 
-    def divide_budget(self) -> Division:
-        """How the budget is divided now among sinks, pins, the policy and recall."""
-        return self._engine.evictor.divide_budget()
-
     def budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of so many tokens; None if there is none."""
-        settings = self._engine.settings
+        settings = self.engine.settings
         return budget_for(tokens, settings, self.ledger, self.model.context_length)
-
-    def check_pins(self, more: int) -> None:
-        """Raise SettingError if `more` pinned tokens, beside the held ones, are too many."""
-        self._engine.evictor.check_pins(more, self.ledger.held_positions)
 
     def ask(
         self,
@@ -200,10 +193,10 @@ class Session:
         """
         yield from self._tell_tools(told)
         yield from self.read_user(text, interrupted, given=given)
-        encoder, policy = self.model.encoder, self._engine.settings.policy
+        encoder, policy = self.model.encoder, self.engine.settings.policy
         if len(encoder.kinds):
             wanted, chat = self.profile.pin_instructions and policy.honours_pins, self.state
-            engine, texts = self._engine, self._texts
+            engine, texts = self.engine, self._texts
             yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
 
     def _tell_tools(self, told: str) -> list[Event]:
@@ -230,7 +223,7 @@ class Session:
         profile, closing = self.profile, self.template.closing
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
-            self._engine,
+            self.engine,
             sampler,
             turn.ref,
             stop_ids=self.stop_ids,
@@ -264,7 +257,7 @@ class Session:
         at_end, cut, last.cut = last.at_end, last.cut, None
         if cut is None or at_end is None or at_end[0] != self.seen or not self.undo_points:
             raise LookupError("the state at the end of the reply is not known")
-        self._engine.undo(cut[0].checkpoint, keep_pins=True)
+        self.engine.undo(cut[0].checkpoint, keep_pins=True)
         self.state = cut[0].restored_state(self.state, keep_pins=True)
         self.ledger.token_vectors = cut[1]
         start = self.undo_points[-1].checkpoint.cache.seen
@@ -309,7 +302,7 @@ class Session:
         after = closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *closing]
-        with self._engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.recall_ends_at_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
@@ -320,7 +313,7 @@ class Session:
     ) -> Generator[Event, None, OpenTurn]:
         """Begin the turn `ids`, for which there is room then; of the user, who `said` something."""
         state, closing = self.state, self.template.closing
-        moves = self._engine.evictor.end_recall()  # of a turn that was not answered
+        moves = self.engine.evictor.end_recall()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         self._check_room(ids, system)
         if said is not None:
@@ -349,9 +342,9 @@ class Session:
         text = without_surrogates(text)
         ids = given or self.template.assistant(text, self.state.header)
         closing = self.template.closing if ids.closing is None else ids.closing
-        self._engine.require_room(len(ids.ids) + len(closing))
+        self.engine.require_room(len(ids.ids) + len(closing))
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
-        with self._engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.recall_ends_at_error():
             yield from turn.read(ids, interrupted, after=closing)
         stream = self.template.reply_stream(is_given=True)
         stream.divide(ids.ids if self.seen == at.stop else ())
@@ -368,7 +361,7 @@ class Session:
         """
         text, point = self.last_said, self.undo_points[-1]
         try:
-            self._engine.undo(point.checkpoint, keep_pins=keep_pins)
+            self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
@@ -379,14 +372,14 @@ class Session:
         if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
             self.profile = self.profile.model_copy(update={"system": prompt})
             self.ledger.pin(self.state.system, pin_system)
-            self._engine.evictor.exclude(np.asarray(self.state.system), excluded=False)
+            self.engine.evictor.exclude(np.asarray(self.state.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     @contextmanager
     def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
         """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
         profile, points = self.profile, self.undo_points
-        with undone_at_end(self._engine) as checkpoint:
+        with undone_at_end(self.engine) as checkpoint:
             start = UndoPoint.of(self.state, checkpoint, "", profile.pin_system, self.budget)
             try:
                 self.switch(source, **updates)
@@ -417,13 +410,13 @@ class Session:
         if is_replaced and (profile.system or getattr(template, "tools", "")):
             prompt = template.system(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
-        with all_or_nothing(self._engine):
+        with all_or_nothing(self.engine):
             if is_replaced or profile.pin_system != before.pin_system:
                 self.ledger.pin(state.system, profile.pin_system and not is_replaced)
-            moves = self._engine.evictor.switch(settings, size if profile.pin_system else 0)
+            moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
-                moves += self._engine.evictor.exclude(np.asarray(state.system))
-            self._engine.require_room(size)
+                moves += self.engine.evictor.exclude(np.asarray(state.system))
+            self.engine.require_room(size)
         self.profile, self.template = profile, template
         if is_replaced:
             state.system, state.prompt = range(0), None
@@ -454,13 +447,13 @@ class Session:
         Evicted tokens are restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self._engine.store.recallable(), around)
-        moves = self._engine.evictor.pin(positions, pinned)
+        positions = self._positions_of(target, self.engine.store.recallable(), around)
+        moves = self.engine.evictor.pin(positions, pinned)
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
         self.state.unpinned = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
         events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]
-        if not self._engine.settings.policy.honours_pins:
+        if not self.engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
         return events
 
@@ -471,8 +464,8 @@ class Session:
         erased tokens. Raises UsageError if nothing matches.
         """
         system = self.profile.system
-        positions = tokens_to_erase(target, self._engine, self._texts, self.state, system)
-        self._engine.erase(positions)
+        positions = tokens_to_erase(target, self.engine, self._texts, self.state, system)
+        self.engine.erase(positions)
         self.state.prompt = erase_text(target, self.state, system)
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
         self.undo_points = []
@@ -488,7 +481,7 @@ class Session:
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
         at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
-        return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
+        return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The facts that the user stated, in order; if given, those that have all `words`.
@@ -511,13 +504,13 @@ class Session:
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self._engine, turn, self._last_reply.at_end, self.profile.sinks)
+        return attention_paid(self.engine, turn, self._last_reply.at_end, self.profile.sinks)
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
         template, header = self.template, self.state.header
         ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
-        return score_continuations(self._engine.reader, ids)
+        return score_continuations(self.engine.reader, ids)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""
@@ -526,7 +519,7 @@ class Session:
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """A snapshot of the cache; if `strongest` is given, a short one with so many tokens."""
         return take_snapshot(
-            self._engine,
+            self.engine,
             self.profile,
             self._texts,
             self.state.roles,
@@ -547,30 +540,7 @@ class Session:
 
     def save(self, start: int = 0) -> EngineState:
         """The engine's state, without keys and values, and the ledger's rows from `start` on."""
-        return self._engine.save(start)
-
-    def copy_key_values(
-        self, limit: int | None = None, but: Positions | None = None
-    ) -> KeyValues | None:
-        """A copy on the CPU of the keys and values of held and archived tokens, in stream order.
-
-        Archived ones at the positions `but` are left out. If it is larger than `limit` bytes, those
-        of held tokens alone; None if these are, too.
-        """
-        return self._engine.store.copy_key_values(limit, but)
-
-    @property
-    def archived(self) -> Positions:
-        """Stream positions of the archived tokens that can be restored, ascending."""
-        return self._engine.store.archived()
-
-    def archived_since(self, segment: int) -> tuple[Positions, int]:
-        """As `Archive.added_since` of this conversation's archive."""
-        return self._engine.store.archive.added_since(segment)
-
-    def copy_archived(self, positions: Positions) -> KeyValues:
-        """A copy on the CPU of the keys and values of archived tokens, as first written."""
-        return self._engine.store.archive.fetch(positions)
+        return self.engine.save(start)
 
     def load(
         self,
@@ -587,14 +557,14 @@ class Session:
         `undo_points` can be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, attention, evicted)
+        self.engine.load(saved, rows, attention, evicted)
         self.state, self.undo_points = state, list(undo_points)
 
     def _begin_turn(self, role: str) -> OpenTurn:
         return self._open_turn(self.state.begin(role))
 
     def _open_turn(self, stats: TurnStats) -> OpenTurn:
-        return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
+        return OpenTurn(self.state, self.engine, self._events, stats, self.profile.evict_thinking)
 
     def _read_pending(self) -> list[Event]:
         """End a round without a whole reply: read the template ids that it still needs."""
@@ -604,14 +574,14 @@ class Session:
         """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self._engine.evictor.check_pins(before)
+            self.engine.evictor.check_pins(before)
         pending, closing = self.state.pending_ids, self.template.closing
-        self._engine.require_room(len(pending) + before + len(ids.ids) + len(closing))
+        self.engine.require_room(len(pending) + before + len(ids.ids) + len(closing))
 
     def _note_undo_point(self, text: str) -> None:
-        checkpoint, profile = self._engine.checkpoint(), self.profile
+        checkpoint, profile = self.engine.checkpoint(), self.profile
         point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
-        depth = undo_depth(profile.archive != "off", self._engine.cache.state_nbytes)
+        depth = undo_depth(profile.archive != "off", self.engine.cache.state_nbytes)
         self.undo_points = [*self.undo_points, point][-depth:]
 
     def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:

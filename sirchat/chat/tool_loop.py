@@ -101,7 +101,7 @@ class Conversation(Protocol):
     template: Template
     state: ConversationState
     recall: Recall
-    _engine: Engine
+    engine: Engine
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]: ...
     def begin_reply(
@@ -181,7 +181,7 @@ def read_result(
     The beginning of a text that is larger than what is free is pinned for the reply. `before` is
     the role of the next message, if that is given and not generated.
     """
-    template, engine = _tool_template(chat), chat._engine
+    template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
     sought = template.user(question)
     ids = template.before(template.results([call.result(text)]), before)

@@ -117,7 +117,7 @@ class Autosave:
         if self._store is None or mode == "off" or not self._session.seen:
             return False
         limit = KV_BYTES if mode == "auto" else None
-        rows = self._session.copy_key_values(limit, self._store.segments.written)
+        rows = self._session.engine.store.copy_key_values(limit, self._store.segments.written)
         if rows is None:
             self._store.kv.drop()
             return False
@@ -194,7 +194,7 @@ class Autosave:
         session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
         if mode == "off":
             return
-        came, self._segment = session.archived_since(self._segment)
+        came, self._segment = session.engine.store.archive.added_since(self._segment)
         waiting = store.segments.unwritten(np.concatenate([self._waiting, came]))
         is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
         self._waiting = waiting = waiting[~is_excluded]
@@ -203,7 +203,7 @@ class Autosave:
             text = {name: ledger.column(name) for name in TEXT}
             limit = KV_BYTES if mode == "auto" else None
             with suppress(SessionError):
-                store.segments.add(new, session.copy_archived, text, limit)
+                store.segments.add(new, session.engine.store.archive.fetch, text, limit)
 
     def _leave_file(self) -> None:
         """Leave the file as it is; the next `save` begins a new one."""

@@ -130,7 +130,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
         for file, count in zip(files, counts, strict=True)
     ]
     line, total = f"{', '.join(parts)}; the budget is {session.budget:,} tokens", sum(counts)
-    room = session.divide_budget().evictable
+    room = session.engine.evictor.divide_budget().evictable
     if room < session.budget // 2 and total <= 2 * session.budget:
         line += f", of which a message can take {room:,}"
     if total <= room or session.profile.policy == "full":

@@ -69,7 +69,7 @@ def test_erased_keys_and_values_are_overwritten() -> None:
     list(chat.ask("other words " * 30))
     archived = [token.row.position for token in chat.why(SECRET) if token.state == "archived"]
     assert archived
-    archive = chat._engine.store.archive
+    archive = chat.engine.store.archive
     before = archive.fetch(np.array(archived))
     chat.erase(SECRET)
     for segment in archive._segments.values():

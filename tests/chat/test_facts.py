@@ -43,7 +43,7 @@ def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
 def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
     chat = chat_of(FACTS[0])
     at = [row.position for row in chat.tokens(range(chat.seen)) if row.text.strip() == "called"]
-    chat._engine.evictor.exclude(np.asarray(at))
+    chat.engine.evictor.exclude(np.asarray(at))
     (fact,) = chat.facts()
     assert 0 < fact.held < fact.tokens
     assert fact.left == "My cat is … Tom."

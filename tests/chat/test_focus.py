@@ -47,7 +47,7 @@ def told(budget: int = 1024, focus: str = "on") -> Session:
 
 def contents(chat: Session) -> tuple[list[int], list[torch.Tensor]]:
     """What the cache holds, and its keys and values as the model reads them."""
-    cache = chat._engine.cache
+    cache = chat.engine.cache
     rows = cache.as_read(torch.arange(cache.length))
     return chat.ledger.held_positions.tolist(), [one.clone() for one in rows]
 

@@ -74,7 +74,7 @@ def tensors(layers: CacheState) -> list[Tensor]:
 
 def memory(of: Session) -> list[Tensor]:
     """State, next logits, and keys and values as attention reads them."""
-    engine = of._engine
+    engine = of.engine
     rows = engine.cache.as_read(torch.arange(engine.ledger.held_count))
     assert engine.logits is not None
     return [*state(of), engine.logits.clone(), *(row.clone() for row in rows)]
@@ -98,7 +98,7 @@ def test_an_undone_turn_leaves_no_trace_in_the_state(name: str) -> None:
 @kinds
 def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
     talk = chat(name, *SAYINGS, recall="mips", recall_n=8)
-    engine = talk._engine
+    engine = talk.engine
     assert engine.ledger.archived_count, "there is something to search"
     before = memory(talk)
     with talk.trial("/retry", {"policy": "sink", "recall": "off"}):
@@ -161,13 +161,13 @@ def copied(talk: Session) -> Session:
     """The same chat in another session."""
     made = Session(talk.model, talk.profile)
     received = talk.ledger.attention.checkpoint(np.arange(talk.seen))
-    made.load(talk.save(), talk.state, talk.copy_key_values(), received)
+    made.load(talk.save(), talk.state, talk.engine.store.copy_key_values(), received)
     return made
 
 
 def assert_moved_once(talk: Session) -> None:
     """Every key that attention reads is the one first written, rotated once to where it is."""
-    cache, held = talk._engine.cache, talk.ledger.held_positions
+    cache, held = talk.engine.cache, talk.ledger.held_positions
     first = cache.first_written(torch.arange(len(held)), held)
     slots = torch.arange(len(held))
     for layer, both in enumerate(talk.model.rotations):
@@ -269,7 +269,7 @@ def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
     again = resumed(chat(name, *SAYINGS, save_kv="off"), save_kv="off")
     assert again.resident < again.seen, "evicted tokens are read, too"
     rebuilt = state(again)
-    again._engine.rebuild_state()
+    again.engine.rebuild_state()
     assert same(state(again), rebuilt)
 
 
@@ -277,7 +277,7 @@ def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
 def test_what_is_lost_is_read_again_with_a_state_of_its_own(name: str) -> None:
     talk = chat(name, *SAYINGS, archive_limit="1KiB")
     before = memory(talk)
-    talk._engine.evictor.reread(np.arange(talk.seen))
+    talk.engine.evictor.reread(np.arange(talk.seen))
     assert talk.ledger.archived_count == talk.seen - talk.resident > 0
     assert same(memory(talk), before)
 
@@ -316,7 +316,7 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
     talk = chat(name, *SAYINGS, "and now?", **settings)
     assert talk.resident <= talk.budget < talk.seen, "some were evicted"
     layers = len(talk.model.rotations)
-    assert layers == len(talk._engine.cache.row_layers)
+    assert layers == len(talk.engine.cache.row_layers)
     assert all(tensor.isfinite().all() for tensor in memory(talk))
     if settings.get("policy") == "h2o":
         held = talk.ledger.held_positions

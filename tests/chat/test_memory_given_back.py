@@ -32,7 +32,7 @@ def test_a_chat_that_ends_frees_its_cache_at_once() -> None:
     try:
         for text in ("My name is Anna.", "blue " * 60, "What is my name?"):
             list(chat.ask(text))
-        cache = ref(chat._engine.cache)
+        cache = ref(chat.engine.cache)
         del chat
         assert cache() is None
     finally:

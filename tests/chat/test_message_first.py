@@ -48,7 +48,7 @@ def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
         asked = chat.ask(text)
         while not isinstance(next(asked), Delta):
             pass
-        ended = chat._engine.store.placement
+        ended = chat.engine.store.placement
         list(asked)
         assert chat.resident > 256 - 16, "but for the block that a reply evicts"
         assert chat.snapshot().recalled == 0
@@ -61,20 +61,20 @@ def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
 def test_attention_is_paid_to_what_was_recalled_and_nothing_changes() -> None:
     chat = told()
     list(chat.ask(QUESTION))
-    before, rows = contents(chat._engine), columns(chat.ledger.rows())
+    before, rows = contents(chat.engine), columns(chat.ledger.rows())
     paid = chat.attention_paid(len(chat.turns) - 1)
     assert paid.shares is not None
     assert paid.held is not None
     assert paid.recalled == set(chat.recall.scores) <= paid.held
     assert set(paid.shares) & paid.recalled
-    assert same(contents(chat._engine), before)
+    assert same(contents(chat.engine), before)
     assert columns(chat.ledger.rows()) == rows
 
 
 def test_the_cache_takes_as_much_memory_as_the_budget_allows() -> None:
     chat = told()
     list(chat.ask("Where is the gate?"))
-    cache = chat._engine.cache
+    cache = chat.engine.cache
     before = cache.nbytes
     chat.switch("/budget", budget=512)
     assert cache.nbytes > 1.9 * before

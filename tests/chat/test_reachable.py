@@ -40,4 +40,4 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
         is_gone = ledger.column("state") == State.GONE
         is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
         expected = np.flatnonzero(~(is_gone | is_excluded))
-        assert chat._engine.store.reachable().tolist() == expected.tolist()
+        assert chat.engine.store.reachable().tolist() == expected.tolist()

@@ -83,7 +83,7 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
         list(plain.retry())
     assert plain.turns == chat.turns
     assert state(plain) == state(chat)
-    assert same(contents(plain._engine), contents(chat._engine))
+    assert same(contents(plain.engine), contents(chat.engine))
     assert chat.profile == plain.profile
     assert answer(list(chat.ask("yellow"))) == answer(list(plain.ask("yellow")))
     assert state(plain) == state(chat)

@@ -33,7 +33,7 @@ def told(model: LoadedModel | None = None, after: int = 12, **settings: Any) -> 
 
 def state(chat: Session) -> tuple[Any, ...]:
     """All of a session: ledger, keys and values, text, undo points, settings."""
-    saved, rows = chat.save(), chat.copy_key_values()
+    saved, rows = chat.save(), chat.engine.store.copy_key_values()
     assert rows is not None
     assert saved.logits is not None
     columns = [saved.rows[name] for name in saved.rows.dtype.names or ()]

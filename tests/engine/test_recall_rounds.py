@@ -64,8 +64,8 @@ class Chat:
 
     def recall(self, ids: Sequence[int], *_: object) -> None:
         """Hold some of all that can be held, before a turn of these ids is read."""
-        evictor, random = self.chat._engine.evictor, self.random
-        among, room = self.chat._engine.store.reachable(), evictor.recall_room(len(ids))
+        evictor, random = self.chat.engine.evictor, self.random
+        among, room = self.chat.engine.store.reachable(), evictor.recall_room(len(ids))
         self.start, self.ended, self.before = self.chat.seen, False, None
         if not (self.recalls and room and random.random() < 0.8):
             return
@@ -75,12 +75,12 @@ class Chat:
         focused = random.random() < 0.4
         evictor.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
-        self.ended = self.chat._engine.store.is_plain
+        self.ended = self.chat.engine.store.is_plain
 
     def room_made(self, evictor: Evictor, was_plain: bool) -> None:
         """Room was made: while recall holds anything, all of the current message is held."""
-        self.ended |= not was_plain and self.chat._engine.store.is_plain
-        if not self.chat._engine.store.is_plain and self.start < self.chat.seen:
+        self.ended |= not was_plain and self.chat.engine.store.is_plain
+        if not self.chat.engine.store.is_plain and self.start < self.chat.seen:
             gone = self.chat.ledger.column("flags")[self.start :] & (Flag.ERASED | Flag.EXCLUDED)
             current = self.start + np.flatnonzero(gone == 0)
             if self.chat.profile.policy != "anchor":
@@ -93,8 +93,8 @@ class Chat:
 
     def check_round(self) -> None:
         """What is held after a round is what the rules say."""
-        chat, evictor = self.chat, self.chat._engine.evictor
-        assert self.chat._engine.store.is_plain
+        chat, evictor = self.chat, self.chat.engine.evictor
+        assert self.chat.engine.store.is_plain
         self.check()
         if self.before is None or self.ended or chat.profile.policy not in ("sink", "entropy"):
             return
@@ -135,7 +135,7 @@ class Chat:
         with suppress(KeyboardInterrupt):
             list(self.chat.ask(text))
         self.model.fail_in.clear()
-        assert self.chat._engine.store.placement.is_plain
+        assert self.chat.engine.store.placement.is_plain
 
     def leave_off(self, text: str, at: int) -> None:
         """The caller takes no more events."""
@@ -143,7 +143,7 @@ class Chat:
         for _ in zip(range(at), events, strict=False):
             pass
         events.close()  # type: ignore[attr-defined]
-        assert self.chat._engine.store.placement.is_plain
+        assert self.chat.engine.store.placement.is_plain
 
     def switch(self, updates: dict[str, Any]) -> None:
         self.chat.switch("/set", **updates)
@@ -157,10 +157,10 @@ class Chat:
     def resume(self) -> None:
         """Another session goes on with what is saved of this one, plain also within a round."""
         again, held = Session(self.model, self.chat.profile), self.chat.save().held
-        again.load(self.chat.save(), self.chat.state, self.chat.copy_key_values())
+        again.load(self.chat.save(), self.chat.state, self.chat.engine.store.copy_key_values())
         follow(again, shadow_of(self.chat))
         self.use(again)
-        assert again._engine.store.placement.is_plain
+        assert again.engine.store.placement.is_plain
         assert again.ledger.held_positions.tolist() == held.tolist()
 
     def retry(self, text: str, is_full: bool) -> None:
@@ -198,7 +198,7 @@ class Chat:
             return
         with SessionStore.open(path) as store:
             resume_session(again, store)
-        assert again._engine.store.placement.is_plain
+        assert again.engine.store.placement.is_plain
         assert again.ledger.held_positions.tolist() == self.chat.save().held.tolist()
         assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
 
@@ -214,7 +214,7 @@ class Chat:
                 assert digest_is(self.chat, before), f"there and back: {given}"
         self.before = None
         list(self.chat.read_reply("I see."))
-        assert self.chat._engine.store.placement.is_plain
+        assert self.chat.engine.store.placement.is_plain
 
 
 def drawn(random: Random, among: list[int], count: int) -> Positions:
@@ -224,7 +224,7 @@ def drawn(random: Random, among: list[int], count: int) -> Positions:
 
 def kept(chat: Session, own: list[int], most: int) -> list[int]:
     """Which of the rows at the positions `own` a policy keeps, by its paper."""
-    ledger, division = chat.ledger, chat.divide_budget()
+    ledger, division = chat.ledger, chat.engine.evictor.divide_budget()
     rounds, pinned = ledger.column("round"), set(ledger.pinned_positions.tolist())
     surprisal = ledger.surprisal_of(np.arange(ledger.seen))
 
@@ -237,7 +237,7 @@ def kept(chat: Session, own: list[int], most: int) -> list[int]:
 
 
 def digest(chat: Session) -> tuple[Any, ...]:
-    rows, engine = chat.ledger.rows(), chat._engine
+    rows, engine = chat.ledger.rows(), chat.engine
     columns = [rows[name].tolist() for name in ("token_id", "round", "flags", "state")]
     return columns, engine.store.placement, contents(engine) if engine.cache.length else []
 
@@ -257,7 +257,7 @@ def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
     def make_room(self: Evictor, count: int, *given: Any) -> Any:
         was_plain = self._store.is_plain
         evicted = usual(self, count, *given)
-        if chats and chats[-1].chat._engine.evictor is self:
+        if chats and chats[-1].chat.engine.evictor is self:
             assert self._cache.length + count <= self.divide_budget().hard_bound
             chats[-1].room_made(self, was_plain)
         return evicted

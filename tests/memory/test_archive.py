@@ -268,7 +268,7 @@ def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(own_home: Path) ->
     for chat in (ram, disk):
         list(chat.switch("/budget", budget=2000))
     assert ram.snapshot().rows == disk.snapshot().rows
-    in_ram, on_disk = ram.copy_key_values(), disk.copy_key_values()
+    in_ram, on_disk = ram.engine.store.copy_key_values(), disk.engine.store.copy_key_values()
     assert in_ram is not None
     assert on_disk is not None
     for one, other in zip(in_ram.tensors, on_disk.tensors, strict=True):
@@ -290,7 +290,7 @@ def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
     chat, notices = long_chat(archive_limit="200kB")
     assert [text for text in notices if "archive is full" in text] == notices
     assert len(notices) == 1
-    assert chat._engine.store.archive.nbytes <= 200_000
+    assert chat.engine.store.archive.nbytes <= 200_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
 

@@ -150,7 +150,10 @@ def test_a_chat_under_a_budget_is_resumed_by_either(case: str, folder: Path) -> 
         told.append(answer(list(chat.ask("hello world, hello " * 20))))
         assert chat.resident <= 64 < chat.seen
         kept = chat.save(), deepcopy(chat.state)
-        for rows in (None, chat.copy_key_values()):  # without rows they are computed again
+        for rows in (
+            None,
+            chat.engine.store.copy_key_values(),
+        ):  # without rows they are computed again
             resumed = session(second, budget=64, max_new_tokens=12)
             resumed.load(*kept, rows)
             told.append(answer(list(resumed.ask("hello"))))

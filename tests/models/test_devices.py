@@ -107,7 +107,7 @@ def load(folder: Path, device_map: object = None) -> LoadedModel:
 
 def rows_of(chat: Session) -> list[Tensor]:
     """Keys and values of the held rows of each layer, then of all rows, on the CPU."""
-    cache, kept = chat._engine.cache, chat.copy_key_values()
+    cache, kept = chat.engine.cache, chat.engine.store.copy_key_values()
     assert kept is not None
     layers = range(len(cache.row_layers))
     views = [view(n) for n in layers for view in (cache.layer_keys, cache.layer_values)]
@@ -159,7 +159,10 @@ def talk(model: LoadedModel) -> list[Any]:
     again = Session(model, chat.profile)
     seen = chat.save()
     again.load(
-        seen, chat.state, chat.copy_key_values(), chat.ledger.attention.checkpoint(seen.held)
+        seen,
+        chat.state,
+        chat.engine.store.copy_key_values(),
+        chat.ledger.attention.checkpoint(seen.held),
     )
     chat = again
     say("And now?")

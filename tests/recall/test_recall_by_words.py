@@ -78,15 +78,15 @@ def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
 @pytest.mark.parametrize("retriever", BY_WORDS)
 def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     one = chat(retriever)
-    before = contents(one._engine)
+    before = contents(one.engine)
     first = ask(one, "Who is Quixbert?"), list(one.recall.scores.values())
-    then = contents(one._engine)
+    then = contents(one.engine)
     one.undo()
-    assert same(contents(one._engine), before)
+    assert same(contents(one.engine), before)
     ask(one, "Tell me a joke.")
     one.undo()
     assert (ask(one, "Who is Quixbert?"), list(one.recall.scores.values())) == first
-    assert same(contents(one._engine), then)
+    assert same(contents(one.engine), then)
 
 
 def test_the_policy_has_all_of_the_budget_while_recall_needs_nothing() -> None:

@@ -52,7 +52,7 @@ def test_tiny_answers_from_what_came_back() -> None:
     events = [next(asked)]
     while not isinstance(events[-1], Delta):
         events.append(next(asked))
-    ended = chat._engine.store.placement
+    ended = chat.engine.store.placement
     events += asked
     assert answer(events) == "You live in Lisbon."
     (came,) = [one for one in events if isinstance(one, Recalled)]

@@ -58,7 +58,7 @@ def act(chat: Session, what: str, value: Any) -> Session:
                 chat.switch("/set", **value)
             case "resume":
                 other = Session(chat.model, chat.profile)
-                other.load(chat.save(), chat.state, chat.copy_key_values())
+                other.load(chat.save(), chat.state, chat.engine.store.copy_key_values())
                 return other
     except SirchatError:
         pass
@@ -103,11 +103,11 @@ def test_an_undone_turn_leaves_keys_and_values_as_they_were(retriever: str, text
     chat = session(babbler(), policy="sink", budget=96, recall=retriever, max_new_tokens=40)
     for one in TEXTS * 2:
         act(chat, "say", one)
-    before, rows = chat.save(), chat.copy_key_values()
+    before, rows = chat.save(), chat.engine.store.copy_key_values()
     list(chat.ask(text))
     assert chat.recall.scores
     chat.undo()
-    after, again = chat.save(), chat.copy_key_values()
+    after, again = chat.save(), chat.engine.store.copy_key_values()
     assert columns(after.rows) == columns(before.rows)
     assert after.held.tolist() == before.held.tolist()
     assert rows is not None

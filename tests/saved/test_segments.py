@@ -35,7 +35,7 @@ def chat(folder: Path) -> Chat:
     """A chat that has evicted more tokens than a file takes."""
     chat = Chat()
     chat.say("My name is Anna.", LONG, LONG)
-    assert len(chat.session.archived) > 2 * FEWEST
+    assert len(chat.session.engine.store.archived()) > 2 * FEWEST
     return chat
 
 
@@ -61,19 +61,25 @@ def test_after_a_crash_a_chat_has_the_first_written_keys_of_what_it_had_evicted(
     chat.crash()
     assert not list(folder.glob("*.safetensors"))
     again, _ = resumed(folder, only(folder))
-    before = chat.session.archived
-    lost = np.setdiff1d(before, again.archived)
+    before = chat.session.engine.store.archived()
+    lost = np.setdiff1d(before, again.engine.store.archived())
     assert len(lost) < FEWEST
     assert set(again.ledger.column("state")[lost]) <= {State.GONE}
-    assert is_equal(again.copy_archived(again.archived), chat.session.copy_archived(again.archived))
+    assert is_equal(
+        again.engine.store.archive.fetch(again.engine.store.archived()),
+        chat.session.engine.store.archive.fetch(again.engine.store.archived()),
+    )
 
 
 def test_with_what_is_saved_at_its_end_a_chat_has_all(chat: Chat, folder: Path) -> None:
     chat.saved_chat.close()
     again, _ = resumed(folder, only(folder))
-    assert again.archived.tolist() == chat.session.archived.tolist()
-    assert is_equal(again.copy_archived(again.archived), chat.session.copy_archived(again.archived))
-    assert same(contents(again._engine), contents(chat.session._engine))
+    assert again.engine.store.archived().tolist() == chat.session.engine.store.archived().tolist()
+    assert is_equal(
+        again.engine.store.archive.fetch(again.engine.store.archived()),
+        chat.session.engine.store.archive.fetch(again.engine.store.archived()),
+    )
+    assert same(contents(again.engine), contents(chat.session.engine))
     (at_end,) = folder.glob("*.safetensors")
     assert at_end.stat().st_size < sum(file.stat().st_size for file in files(folder))
 
@@ -134,7 +140,10 @@ def test_what_is_undone_is_in_no_file_and_what_is_said_instead_is(chat: Chat, fo
         assert load_file(file)["positions"].max() < chat.session.seen
     chat.crash()
     again, _ = resumed(folder, only(folder))
-    assert not len(again.archived) or again.archived.max() < chat.session.seen
+    assert (
+        not len(again.engine.store.archived())
+        or again.engine.store.archived().max() < chat.session.seen
+    )
 
 
 def test_a_file_of_another_text_is_never_used(chat: Chat, folder: Path, tmp_path: Path) -> None:
@@ -147,7 +156,7 @@ def test_a_file_of_another_text_is_never_used(chat: Chat, folder: Path, tmp_path
     shutil.rmtree(folder / f"{ident}.kv", ignore_errors=True)
     shutil.copytree(kept, folder / f"{ident}.kv")  # as if they had not been deleted
     again, _ = resumed(folder, ident)
-    assert not len(again.archived)
+    assert not len(again.engine.store.archived())
     assert not files(folder)
 
 
@@ -168,7 +177,7 @@ def test_erasing_leaves_no_file_of_before_and_saves_the_rest_again(
     chat: Chat, folder: Path
 ) -> None:
     before = {file: file.read_bytes() for file in files(folder)}
-    rows = chat.session.archived
+    rows = chat.session.engine.store.archived()
     erased = [rank.row.position for rank in chat.session.why("Anna")]
     chat.do("/erase Anna --yes")
     after = {file: file.read_bytes() for file in files(folder)}
@@ -176,7 +185,7 @@ def test_erasing_leaves_no_file_of_before_and_saves_the_rest_again(
     assert not set(before.items()) & set(after.items())
     chat.crash()
     again, _ = resumed(folder, only(folder))
-    assert np.setdiff1d(rows, again.archived).tolist()[: len(erased)] == erased
+    assert np.setdiff1d(rows, again.engine.store.archived()).tolist()[: len(erased)] == erased
 
 
 def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
@@ -191,7 +200,7 @@ def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     assert sum(file.stat().st_size for file in files(folder)) < 96 * 1024
     chat.crash()
     again, _ = resumed(folder, only(folder))
-    assert again.archived.min() > FEWEST
+    assert again.engine.store.archived().min() > FEWEST
     assert {rank.state for rank in again.why("Anna")} == {"lost"}
 
 
@@ -206,4 +215,4 @@ def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> N
     remove_session(folder / f"{ident}.sqlite")
     for one in (copy.id, branch):
         again, _ = resumed(folder, one)
-        assert len(again.archived) > 2 * FEWEST - 1
+        assert len(again.engine.store.archived()) > 2 * FEWEST - 1

@@ -76,7 +76,7 @@ def state(chat: Session) -> dict[str, Any]:
         "counts": (end.turns, end.seen, end.resident, end.tokens_out),
         "logits": logits.tolist(),
         "profile": chat.profile,
-        "kv": contents(chat.copy_key_values()),
+        "kv": contents(chat.engine.store.copy_key_values()),
     }
 
 
@@ -227,13 +227,13 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     talk(chat, saving, MESSAGES[:6])
-    rows = chat.copy_key_values()
+    rows = chat.engine.store.copy_key_values()
     assert rows is not None
     assert len(rows) > chat.resident
     monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * rows.nbytes // len(rows))
     saving.close()
     again = resumed(folder, babbler())
-    kept = again.copy_key_values()
+    kept = again.engine.store.copy_key_values()
     assert kept is not None
     assert kept.positions.tolist() == chat.save().held.tolist()
     assert again.snapshot().rows == chat.snapshot().rows

@@ -56,13 +56,13 @@ class Shadow:
 
 
 def shadow_of(chat: Session) -> Shadow:
-    shadow: Shadow = chat._engine.cache.shadow  # type: ignore[attr-defined]
+    shadow: Shadow = chat.engine.cache.shadow  # type: ignore[attr-defined]
     return shadow
 
 
 def follow(chat: Session, shadow: Shadow) -> None:
     """Let a chat whose keys and values are another's go on with a copy of its shadow."""
-    chat._engine.cache.shadow = shadow.copied()  # type: ignore[attr-defined]
+    chat.engine.cache.shadow = shadow.copied()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class WatchedModel(LoadedModel):
 
     @contextmanager
     def _checked(self, ids: Sequence[int], cache: BoundedCache) -> Iterator[None]:
-        chat = next((one for one in self.chats if one._engine.cache is cache), None)
+        chat = next((one for one in self.chats if one.engine.cache is cache), None)
         if chat is not None and self.fail_in:
             self.fail_in[0] -= 1
             if not self.fail_in[0]:
@@ -120,7 +120,7 @@ class WatchedModel(LoadedModel):
         yield
         if chat is not None:
             rows = cache.length + len(ids)
-            most = chat.divide_budget().hard_bound
+            most = chat.engine.evictor.divide_budget().hard_bound
             assert rows <= most, f"{rows} rows of {most}"
 
 
@@ -173,13 +173,13 @@ def check(chat: Session, theta: float) -> None:
 
     `theta` is the base of the model's rotary frequencies.
     """
-    engine, shadow = chat._engine, shadow_of(chat)
+    engine, shadow = chat.engine, shadow_of(chat)
     cache, ledger, archive = engine.cache, engine.ledger, engine.store.archive
     held, seen = ledger.held_positions.copy(), ledger.seen
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
     assert cache.length == len(held), "cache and ledger differ"
-    assert cache.length <= chat.divide_budget().hard_bound, "over the budget"
+    assert cache.length <= chat.engine.evictor.divide_budget().hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)
@@ -187,9 +187,9 @@ def check(chat: Session, theta: float) -> None:
     assert not (flags[held] & Flag.ERASED).any(), "an erased row is held"
     pinned = np.setdiff1d(ledger.pinned_positions, held)
     assert (
-        not chat._engine.settings.policy.honours_pins
+        not chat.engine.settings.policy.honours_pins
         or not archive.has(pinned).any()
-        or not chat._engine.settings.policy.bounded
+        or not chat.engine.settings.policy.bounded
     ), "a pinned row is only in the archive"
     stored = archive.positions
     assert not len(stored) or stored[-1] < seen, "the archive has a row that was undone"
@@ -211,7 +211,7 @@ def _check_rows(shadow: Shadow, rows: KeyValues, what: str) -> None:
 
 def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) -> None:
     """Each key is where its slot is: rotated anew, in float64, from where it was written."""
-    cache = chat._engine.cache
+    cache = chat.engine.cache
     places, rows = shadow.taken(held)
     new = held if cache.absolute_positions else np.arange(len(held))
     for layer in range(len(cache.row_layers)):

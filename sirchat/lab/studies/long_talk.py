@@ -262,7 +262,7 @@ def _continued(session: Session) -> Engine:
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.ledger.attention.checkpoint(np.arange(session.seen))
-    engine.load(session.save(), session.copy_key_values(), attention)
+    engine.load(session.save(), session.engine.store.copy_key_values(), attention)
     return engine
 
 

@@ -111,7 +111,7 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     def read(ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
         return PassResult.of_logits(forward(ids, cache, **how), ids)
 
-    chat._engine.reader.model = SimpleNamespace(read=read)  # type: ignore[assignment]
+    chat.engine.reader.model = SimpleNamespace(read=read)  # type: ignore[assignment]
     for user, reply in TALK:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
             pass
