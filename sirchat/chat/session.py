@@ -70,7 +70,7 @@ class Session:
     Callers may set `template`, `toolbox` and `stop_ids`, and read all others:
         model, profile, template: the model, the settings in force, and what turns text into ids.
         state: turns, token counts and times.
-        engine: KV cache, archive, and what evicts; callers read it, and only the session moves tokens.
+        engine: KV cache, archive, and what evicts; only the session lets it read or move tokens.
         ledger: the table of all tokens ever read.
         recall: what recall has restored.
         undo_points: one for each user turn that can be undone, oldest first.
