@@ -21,9 +21,13 @@ import errno
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
 _LONGEST = 1000  # characters of an error message: a longer one is cut
@@ -144,14 +148,20 @@ def _slips(text: str, other: str) -> int:
     return last[-1]
 
 
-@contextmanager
-def no_panic(what: str) -> Iterator[None]:
+def no_panic(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Raise ModelError where the library `tokenizers` panics, as at an expression without end."""
-    try:
-        yield
-        return
-    except BaseException as error:  # a panic is no Exception
-        if type(error).__name__ != "PanicException":
-            raise
-        problem = str(error).split("\n", 1)[0]
-    raise ModelError(f"{what}: {problem}")
+
+    def decorated(function: Callable[P, Result]) -> Callable[P, Result]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:  # a panic is no Exception
+                if type(error).__name__ != "PanicException":
+                    raise
+                problem = str(error).split("\n", 1)[0]
+            raise ModelError(f"{what}: {problem}")
+
+        return call
+
+    return decorated
