@@ -86,7 +86,7 @@ def test_every_eviction_follows_the_policy(policy: str, settings: dict[str, Any]
 def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
     talk = ("user", "My name is Anna."), ("assistant", "Hello, Anna."), ("user", "What is my name?")
     chat, out = session(tiny(), max_new_tokens=30), io.StringIO()
-    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(talk, 1)]
+    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(talk, 1)]  # type: ignore[arg-type]
     replay(chat, turns, Screen(out, io.StringIO()), ReplayOptions(feed=True))
     *lines, reply = out.getvalue().splitlines()
     assert lines == [f"{role.upper()}: {text}" for role, text in talk]
