@@ -220,25 +220,6 @@ def test_a_policy_is_checked_and_an_outside_one_is_used(
     assert run("--json", "--policy", "json:JSONDecoder").returncode == 2
 
 
-@pytest.mark.slow
-def test_a_policy_in_the_current_folder_is_found(tmp_path: Path) -> None:
-    (tmp_path / "here.py").write_text(
-        "from sirchat.memory.policies.sink import Sink\nclass Mine(Sink): 'Like sink.'\n",
-        encoding="utf-8",
-    )
-    root = str(Path(__file__).parents[2])
-    probe = f"import sys; sys.path[0] = {root!r}; from sirchat.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", probe, "policies", "check", "here:Mine"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("words", [["sessions"], ["paths"], ["-m", "tiny"], ["ask", "Hi"]])
 def test_a_home_of_a_user_that_does_not_exist_is_one_line(words: list[str]) -> None:
     error = 'sirchat: SIRCHAT_HOME "~no-such-user/x" names a user that does not exist\n'

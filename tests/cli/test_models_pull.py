@@ -78,10 +78,7 @@ def error_of(cache: Path, url: str, *arguments: str) -> str:
 def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
     hub: FakeHub, cache: Path
 ) -> None:
-    command = [sys.executable, "-m", "sirchat", "models", "pull", "me/small"]
-    done = subprocess.run(
-        command, env=environment(cache, hub.url), capture_output=True, text=True, timeout=120
-    )
+    done = sirchat(cache, hub.url, "models", "pull", "me/small")
     assert done.returncode == 0, done.stderr
     assert "sirchat -m me/small" in done.stderr
     assert done.stdout == ""

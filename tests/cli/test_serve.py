@@ -49,14 +49,13 @@ def test_a_port_that_is_in_use_is_refused_before_the_model_is_loaded() -> None:
     assert "(choose another --host or --port; --port 0 takes a free one)" in error
 
 
-def test_the_api_key_may_be_in_the_environment() -> None:
+def test_the_api_key_may_be_in_the_environment_and_packages_may_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done = run("serve", "--host", "0.0.0.0", "--model", "/no/such", SIRCHAT_API_KEY="secret")
     assert done.returncode == 1
     assert "/no/such" in done.stderr
     assert "secret" not in done.stderr + run("serve", "--help", SIRCHAT_API_KEY="secret").stdout
-
-
-def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.cli.serve.find_spec", lambda name: None)
     error = "sirchat: the server is not installed (pip install 'sirchat[server]')\n"
     assert refused("serve") == (2, error)

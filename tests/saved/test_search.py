@@ -62,10 +62,11 @@ def test_the_best_chat_is_first_and_of_equals_the_newest(tmp_path: Path) -> None
         ("मुझे हिन्दी पसंद है", "हिन्दी", "मुझे [हिन्दी] पसंद है"),
         ("Привет, Москва!", "москва", "Привет, [Москва]!"),
         ("I don't know", "don't", "I [don't] know"),
+        ("I write C++ all day", "C++", "I write [C]++ all day"),  # not what begins with c
     ],
 )
 def test_text_of_any_language_is_found(tmp_path: Path, text: str, words: str, marked: str) -> None:
-    new(tmp_path, "something else")
+    new(tmp_path, "something else, I can call a cab")
     path = new(tmp_path, text)
     hits = search_sessions(tmp_path, words.split()[-1]).hits
     assert [hit.session.path for hit in hits] == [path]

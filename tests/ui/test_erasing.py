@@ -65,6 +65,16 @@ def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
     assert not any("armalade" in line for line in chat.history.get_strings())
 
 
+def test_parts_of_words_stay_and_what_else_says_it_is_pointed_out(chat: Chat) -> None:
+    with pytest.raises(UsageError, match="these words are not in this chat"):
+        do(chat, "/erase range")
+    do(chat, "/erase --yes is")
+    assert chat.texts[1] == "this  what the others said"
+    assert "what is called all that" in chat.history.get_strings()
+    chat.say("Yes, Marmalade again.")
+    assert "Marmalade in turn" in do(chat, "/erase --yes turn 0")
+
+
 def test_commands_about_words_of_this_chat_go_too_whenever_they_were_typed(chat: Chat) -> None:
     """They may have been typed before the chat was resumed; what other chats contain stays."""
     for line in ("/pin Oranges make marmalade", '/why "marmalade"', "/why Marmalade of plums"):
@@ -74,19 +84,6 @@ def test_commands_about_words_of_this_chat_go_too_whenever_they_were_typed(chat:
     do(chat, "/erase --yes")
     left = [line for line in chat.history.get_strings() if "armalade" in line]
     assert left == ["an old line on Marmalade", "/why Marmalade of plums"]
-
-
-def test_parts_of_words_stay(chat: Chat) -> None:
-    with pytest.raises(UsageError, match="these words are not in this chat"):
-        do(chat, "/erase range")
-    do(chat, "/erase --yes is")
-    assert chat.texts[1] == "this  what the others said"
-    assert "what is called all that" in chat.history.get_strings()
-
-
-def test_what_else_says_it_is_pointed_out(chat: Chat) -> None:
-    chat.say("Yes, Marmalade again.")
-    assert "Marmalade in turn" in do(chat, "/erase --yes turn 0")
 
 
 def cached_texts() -> Iterator[str]:

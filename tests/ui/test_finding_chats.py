@@ -10,13 +10,16 @@ import pytest
 from rich.cells import cell_len
 
 from command import run
+from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal, saved
 from session_files import new
+from sirchat.paths import sessions_dir
 from sirchat.saved.search import Part
-from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.lists import SessionLines
-from terminal import WARM, Terminal
+from sirchat.ui.lists import SessionLines, draw_sessions
+from sirchat.ui.screen import Screen
+from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -63,44 +66,33 @@ def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) ->
     assert "My name is Anna." in run("sessions").stdout
 
 
-def test_matches_are_marked_in_the_line_that_was_found(folder: Path) -> None:
-    path = new(folder, "x")
-    parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
-    (_, line) = SessionLines(list_sessions(folder).sessions, matches={path.stem: parts}).lines(
-        0, 80
-    )
-    assert line == [("", "    "), ("", "to "), ("match", "Rome"), ("", " by train")]
-
-
-# --- search
-
-
-def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> None:
-    new(folder, "Oslo is cold.")
+def test_sessions_search_prints_the_best_twenty_with_their_lines(folder: Path) -> None:
+    first = new(folder, "Oslo is cold.")
     path = named(folder, "trip", "Hello", "We go to Rome\nby a night train.")
     done = run("sessions", "search", "night", "train")
     assert done.returncode == 0
-    assert re.fullmatch(
-        rf"{path.stem}  .* 2 messages  tiny  trip: …We go to Rome by a night train\.\n", done.stdout
-    )
-
-
-def test_a_search_without_a_hit_says_what_to_do(folder: Path) -> None:
-    new(folder, "Oslo is cold.")
-    done = run("sessions", "search", "rome", "\x1b[2J")
+    line = rf"{path.stem}  .* 2 messages  tiny  trip: …We go to Rome by a night train\.\n"
+    assert re.fullmatch(line, done.stdout)
+    done = run("sessions", "search", "lima", "\x1b[2J")
     assert (done.returncode, done.stdout) == (1, "")
     assert "has all of these words (fewer words find more" in done.stderr
     assert "\x1b" not in done.stderr
     assert run("sessions", "search", "?!").returncode == 2
-
-
-def test_a_search_shows_twenty_and_says_how_many_more_there_are(folder: Path) -> None:
-    first = new(folder, "rome")
     for number in range(24):
         os.link(first, folder / f"copy{number}.sqlite")
-    done = run("sessions", "search", "rome")
+    done = run("sessions", "search", "oslo")
     assert len(done.stdout.splitlines()) == 20
     assert "and 5 more with a weaker match; add words to find fewer" in done.stderr
+
+
+def test_matches_are_marked_in_the_line_that_was_found(terminal: FakeTerminal) -> None:
+    parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
+    path = new(sessions_dir(), "We go to Rome.")
+    chats = SessionLines(list_sessions(sessions_dir()).sessions, matches={path.stem: parts})
+    _, line = chats.lines(0, 80)
+    assert line == [("", "    "), ("", "to "), ("match", "Rome"), ("", " by train")]
+    Screen(terminal, terminal).show(draw_sessions(chats, terminal.size().columns))
+    assert "\x1b[1;4mRome" in terminal.getvalue()
 
 
 def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
@@ -109,6 +101,12 @@ def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
     chat = Chat()
     assert f"this chat is session {ident}" in chat.do("/load Words")
     assert f"session {ident} is this chat" in chat.do(f"/load {ident[:-1]}")
+    chat.saved_chat.close()
+    (folder / "search.index").unlink()
+    (folder / "search.index").mkdir()  # without an index names are found
+    chat = Chat()
+    assert f"this chat is session {ident}" in chat.do("/load words")
+    assert "search.index" in refusal(chat, "/load some words")
 
 
 def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Path) -> None:
@@ -125,13 +123,7 @@ def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Pat
     assert "did you mean my trip?" in refusal(chat, "/load my tirp")
 
 
-def test_without_an_index_names_are_found_and_words_are_an_error(folder: Path) -> None:
-    ident = saved(folder, "trip")
-    (folder / "search.index").unlink()
-    (folder / "search.index").mkdir()
-    chat = Chat()
-    assert f"this chat is session {ident}" in chat.do("/load trip")
-    assert "search.index" in refusal(chat, "/load some words")
+# --- search
 
 
 # --- picking
@@ -179,15 +171,3 @@ def test_a_chat_is_picked_with_the_arrow_keys(tmp_path: Path, folder: Path) -> N
         chat.wait_screen(r"(?m)^> 20.{60,}")
         chat.send("\x04")
         assert chat.leave() == 0
-
-
-@pytest.mark.slow
-def test_matching_words_are_marked_on_a_terminal(tmp_path: Path, folder: Path) -> None:
-    path = new(folder, "We go to Rome.")
-    with Terminal(
-        WARM, "-m", "sirchat", "sessions", "search", "rome", home=tmp_path, columns=60
-    ) as command:
-        assert command.ended() == 0
-        assert path.stem in command.text
-        assert b"\x1b[1;4mRome" in command.raw
-    assert find_session(folder, "last") == path

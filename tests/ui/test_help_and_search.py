@@ -71,14 +71,3 @@ def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(fold
     assert chat.saved_chat._saving.id not in shown.partition("saved chats")[2]
     assert "no message and no saved chat has all of" in refusal(chat, "/search Ostrich")
     assert "has no word to search for" in refusal(chat, "/search ...")
-
-
-def test_a_word_with_a_sign_is_found_as_it_is_written(folder: Path) -> None:
-    for name, text in (("plus", "I write C++ all day"), ("plain", "I can call a cab")):
-        chat = Chat()
-        chat.say(text)
-        chat.do(f"/save {name}")
-        chat.saved_chat.close()
-    shown = Chat().do("/search C++")
-    assert "plus" in shown
-    assert "plain" not in shown

@@ -37,22 +37,27 @@ def load_reporting(name: str) -> list[tuple[str, int, int | None]]:
 
 
 def test_loading_reports_its_progress_and_draws_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_babbler(tmp_path))
     capfd.readouterr()
-    what, done, total = load_reporting(folder)[-1]
-    assert what == "Reading weights"
-    assert done == total
+    for name in (folder, str(gguf)):
+        tensors = [report for report in load_reporting(name) if report[0] == "Reading weights"]
+        assert tensors[-1][1] == tensors[-1][2]
+    assert tensors[-1][1] == len(tiny().module.state_dict()) - 1
     load_model(folder, device="cpu")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_gguf_file_reports_its_tensors(gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reports = load_reporting(str(gguf))
-    tensors = [(done, total) for what, done, total in reports if what == "Reading weights"]
-    assert tensors[-1][0] == tensors[-1][1] == len(tiny().module.state_dict()) - 1
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.slow
+def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
+    command = [*warm_python(), "-m", "sirchat", "--device", "cpu", "--model", str(gguf)]
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        command, input="hello", capture_output=True, text=True, check=True, timeout=120, env=environ
+    )
+    assert done.stdout.startswith("USER: hello\nASSISTANT: ")
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
 
 
 def test_what_libraries_say_while_loading_is_not_shown(
@@ -78,17 +83,6 @@ def test_what_libraries_say_while_loading_is_not_shown(
     assert (caught, caplog.messages) == ([], [])
     logging.getLogger("huggingface_hub").warning("afterwards")
     assert caplog.messages == ["afterwards"]
-
-
-@pytest.mark.slow
-def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
-    command = [*warm_python(), "-m", "sirchat", "--device", "cpu", "--model", str(gguf)]
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
-    done = subprocess.run(
-        command, input="hello", capture_output=True, text=True, check=True, timeout=120, env=environ
-    )
-    assert done.stdout.startswith("USER: hello\nASSISTANT: ")
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
 
 
 @pytest.mark.slow

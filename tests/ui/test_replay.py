@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,6 @@ from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-
-_DATA = os.environ.get("SIRCHAT_DATA")
-
-
-_ROUNDS_PER_SESSION = 22
 
 
 def _replayed(
@@ -76,73 +70,30 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "system"),
+    ("policy", "settings"),
     [
-        *((one, None) for one in ("window", "sink", "entropy", "random", "interval")),
-        ("anchor", "Be kind. Always."),
-        ("entropy", "Be kind. Always."),
+        *((one, {}) for one in ("window", "sink", "entropy", "random", "interval")),
+        *((one, {"system": "Be kind. Always."}) for one in ("anchor", "entropy")),
+        *(("reservoir", {"policy_options": {"sample": sample}}) for sample in (None, 20)),
     ],
 )
-def test_every_eviction_follows_the_policy(policy: str, system: str | None) -> None:
-    turns = _transcript(9)
-    events = _replayed(turns, policy=policy, budget=96, recent=8, decay=0.8, system=system)
+def test_every_eviction_follows_the_policy(policy: str, settings: dict[str, Any]) -> None:
+    settings = {"decay": 0.8 if policy != "reservoir" else 1.0} | settings
+    events = _replayed(_transcript(9), policy=policy, budget=96, recent=8, **settings)
     assert check_stream(events) > 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", [None, 20])
-def test_every_eviction_of_reservoir_follows_it(sample: int | None) -> None:
-    options = {"sample": sample}
-    events = _replayed(
-        _transcript(9), policy="reservoir", policy_options=options, budget=96, recent=8
-    )
-    assert check_stream(events) > 60
-
-
-@pytest.mark.slow
-def test_generated_replies_follow_the_policy_too() -> None:
-    settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
-    events = _replayed(_transcript(3), feed=False, **settings)
-    assert check_stream(events) > 40
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_DATA is None, reason="SIRCHAT_DATA is not set")
-@pytest.mark.parametrize("policy", ["reservoir"])
-def test_a_policy_holds_on_real_grocery_sessions(policy: str, tmp_path: Path) -> None:
-    file = tmp_path / "grocery.jsonl"
-    turns = _grocery_turns(Path(str(_DATA)), sessions=1)
-    file.write_text("".join(json.dumps(t) + "\n" for t in turns), encoding="utf-8")
-    flags = ["--policy", policy, "--budget", "256", "--decay", "0.9"]
-    done = run("replay", "--feed", "--json-tokens", str(file), *flags)
-    assert done.returncode == 0
-    assert check_stream([json.loads(line) for line in done.stdout.splitlines()]) > 20
 
 
 def test_an_unanswered_last_turn_is_answered_even_when_feeding() -> None:
-    turns = [
-        TranscriptTurn("user", "My name is Anna.", 1),
-        TranscriptTurn("assistant", "Hello, Anna.", 2),
-    ]
-    chat = session(tiny(), max_new_tokens=30)
-    out = io.StringIO()
-    screen = Screen(out, io.StringIO())
-    options = ReplayOptions(feed=True)
-    replay(chat, [*turns, TranscriptTurn("user", "What is my name?", 3)], screen, options)
-    assert out.getvalue().splitlines()[:3] == [
-        "USER: My name is Anna.",
-        "ASSISTANT: Hello, Anna.",
-        "USER: What is my name?",
-    ]
-    assert "Anna" in out.getvalue().splitlines()[-1]
+    talk = ("user", "My name is Anna."), ("assistant", "Hello, Anna."), ("user", "What is my name?")
+    chat, out = session(tiny(), max_new_tokens=30), io.StringIO()
+    turns = [TranscriptTurn(role, text, line) for line, (role, text) in enumerate(talk, 1)]  # type: ignore[arg-type]
+    replay(chat, turns, Screen(out, io.StringIO()), ReplayOptions(feed=True))
+    *lines, reply = out.getvalue().splitlines()
+    assert lines == [f"{role.upper()}: {text}" for role, text in talk]
+    assert "Anna" in reply
 
 
-def test_a_reply_without_a_question_is_an_error_with_its_line() -> None:
-    with pytest.raises(TranscriptError, match="line 7"):
-        _replayed([TranscriptTurn("assistant", "Hello.", 7)])
-
-
-def test_a_system_turn_sets_the_prompt_and_a_later_one_is_named() -> None:
+def test_a_system_turn_sets_the_prompt_and_what_does_not_fit_is_named_with_its_line() -> None:
     turns = [
         TranscriptTurn("system", "Be kind.", 1),
         TranscriptTurn("user", "Hi.", 2),
@@ -151,6 +102,15 @@ def test_a_system_turn_sets_the_prompt_and_a_later_one_is_named() -> None:
     events = _replayed(turns, feed=False, max_new_tokens=3)
     assert next(e for e in events if e.get("role") == "system")["text"] == "Be kind."
     assert "line 3" in next(e for e in events if e["event"] == "notice")["text"]
+    with pytest.raises(TranscriptError, match="line 7"):
+        _replayed([TranscriptTurn("assistant", "Hello.", 7)])
+
+
+@pytest.mark.slow
+def test_generated_replies_follow_the_policy_too() -> None:
+    settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
+    events = _replayed(_transcript(3), feed=False, **settings)
+    assert check_stream(events) > 40
 
 
 @pytest.mark.parametrize(
@@ -171,19 +131,3 @@ def test_malformed_input_names_file_and_line_and_exits_2(
     assert complaint in done.stderr
     assert "talk.jsonl" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def _grocery_turns(data: Path, sessions: int) -> list[dict[str, str]]:
-    """`{"role", "content"}` objects of the first sessions, one after another."""
-    lines = (data / "grocery_keys.jsonl").read_text(encoding="utf-8").splitlines()
-    turns = []
-    for line in lines[: sessions * _ROUNDS_PER_SESSION]:
-        item = json.loads(line)
-        choices = item["question"]["choices"]
-        answer = next(c["text"] for c in choices if c["label"] == item["answerKey"])
-        asked = item["question"]["stem"].strip()
-        if len(choices) > 1:
-            asked += " " + " ".join(f"({c['label']}) {c['text']}" for c in choices)
-            answer = f"({item['answerKey']}) {answer}"
-        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    return turns

@@ -62,8 +62,8 @@ _SLOW = [
     pytest.param(*settings, seed, least, screen, marks=pytest.mark.slow)
     for number, (seed, least, screen) in enumerate(
         (
-            *((2, _LEAST, Reflowing), (1, _LEAST, Emulator)),
-            *((3, _SMALL, Emulator), (4, _SMALL, Reflowing)),  # a small window gets plain text
+            (2, _LEAST, Reflowing),
+            (3, _SMALL, Emulator),  # a small window gets plain text
         )
     )
     for settings in _SETTINGS[number % _STEP :: _STEP]

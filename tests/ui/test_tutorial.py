@@ -144,7 +144,7 @@ def test_own_lines_are_sent_and_an_effect_that_they_prevent_is_not_claimed(home:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "code"), [("q\r", 0), ("/exit\r", 0), ("\x03", 130)])
+@pytest.mark.parametrize(("keys", "code"), [("q\r", 0), ("\x03", 130)])
 def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
     with started(home) as terminal:
         wait_step(terminal, 1)

@@ -41,16 +41,10 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert _said(chat, "tree") == (
         "“tree” is held: of the 59 held tokens, none surprised the model more."
     )
-    match = re.fullmatch(
-        r"“Anna” is held: of the 59 held tokens, only (\d) surprised the model more\.",
-        _said(chat, "Anna"),
-    )
+    above = r"“Anna” is held: of the 59 held tokens, only (\d) surprised the model more\."
+    match = re.fullmatch(above, _said(chat, "Anna"))
     assert match
     assert int(match[1]) == min(rank.rank or 99 for rank in chat.why("Anna")) - 1
-
-
-def test_a_word_that_ranks_high_and_still_goes_next_is_said_to_be_the_lowest_that_may_go() -> None:
-    chat = _told("entropy")
     ranks = [replace(rank, leaves=True) for rank in chat.why("tree")]
     assert explain(ranks, "tree", "entropy") == (
         "“tree” is held, but will be evicted next: what ranks lower is pinned, or among the newest."
@@ -59,25 +53,23 @@ def test_a_word_that_ranks_high_and_still_goes_next_is_said_to_be_the_lowest_tha
     assert "surprised the model more" in explain(low, "tree", "entropy")
 
 
-@pytest.mark.slow
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
-    assert _said(chat, "Anna") == (
+    gone = (
         "“Anna” is evicted: of the 59 held tokens, 55 are newer. The tokens are archived: "
         '/recall "Anna" restores them.'
     )
-    assert "The tokens are no longer archived, so they can't be restored." in _said(
-        _told("sink", archive="off"), "Anna"
-    )
-    assert _said(_told("window"), "turn 0").endswith("The tokens are archived: /pin restores them.")
-
-
-def test_of_words_that_are_held_in_part_it_says_how_many() -> None:
-    chat = _told("sink")
+    assert _said(chat, "Anna") == gone
+    assert _shown(chat, "Anna") == [
+        f"{gone} The last reply could not use it; /retry full answers with everything held."
+    ]
     states = [rank.state for rank in chat.why("Lisbon")]
     held = f"Of the {len(states)} tokens of “Lisbon”, {states.count('held')} are held. "
     assert _said(chat, "Lisbon").startswith(held)
     assert "will be evicted next" in _said(chat, "Lisbon")
+    lost = "The tokens are no longer archived, so they can't be restored."
+    assert lost in _said(_told("sink", archive="off"), "Anna")
+    assert _said(_told("window"), "turn 0").endswith("The tokens are archived: /pin restores them.")
 
 
 def test_pins_sinks_and_fading_are_named() -> None:
@@ -86,6 +78,40 @@ def test_pins_sinks_and_fading_are_named() -> None:
     chat.pin("Lisbon")
     assert _said(chat, '"Lisbon"') == "“Lisbon” is held because it is pinned."
     assert "the first tokens of the chat" in _said(_told("interval"), "turn 0")
+
+
+def test_a_word_that_was_held_got_so_much_attention() -> None:
+    chat = _told("entropy")
+    paid = chat.attention_paid(7)
+    assert paid.shares is not None
+    assert any(rank.row.position in paid.shares for rank in chat.why("tree"))
+    said, held = _shown(chat, "What")
+    assert "an average token)" in said
+    assert held.startswith(("“What” is held", "Of the "))
+    rank = next(rank for rank in chat.why("Lisbon") if rank.row.turn == 2)
+    for share, how in (
+        (0.3, "made little use of it (0.3 times an average token); /retry full"),
+        (2.0, "attention to"),
+    ):
+        shares = AttentionPaid(paid.start, None, {rank.row.position: share})
+        sentence = describe_use([rank], "“Lisbon”", shares, can_retry=True)
+        assert f"({share} times an average token)" in sentence
+        assert how in sentence
+    hidden = describe_use([rank], "“Lisbon”", replace(shares, shares=None), can_retry=True)
+    assert hidden.endswith("can't be read from this model.")
+
+
+def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:
+    chat = _told("sink")
+    chat.pin("Anna")
+    restored = "“Anna” was evicted when the last reply was generated, and restored after it."
+    assert _shown(chat, "Anna")[0] == restored
+    chat.pin("Anna", pinned=False)
+    list(chat.ask("Tell me a joke."))
+    chat.switch("/budget", budget=32)
+    evicted = next(rank for rank in chat.why("turn 6") if rank.state != "held")
+    paid = chat.attention_paid(9)
+    assert "evicted after it" in describe_use([evicted], "It", paid, can_retry=True)
 
 
 @pytest.mark.slow
@@ -109,53 +135,6 @@ def _shown(chat: Session, rest: str = "") -> list[str]:
     screen.console.width = 400
     show_why(chat, screen, rest)
     return out.getvalue().strip().splitlines()
-
-
-def test_a_word_that_was_evicted_could_not_be_used_by_the_last_reply() -> None:
-    (line,) = _shown(_told("sink"), "Anna")
-    assert line.endswith(
-        'The tokens are archived: /recall "Anna" restores them. The last reply could not use it; '
-        "/retry full answers with everything held."
-    )
-
-
-def test_a_word_that_was_held_got_so_much_attention() -> None:
-    chat = _told("entropy")
-    paid = chat.attention_paid(7)
-    assert paid.shares is not None
-    times = [paid.shares[rank.row.position] for rank in chat.why("tree") if rank.state == "held"][
-        :1
-    ]
-    said, held = _shown(chat, "What")
-    assert "an average token)" in said
-    assert held.startswith(("“What” is held", "Of the "))
-    (rank,) = [rank for rank in chat.why("Lisbon") if rank.row.turn == 2][:1]
-    for share, how in (
-        (0.3, "made little use of it (0.3 times an average token); /retry full"),
-        (2.0, "attention to"),
-    ):
-        shares = AttentionPaid(paid.start, None, {rank.row.position: share})
-        sentence = describe_use([rank], "“Lisbon”", shares, can_retry=True)
-        assert f"({share} times an average token)" in sentence
-        assert how in sentence
-    assert times
-    hidden = describe_use([rank], "“Lisbon”", replace(shares, shares=None), can_retry=True)
-    assert hidden.endswith("can't be read from this model.")
-
-
-def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:
-    chat = _told("sink")
-    chat.pin("Anna")
-    assert _shown(chat, "Anna")[0] == (
-        "“Anna” was evicted when the last reply was generated, and restored after it."
-    )
-    chat.pin("Anna", pinned=False)
-    list(chat.ask("Tell me a joke."))
-    chat.switch("/budget", budget=32)
-    evicted = next(rank for rank in chat.why("turn 6") if rank.state != "held")
-    assert "evicted after it" in describe_use(
-        [evicted], "It", chat.attention_paid(9), can_retry=True
-    )
 
 
 def test_why_alone_tells_of_the_earlier_turn_that_fits_and_of_what_got_attention() -> None:
