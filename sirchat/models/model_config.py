@@ -198,7 +198,8 @@ class DecoderConfig(ConfigValues):
         scaling = rope.get("full_attention", rope).get("rope_type", "default")
         is_known = scaling in ("default", "llama3", "linear")
         if values["model_type"] == "gemma3_text":
-            is_known = scaling != "llama3" and not values.get("final_logit_softcapping")
+            is_known = scaling in ("default", "linear")
+            is_known = is_known and not values.get("final_logit_softcapping")
             is_known = is_known and positive(values.get("sliding_window")) is not None
         return unshared == odd == 0 and is_known
 

@@ -14,7 +14,6 @@ from by_heart import (
     CODE,
     FORECAST,
     GREETING,
-    HUSH,
     NAME,
     QUESTION,
     SHAPES,
@@ -96,25 +95,6 @@ def test_ask_prints_the_thinking_or_says_that_it_left_it_out_or_cut_it_off(
 
 
 @pytest.mark.parametrize("name", _TRIED)
-def test_an_empty_reply_says_why_it_is_empty(models: Path, name: str) -> None:
-    done = ask(models / name, HUSH)
-    assert done.returncode == 0
-    assert done.stdout.strip().removeprefix("<think>").strip() in ("", "</think>")
-    assert done.stderr.strip()
-
-
-@pytest.mark.parametrize("name", _THINKING)
-def test_evicted_thinking_leaves_the_answer_in_memory(
-    loaded: dict[str, LoadedModel], name: str
-) -> None:
-    chat = session(loaded[name], evict_thinking=True, temperature=0, max_new_tokens=60)
-    list(chat.ask(QUESTION))
-    held = "".join(row.text for row in chat.snapshot().rows if row.turn == 1)
-    assert ANSWER in held
-    assert not set(THOUGHT.split()) & set(held.split())
-
-
-@pytest.mark.parametrize("name", _TRIED)
 def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str) -> None:
     for known in replies_of(SHAPES[name]):
         if known.kept is None or known.tools:
@@ -131,22 +111,6 @@ def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str)
 def said(reply: str) -> str:
     """A reply without its thinking."""
     return reply.rpartition("</think>")[2].strip()
-
-
-@pytest.mark.parametrize("name", _TRIED)
-def test_replay_answers_after_replies_that_it_reads_or_generates(
-    models: Path, tmp_path: Path, name: str
-) -> None:
-    file = tmp_path / "talk.jsonl"
-    talk = [user(NAME), assistant(GREETING), user(WHO)]
-    file.write_text("\n".join(map(json.dumps, talk)), "utf-8")
-    for flags in (["--feed"], []):
-        done = run(
-            *("replay", str(file), "-m", str(models / name), "--device", "cpu"),
-            *("--temperature", "0", "--max-new-tokens", "60", "--quiet", *flags),
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip().endswith(YOU_ARE)
 
 
 @pytest.mark.parametrize("name", _TRIED)

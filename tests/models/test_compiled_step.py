@@ -22,6 +22,7 @@ from chatting import hub_tokenizer
 from engine_steps import some_ids
 from families import build, loaded
 from gguf_models import random_model, write_model
+from made_once import made_once
 from random_encoders import random_encoder
 from recall_rounds import memory, say
 from sirchat.engine.engine import Engine
@@ -43,7 +44,7 @@ from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.readout import Readings
-from sirchat.paths import compiled_dir
+from sirchat.paths import compiled_dir, private_dir
 from warm_python import warm_python
 
 pytestmark = [
@@ -72,8 +73,10 @@ def step_of(model: LoadedModel) -> DecodeStep:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> LoadedModel:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     model = small()
+    path = private_dir(compiled_dir()) / program_name(step_of(model).graph)
+    made_once(tmp_path_factory, path, lambda path: compiling.use_compiled(small(), "on"))
     compiling.use_compiled(model, "on")
     return model
 
@@ -306,12 +309,6 @@ def test_a_program_that_others_could_have_written_is_not_loaded_and_doctor_says_
         changed.chmod(mode)
 
 
-def test_files_are_private_and_nothing_else_is_left(program: Path) -> None:
-    assert list(program.parent.iterdir()) == [program]
-    modes = [path.stat().st_mode & 0o777 for path in (program, program.parent)]
-    assert modes == [0o600, 0o700]
-
-
 def test_a_chat_has_it_made_in_the_background(
     program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -326,6 +323,9 @@ def test_a_chat_has_it_made_in_the_background(
     thread.join(60)
     assert step_of(model).compiled is not None
     assert compiling.compiled_in_words(model) == "yes"
+    assert list(program.parent.iterdir()) == [program]
+    modes = [path.stat().st_mode & 0o777 for path in (program, program.parent)]
+    assert modes == [0o600, 0o700]
     assert compiling.compile_in_background(model) is None
 
 

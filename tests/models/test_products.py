@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from made_once import made_once
 from sirchat.engine.reader import Reader
 from sirchat.memory.ledger import Ledger
 from sirchat.models import compiling, products
@@ -46,7 +47,7 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("products") / products.library_name()
-    products.build_library(path)
+    made_once(tmp_path_factory, path, products.build_library)
     products.load_library(path)
     return path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sirchat.models.devices import (
     use_threads,
 )
 from sirchat.models.ending_thread import call_in_new_thread
+from warm_python import warm_python
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,31 @@ def test_the_header_names_threads_on_a_cpu_only() -> None:
     assert free_threads() >= 1
     assert threads_in_words(torch.device("cpu")) == "1 thread"
     assert threads_in_words(torch.device("cuda")) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_a_thread_that_has_ended_keeps_no_workers() -> None:
+    """Workers of a thread that only waits slow down the workers of the one that generates."""
+    script = (
+        "import sys, threading, time; from pathlib import Path; import torch\n"
+        "from sirchat.models.ending_thread import call_in_new_thread\n"
+        "torch.set_num_threads(3)\n"
+        "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
+        "before = count()\n"
+        "def work():\n"
+        "    torch.ones(600, 600).exp().sum()\n"
+        "    return count(), threading.current_thread() is threading.main_thread()\n"
+        "during, in_main = call_in_new_thread(work)\n"
+        "end = time.monotonic() + 60\n"
+        "while count() > before and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+        "print(during - before, in_main, count() - before)\n"
+    )
+    found = subprocess.run(
+        [*warm_python(), "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    workers, in_main, left = found.stdout.split()
+    assert (int(workers) > 1, in_main, left) == (True, "False", "0")
 
 
 def test_an_error_in_the_thread_is_raised() -> None:

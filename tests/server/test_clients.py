@@ -1,13 +1,9 @@
-"""Clients that others wrote, if they are installed: each chats, streams, stops, calls, goes on."""
+"""OpenAI's own client, if it is installed: it chats, streams, stops, calls, and goes on."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +13,12 @@ from template_shapes import WEATHER, script, tool_tiny
 
 ANNA, NAME, ASKED = "My name is Anna.", "What is my name?", "How is the weather in Oslo?"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-FUNCTION = 'def weather(city: str) -> str:\n    "The weather."\n    return "-3 degrees"'
 MOST = 90  # tokens
 
 
 @pytest.fixture
 def openai() -> Any:
     return pytest.importorskip("openai")
-
-
-@pytest.fixture
-def langchain() -> Any:
-    return pytest.importorskip("langchain_openai")
-
-
-@pytest.fixture
-def program() -> str:
-    return shutil.which("llm") or pytest.skip("the program llm is not installed")
 
 
 @pytest.fixture
@@ -110,58 +95,3 @@ def test_the_client_of_openai(
     )
     assert ended.output_text == "It is cold."
     assert ended.usage.input_tokens_details.cached_tokens > 0
-
-
-def test_langchain(
-    langchain: Any, address: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = langchain.ChatOpenAI(base_url=address, api_key="none", model="tiny")
-    first = model.invoke(ANNA)
-    assert first.content == text
-    assert "".join(piece.content for piece in model.stream(ANNA)) == text
-    assert model.invoke(ANNA, stop=["you"]).content == text[: text.index("you")]
-    after = model.invoke([("user", ANNA), first, ("user", NAME)])
-    assert after.usage_metadata["input_token_details"]["cache_read"] > 0
-    answered = model.with_structured_output(
-        {"title": "a", "type": "object", "properties": {}, "maxProperties": 0}, method="json_schema"
-    )
-    assert answered.invoke(ANNA) == {}
-    script(monkeypatch, [CALL, CALL, "It is cold."])
-    bound = model.bind_tools([WEATHER])
-    called = bound.invoke(ASKED)
-    (call,) = called.tool_calls
-    assert (call["name"], call["args"]) == ("weather", {"city": "Oslo"})
-    pieces = list(bound.stream(ASKED))
-    assert sum(pieces[1:], pieces[0]).tool_calls == called.tool_calls
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "-3 degrees"}
-    last = bound.invoke([("user", ASKED), called, result])
-    assert last.content == "It is cold."
-    assert last.usage_metadata["input_token_details"]["cache_read"] > 0
-
-
-def test_llm(
-    program: str, server: Served, address: str, text: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    models = "- {{model_id: sirchat, model_name: tiny, api_base: {}, supports_tools: true}}\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(models.format(address))
-
-    def ask(*words: str) -> str:
-        found = subprocess.run(
-            [program, "-m", "sirchat", *words],
-            env={**os.environ, "LLM_USER_PATH": str(tmp_path), "PYTHONPATH": ""},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert found.returncode == 0, found.stderr
-        return found.stdout.removesuffix("\n")
-
-    assert ask(ANNA) == text
-    assert ask(ANNA, "--no-stream") == text
-    assert ask("-c", NAME) == server.reply(
-        [user(ANNA), {"role": "assistant", "content": text}, user(NAME)]
-    )
-    assert ask(ANNA, "-o", "stop", "you") == text[: text.index("you")]
-    script(monkeypatch, [CALL, "It is cold."])
-    assert ask(ASKED, "--functions", FUNCTION).endswith("It is cold.")

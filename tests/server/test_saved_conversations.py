@@ -87,6 +87,16 @@ def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
     assert not reading
 
 
+def test_settings_of_the_new_server_hold_for_conversations_of_the_old_one(tmp_path: Path) -> None:
+    with served(folder=tmp_path, policy="full", max_new_tokens=8) as server:
+        messages = begin(server, "Anna")
+    with served(folder=tmp_path, policy="sink", budget=64, max_new_tokens=3) as server:
+        reply = server.ask(messages)
+    assert cached(reply) > 0
+    assert (reply["sirchat"]["policy"], reply["sirchat"]["budget"]) == ("sink", 64)
+    assert reply["usage"]["completion_tokens"] <= 3
+
+
 def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "served"
     with served(folder=folder, conversations=1, saved=2, max_new_tokens=4) as server:

@@ -225,16 +225,6 @@ def test_a_call_that_the_limit_cuts_is_not_shown_and_a_stop_string_in_one_cuts_n
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-def test_parameters_without_a_type_are_those_of_an_object(server: Served) -> None:
-    for parameters in (None, {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}):
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        (choice,) = server.ask(ASKED, tools=[tool], tool_choice="required", max_tokens=80)[
-            "choices"
-        ]
-        for call in choice["message"]["tool_calls"]:
-            assert isinstance(json.loads(call["function"]["arguments"]), dict)
-
-
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/api/chat"]
 )

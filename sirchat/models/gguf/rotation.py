@@ -95,7 +95,8 @@ def _scaling(file: GgufFile, known: Architecture, is_long: bool) -> dict[str, An
     for name, neutral in _NEUTRAL.items():
         file.require(name in used or said.get(keys[name], neutral[0]) in neutral, keys[name])
     # 0 stands for the default.
-    scaling = {to: file.number(keys[name]) for name, to in used.items() if said.get(keys[name])}
+    given = {to: keys[name] for name, to in used.items() if said.get(keys[name], 0) != 0}
+    scaling = {to: file.number(key) for to, key in given.items()}
     if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
         return {}
     if kind == "yarn":

@@ -5,21 +5,57 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from chatting import tiny
 from command import run
-from sirchat.lab.bench import gpu
+from sirchat.lab.bench import gpu, gpu_rows
 from sirchat.lab.bench.gpu import RowWorker, measure
 from sirchat.lab.bench.gpu_rows import ROWS, Bench, Row
 from sirchat.lab.bench.gpu_value import Value
+from sirchat.memory.cache import BoundedCache
+from sirchat.models.decode_step import DecodeStep
+
+
+class Body:
+    """What a captured step runs."""
+
+    def __init__(self, module: Any, kernels: str, wanted: Any) -> None:
+        if kernels == "triton":
+            raise RuntimeError("no [compiler]\nat line 1")
+        self.module, self.wanted = module, wanted
+
+
+class StandIn(DecodeStep):
+    """A step of the CPU that has what the rows ask of a captured one."""
+
+    capture_seconds = 0.5
+
+    def __init__(self, body: Body, device: torch.device, *, captures: bool, readout: Any) -> None:
+        super().__init__(body.module, torch.float32, body.wanted)
+        self.captures = captures
+
+    def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
+        logits, states = super().read(token_id, position, cache)
+        return (-logits if self.captures else logits), states
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, part in {"captured_step.CapturedStep": StandIn, "llama_step.LlamaStep": Body}.items():
+        module = ModuleType(f"sirchat.models.{name.partition('.')[0]}")
+        setattr(module, name.partition(".")[2], part)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +79,31 @@ def test_each_row_measures(bench: Bench, row: str) -> None:
     for name, value in found.items():
         assert value.value is not None or name.startswith("Triton"), value
     assert sum(value.value is not None for value in found.values()) >= 2
+
+
+def test_each_way_to_decode_is_measured_and_the_usual_one_stays(
+    bench: Bench, stand_in: None
+) -> None:
+    model = bench.model("8b")
+    usual = model.decode_step
+    found = measured(bench, "8b steps")
+    assert model.decode_step is usual is not None
+    assert found["captured: capture"].value == 0.5
+    assert all(found[f"{way}: a token"].value for way in ("transformers", "own step", "captured"))
+    assert found["captured, Triton"][1:4] == (None, "", "failed: RuntimeError: no [compiler]")
+
+
+def test_a_step_that_computes_something_else_is_not_exact(
+    bench: Bench, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_rows, "load_model", lambda name, **how: tiny())
+    found = measured(bench, "exactness")
+    assert found["greedy ids as own step"].value == 16
+    assert (found["greedy ids as captured"].value or 0) < 16
+    assert found["after undo: logits differ by"].value == 0
+    assert found["after resume: logits differ by"].value == 0
+    assert (found["a batch of 4 against each alone"].value or 0) < 1e-5
+    assert found["logits in float32, against the CPU's"].value == 0
 
 
 class FakeWorker:
@@ -150,12 +211,3 @@ def test_the_table_appears_and_the_record_is_written(forks: None, tmp_path: Path
     assert all(one["name"] in line for one, line in zip(record["results"], lines, strict=True))
     assert record["machine"]["torch"] == torch.__version__
     assert record["minutes"] == 9
-
-
-def test_json_alone_goes_to_stdout_and_nothing_measured_is_an_error(forks: None) -> None:
-    done = run("bench", "gpu", "--device", "cpu", "--minutes", "0", "--json", "-")
-    assert done.returncode == 1
-    assert "nothing could be measured" in done.stderr
-    results = json.loads(done.stdout)["results"]
-    assert {one["name"] for one in results} == {"left out"}
-    assert [one["row"] for one in results] == list(ROWS)
