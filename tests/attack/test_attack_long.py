@@ -78,7 +78,7 @@ def test_memory_descriptors_and_threads_stay_as_they_are(
             say(chat, random)
             saving.save()
             assert chat.resident <= chat.budget
-        chat._engine.store.archive._files.wait()
+        chat.engine.store.archive._files.wait()
         gc.collect()
         taken.append((anonymous_bytes(), descriptors(), threading.active_count()))
     saving.close()

@@ -2,7 +2,7 @@
 
 `golden/saved-chats` was written in November 2026: three chats with evictions, recall and pins, and
 the search index of two. That of `tiny` has a name, a summary and two system prompts, and its
-program was killed; that of `babbler` has keys and values. Commit f3e5fef0 wrote the third.
+program was killed; that of `babbler` has keys and values.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import gc
 import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 import unicodedata
@@ -74,6 +75,37 @@ def attack(act: Callable[[Random], object], few: int = 1, seconds: float = SECON
             break
     if wrong:
         pytest.fail("\n".join(wrong.values()), pytrace=False)
+
+
+def apart(
+    act: Callable[[Random], object], seconds: float, size: int = 2**30
+) -> Callable[[Random], None]:
+    """`act` in a process of its own, which native code may end, hold up or fill: for `attack`.
+
+    It may take so many bytes more than this process, and print no traceback.
+    """
+
+    def act_apart(random: Random) -> None:
+        with tempfile.TemporaryFile() as said:
+            if (child := os.fork()) == 0:
+                try:
+                    os.dup2(said.fileno(), 2)
+                    with Path("/proc/self/status").open() as status:
+                        (used,) = (int(line.split()[1]) for line in status if "VmData" in line)
+                    resource.setrlimit(resource.RLIMIT_DATA, (1024 * used + size,) * 2)
+                    resource.setrlimit(resource.RLIMIT_CPU, (2 + int(seconds),) * 2)
+                    problem = _problem(act, random, seconds)
+                except BaseException as error:
+                    problem = repr(error)
+                os.write(2, f"problem: {problem}".encode(errors="replace"))
+                os._exit(bool(problem))
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            said.seek(0)
+            shown = said.read().decode(errors="replace")
+            if ended or "Traceback" in shown:
+                raise ValueError(f"exit {ended}: {shown.rpartition('problem: ')[2][-300:]}")
+
+    return act_apart
 
 
 def refuse_odd_display(shown: str) -> None:

@@ -6,9 +6,11 @@ forward pass, and can fail within one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from sirchat.engine.types import NewTokens
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
+from sirchat.models import packed
 from sirchat.models.model import LoadedModel
 from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
@@ -29,13 +32,32 @@ from sirchat.models.surprisal import PassResult
 
 @dataclass
 class Read:
-    """What is known of a token: its id and who wrote it; its surprisal, if logits predicted it."""
+    """What is known of a token: its id and who wrote it; its surprisal, if logits predicted it.
+
+    `behind` is how far its logit was below the largest; 0 if it was the most likely token.
+    """
 
     token_id: int
     turn: int
     round: int
     role: int
     surprisal: float | None
+    behind: float = 0.0
+
+
+@dataclass
+class LastPass:
+    """A forward pass: its ids, the rotary position of the first one, and what was held before.
+
+    `absolute_positions` is whether rotary positions were those of the stream. `is_plain` is whether
+    the same pass over the same rows computes the same products again.
+    """
+
+    ids: Sequence[int]
+    start: int
+    absolute_positions: bool
+    held: Positions
+    is_plain: bool
 
 
 @dataclass
@@ -45,9 +67,11 @@ class Shadow:
     # Where each row was written, and its keys and values as first written: [2 L, H, D].
     rows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     tokens: dict[int, Read] = field(default_factory=dict)
+    # The newest passes, with their logits.
+    passes: deque[tuple[Tensor, LastPass]] = field(default_factory=partial(deque, maxlen=100))
 
     def copied(self) -> Shadow:
-        return Shadow(dict(self.rows), dict(self.tokens))
+        return Shadow(dict(self.rows), dict(self.tokens), self.passes.copy())
 
     def taken(self, positions: Positions) -> tuple[list[int], Tensor]:
         """Where the rows at `positions` [n] were written, and the rows [2 L, H, n, D]."""
@@ -96,18 +120,21 @@ class WatchedModel(LoadedModel):
         return cache
 
     def forward(self, ids: Sequence[int], cache: BoundedCache, **options: Any) -> Tensor:
-        with self._checked(ids, cache):
+        with self._checked(ids, cache, options.get("observer") is not None):
             return super().forward(ids, cache, **options)
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **options: Any) -> PassResult:
         if len(ids) == 1:  # that calls `forward`
             return super().read(ids, cache, **options)
-        with self._checked(ids, cache):
+        with self._checked(ids, cache, options.get("observer") is not None):
             return super().read(ids, cache, **options)
 
     @contextmanager
-    def _checked(self, ids: Sequence[int], cache: BoundedCache) -> Iterator[None]:
+    def _checked(
+        self, ids: Sequence[int], cache: BoundedCache, is_observed: bool
+    ) -> Iterator[None]:
         chat = next((one for one in self.chats if one.engine.cache is cache), None)
+        cache.is_observed = is_observed  # type: ignore[attr-defined]
         if chat is not None and self.fail_in:
             self.fail_in[0] -= 1
             if not self.fail_in[0]:
@@ -150,18 +177,26 @@ def _note_rows(cache: BoundedCache, rows: Positions, stream: Positions) -> None:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Context manager: ids and surprisals are noted, too."""
+    """Context manager: ids, surprisals and logits are noted, too."""
     recorded = Reader._record
 
     def record(self: Reader, chunk: NewTokens, found: Any, readings: Readings) -> list[float]:
         shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
-        before, seen = self.logits, self.ledger.seen
+        before, seen, ledger = self.logits, self.ledger.seen, self.ledger
+        held, start = ledger.held_positions.copy(), self.cache.length
+        start = seen if self.cache.absolute_positions else start
         surprisals = recorded(self, chunk, found, readings)
         for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
             one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
             if not at and before is not None:
                 one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
+                one.behind = float(before.max() - before[token_id])
             shadow.tokens[seen + at] = one
+        ahead = self._ahead is not None and len(self._ahead.ids) > 1
+        observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
+        plain = not (ahead or observed or packed._SHARED.get() is not None)
+        last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
+        shadow.passes.append((found.logits, last))
         return surprisals
 
     with patch.object(Reader, "_record", record):
@@ -257,3 +292,22 @@ def _check_ledger(chat: Session, shadow: Shadow) -> None:
         if token.surprisal is not None:
             gap = abs(columns["surprisal"][at] - token.surprisal)
             assert gap < 1e-3, f"row {at}: surprisal is {gap} off"
+
+
+def logits_gap(chat: Session, model: LoadedModel) -> tuple[float, bool] | None:
+    """How far the carried logits are from those of the same pass over a new cache.
+
+    Returns the largest difference, and `LastPass.is_plain`. None if nothing can be compared.
+    """
+    engine, shadow = chat.engine, shadow_of(chat)
+    last = next((one for logits, one in shadow.passes if logits is engine.logits), None)
+    if last is None or engine.logits is None:
+        return None
+    cache = LoadedModel.new_cache(model, len(last.held) + len(last.ids))
+    cache.absolute_positions = last.absolute_positions
+    if len(last.held):
+        places, rows = shadow.taken(last.held)
+        cache.replace(KeyValues(last.held.copy(), np.asarray(places), list(rows)))
+    positions = range(last.start, last.start + len(last.ids))
+    again = LoadedModel.read(model, last.ids, cache, positions=positions)
+    return float((again.logits - engine.logits).abs().max()), last.is_plain
