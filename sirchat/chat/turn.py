@@ -192,7 +192,7 @@ class OpenTurn:
     def _end_round(self) -> list[Event]:
         """End recall; let surprisal and attention decay; the next user turn begins a round."""
         now = self.engine.store.placement
-        self._at_end = None if now.is_plain else now
+        self._at_end = now if now.has_recall else None
         events = [self.evicted(record) for record in self.engine.evictor.end_recall()]
         self.engine.decay_at_round_end()
         self.now.in_round = False

@@ -105,7 +105,7 @@ def attention_paid(
         return _paid(engine, turn, None, sinks)
     placement = at_end[1]
     then = frozenset(placement.held.tolist())
-    if placement.is_plain or not engine.store.has(placement.held):
+    if not placement.has_recall or not engine.store.has(placement.held):
         return _paid(engine, turn, then, sinks)
     with engine.evictor.holding(placement):
         paid = _paid(engine, turn, then, sinks)

@@ -120,7 +120,7 @@ class Evictor:
         excess = self._cache.length + count - division.hard_bound
         if excess <= 0:
             return evicted
-        if self._store.is_plain:
+        if not self._store.has_recall:
             rows = self.view_of(self._ledger.held_positions, self.round, division)
             evicted += self._keep(rows, division.hard_bound - count)
         elif (placement := self._without(excess)) is not None:
@@ -204,7 +204,7 @@ class Evictor:
         If these and the round's leave no room for `count` more, the policy chooses among them.
         Returns what that evicts.
         """
-        if self._store.is_plain:
+        if not self._store.has_recall:
             return []
         own, stays = self._store.placement.own, self.held_without_recall(count)
         self._place(Placement(stays))
@@ -223,7 +223,7 @@ class Evictor:
     def held_without_recall(self, count: int = 0) -> Positions:
         """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
         now = self._store.placement
-        if now.is_plain:
+        if not now.has_recall:
             return now.held
         own, most = now.own, self.divide_budget().hard_bound - count
         if len(own) <= most:

@@ -135,9 +135,9 @@ class KeyValueStore:
         return replace(self._placement, held=self.ledger.held_positions.copy())
 
     @property
-    def is_plain(self) -> bool:
-        """Whether recall has moved nothing for this round."""
-        return self._placement.is_plain
+    def has_recall(self) -> bool:
+        """Whether recall has moved tokens for this round."""
+        return self._placement.has_recall
 
     def is_placed(self, placement: Placement) -> bool:
         """Whether `placement` is what `place` was last called with."""
@@ -166,7 +166,7 @@ class KeyValueStore:
 
         If the archive is off, what the previous turn evicted is deleted.
         """
-        if self.is_plain and not self._archiving:
+        if not (self.has_recall or self._archiving):
             self.archive.clear()
         ledger, placement = self.ledger, self.placement
         return CacheCheckpoint(
@@ -320,7 +320,7 @@ class KeyValueStore:
     def _shrink(self) -> None:
         """Delete what is over the archive's limit; note a full archive or a failed disk."""
         archive = self.archive
-        if not self.is_plain:  # what is aside is nowhere else
+        if self.has_recall:  # what is aside is nowhere else
             return
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True

@@ -27,9 +27,9 @@ class Placement:
     wanted: Positions = field(default_factory=_none)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether recall has changed nothing."""
-        return not any(map(len, (self.recalled, self.aside, self.wanted)))
+    def has_recall(self) -> bool:
+        """Whether recall has moved tokens for this round."""
+        return any(map(len, (self.recalled, self.aside, self.wanted)))
 
     @property
     def chosen(self) -> Positions:

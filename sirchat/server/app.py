@@ -264,7 +264,7 @@ class ChatServer:
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
         if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
-            return ReplyOptions(is_plain=True, holds_all=asked.sirchat_ask.holds_all)
+            return ReplyOptions(is_for_ask=True, holds_all=asked.sirchat_ask.holds_all)
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
             settings[name] = had = nearest(name, value)

@@ -83,7 +83,7 @@ class ReplyOptions:
         format: makes the reply's format, which says which tokens may come next.
         own: names of the memory settings that the request itself has. Only these replace settings
             that were changed for the conversation before.
-        is_plain: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
+        is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
         holds_all: whether the budget is raised for such a reply to hold all of the message.
         must_call: whether the reply must call a tool; else a model that takes none goes without.
         prefill: the beginning of the reply, which is not sent.
@@ -97,7 +97,7 @@ class ReplyOptions:
     calls: CallParser | None = None
     format: Callable[[Session], Allowed | None] | None = None
     own: frozenset[str] = frozenset()
-    is_plain: bool = False
+    is_for_ask: bool = False
     holds_all: bool = False
     must_call: bool = False
     prefill: str = ""
@@ -124,7 +124,7 @@ def generate_reply(
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
-    memory = {} if options.is_plain else options.memory_settings_for(conversation)
+    memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
@@ -213,7 +213,7 @@ def _answer(
     session, pieces, notes = conversation.session, _Pieces(conversation.session, options), []
     role, question = history.messages[-1]
     text, given = _prepared(session, role, question)
-    plain = PlainReply(session) if options.is_plain else None
+    plain = PlainReply(session) if options.is_for_ask else None
     if plain is not None:
         if options.holds_all:
             raise_budget_for(session, text)
@@ -253,11 +253,11 @@ def _answer(
         conversation.add("assistant", done.text)
     is_cut = options.calls is not None and options.calls.is_cut
     is_cut |= bool(calls) and pieces.stops.is_found
-    conversation.is_exact = not (role == "text" or options.is_plain or is_cut)
+    conversation.is_exact = not (role == "text" or options.is_for_ask or is_cut)
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.undo_last_question()
-    if options.is_plain:
+    if options.is_for_ask:
         end.memory["notes"] = notes
     yield replace(end, finish="tool_calls") if calls and end.finish == "stop" else end
 

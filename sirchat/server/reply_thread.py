@@ -187,8 +187,8 @@ class ReplyThread:
                 self._advance(reply)
         generating = [reply for reply in self._running if reply.next is not None]
         # The rounding of plain replies is that of a program on its own.
-        together = [reply for reply in generating if not reply.options.is_plain]
-        alone = [[reply] for reply in generating if reply.options.is_plain]
+        together = [reply for reply in generating if not reply.options.is_for_ask]
+        alone = [[reply] for reply in generating if reply.options.is_for_ask]
         for replies in (together, *alone) if together else alone:
             steps = step([reply.next for reply in replies if reply.next is not None])
             for reply, done in zip(replies, steps, strict=True):

@@ -75,12 +75,12 @@ class Chat:
         focused = random.random() < 0.4
         evictor.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
-        self.ended = self.chat.engine.store.is_plain
+        self.ended = not self.chat.engine.store.has_recall
 
     def room_made(self, evictor: Evictor, was_plain: bool) -> None:
         """Room was made: while recall holds anything, all of the current message is held."""
-        self.ended |= not was_plain and self.chat.engine.store.is_plain
-        if not self.chat.engine.store.is_plain and self.start < self.chat.seen:
+        self.ended |= not was_plain and not self.chat.engine.store.has_recall
+        if self.chat.engine.store.has_recall and self.start < self.chat.seen:
             gone = self.chat.ledger.column("flags")[self.start :] & (Flag.ERASED | Flag.EXCLUDED)
             current = self.start + np.flatnonzero(gone == 0)
             if self.chat.profile.policy != "anchor":
@@ -94,7 +94,7 @@ class Chat:
     def check_round(self) -> None:
         """What is held after a round is what the rules say."""
         chat, evictor = self.chat, self.chat.engine.evictor
-        assert self.chat.engine.store.is_plain
+        assert not self.chat.engine.store.has_recall
         self.check()
         if self.before is None or self.ended or chat.profile.policy not in ("sink", "entropy"):
             return
@@ -135,7 +135,7 @@ class Chat:
         with suppress(KeyboardInterrupt):
             list(self.chat.ask(text))
         self.model.fail_in.clear()
-        assert self.chat.engine.store.placement.is_plain
+        assert not self.chat.engine.store.placement.has_recall
 
     def leave_off(self, text: str, at: int) -> None:
         """The caller takes no more events."""
@@ -143,7 +143,7 @@ class Chat:
         for _ in zip(range(at), events, strict=False):
             pass
         events.close()  # type: ignore[attr-defined]
-        assert self.chat.engine.store.placement.is_plain
+        assert not self.chat.engine.store.placement.has_recall
 
     def switch(self, updates: dict[str, Any]) -> None:
         self.chat.switch("/set", **updates)
@@ -160,7 +160,7 @@ class Chat:
         again.load(self.chat.save(), self.chat.state, self.chat.engine.store.copy_key_values())
         follow(again, shadow_of(self.chat))
         self.use(again)
-        assert again.engine.store.placement.is_plain
+        assert not again.engine.store.placement.has_recall
         assert again.ledger.held_positions.tolist() == held.tolist()
 
     def retry(self, text: str, is_full: bool) -> None:
@@ -198,7 +198,7 @@ class Chat:
             return
         with SessionStore.open(path) as store:
             resume_session(again, store)
-        assert again.engine.store.placement.is_plain
+        assert not again.engine.store.placement.has_recall
         assert again.ledger.held_positions.tolist() == self.chat.save().held.tolist()
         assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
 
@@ -214,7 +214,7 @@ class Chat:
                 assert digest_is(self.chat, before), f"there and back: {given}"
         self.before = None
         list(self.chat.read_reply("I see."))
-        assert self.chat.engine.store.placement.is_plain
+        assert not self.chat.engine.store.placement.has_recall
 
 
 def drawn(random: Random, among: list[int], count: int) -> Positions:
@@ -255,7 +255,7 @@ def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
     chats, usual = list[Chat](), Evictor.make_room
 
     def make_room(self: Evictor, count: int, *given: Any) -> Any:
-        was_plain = self._store.is_plain
+        was_plain = not self._store.has_recall
         evicted = usual(self, count, *given)
         if chats and chats[-1].chat.engine.evictor is self:
             assert self._cache.length + count <= self.divide_budget().hard_bound

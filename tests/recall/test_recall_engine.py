@@ -161,7 +161,7 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn() -> Non
     without, _ = talked(replace(memory("sink", 96), recall=None), rounds=9)
     held = without.ledger.held_positions.tolist()
     assert with_recall.ledger.held_positions.tolist() == held
-    assert with_recall.store.placement.is_plain
+    assert not with_recall.store.placement.has_recall
     found = find(with_recall, model, some_ids(9, 20), 9)
     assert found is not None
     restore(with_recall, found, 20)
@@ -195,7 +195,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         assert engine.resident <= engine.budget
         say(engine, model, turn, count=data.draw(st.integers(1, 60)))
         assert engine.resident <= engine.budget
-        assert engine.store.placement.is_plain
+        assert not engine.store.placement.has_recall
 
 
 def test_there_and_back_and_undo_bring_what_came_back_too() -> None:
