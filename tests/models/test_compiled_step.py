@@ -533,3 +533,22 @@ def test_a_program_is_found_again_however_busy_the_machine_is() -> None:
     finally:
         torch.set_num_threads(before)
     assert len(names) == 1
+
+
+def test_ctrl_c_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
+    environ = {**os.environ, "SIRCHAT_HOME": str(tmp_path)}
+    sizes = {"num_hidden_layers": 1, "vocab_size": len(hub_tokenizer())}
+    build("llama", sizes).save_pretrained(tmp_path)
+    hub_tokenizer().save_pretrained(tmp_path)
+    command = [*warm_python(), "-m", "sirchat", "ask", "Hello", "--compile", "on"]
+    command += ["--model", str(tmp_path)]
+    asking = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
+    folder = tmp_path / "state" / "compiled"
+    end = time.monotonic() + 60
+    while not list(folder.glob("making-*/*")) and time.monotonic() < end:
+        time.sleep(0.05)
+    asking.send_signal(signal.SIGINT)
+    assert asking.stderr is not None
+    said = asking.stderr.read().decode()
+    assert (asking.wait(20), "Traceback" in said) == (130, False)
+    assert not list(folder.iterdir())

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import struct
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from chatting import tiny
-from gguf_file import write_gguf
+from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor, parse_gguf
 from sirchat.models.gguf.model import load_module
 from sirchat.models.gguf.translate import refuse_unsupported
 from sirchat.models.load import load_model
+from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")
 
@@ -107,6 +114,60 @@ def test_what_a_file_says_more_than_is_understood_is_named(file: Path) -> None:
             refuse_unsupported(type(read)(read.metadata, dict(read.tensors) | {name: tensor}))
 
 
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers are compared; all layers of the file have tensors of the same types."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    packaged, file = locate("smollm2")
+    whole = Path(packaged) / file["gguf_file"]
+    types = defaultdict[str, set[str]](set)
+    for key, tensor in parse_gguf(whole, with_lists_of_text=False).tensors.items():
+        types[re.sub(r"^blk\.\d+", "blk", key)].add(tensor.type)
+    assert {len(found) for found in types.values()} == {1}
+    path = write_first_layers(tmp_path / "two.gguf", whole, 2)
+    folder, name = locate(str(path))
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # it takes seconds each time
+    theirs = AutoModelForCausalLM.from_pretrained(folder, **name, dtype=torch.float32)
+    ours = load_model(str(path), dtype="float32", device="cpu")
+    wanted = theirs.state_dict()
+    assert len(ours.module.model.layers) == 2
+    assert wanted.keys() == ours.module.state_dict().keys()
+    assert all(torch.equal(one, wanted[key]) for key, one in ours.module.state_dict().items())
+    assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **name)
+    text = "<|im_start|>user\nIt's Anna's 12th, naïve 東京!<|im_end|>\n"
+    assert tokenizer.get_vocab() == ours.tokenizer.backend_tokenizer.get_vocab()
+    assert tokenizer.encode(text) == ours.tokenizer.encode(text)
+    assert tokenizer.chat_template == ours.tokenizer.chat_template
+    assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        (lambda data: b"", "can't be read"),
+        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "its version is 9"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "ends before"),
+        (lambda data: data[:200], "ends before|unpack"),
+        (lambda data: data[: len(data) // 2], "fewer than its tensors need"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line_without_advice_to_install(
+    file: Path, tmp_path: Path, damaged: object, why: str
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(damaged(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ModelError, match=why) as caught:
+        load_model(str(broken), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert "install" not in caught.value.hint
+
+
 def test_a_tensor_that_is_missing_is_named(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     broken = tmp_path / "broken.gguf"
@@ -131,3 +192,21 @@ def test_sizes_that_are_not_those_of_the_weights_are_refused_before_a_model_is_m
     broken.write_bytes(data)
     with pytest.raises(ModelError, match=rf"llama\.{key} is 4000000000"):
         load_model(str(broken), device="cpu")
+
+
+changes = st.lists(st.tuples(st.integers(0, 4_000), st.integers(0, 255)), min_size=1, max_size=8)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=changes)
+def test_any_header_is_read_or_refused(
+    file: Path, tmp_path: Path, changes: list[tuple[int, int]]
+) -> None:
+    data = bytearray(file.read_bytes()[:200_000])
+    for at, value in changes:
+        data[at] = value
+    broken = tmp_path / "mutated.gguf"
+    broken.write_bytes(data)
+    with contextlib.suppress(ModelError):  # nothing else, and in no time
+        parse_gguf(broken)

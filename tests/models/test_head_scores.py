@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import HELD, build, loaded
+from simulated_devices import DEVICES, move, simulated_devices
 from sirchat.models.devices import has_vnni
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
@@ -85,3 +91,35 @@ def test_surprisal_is_never_negative() -> None:
     layer = torch.nn.Linear(4, 3000, bias=False).requires_grad_(False)
     layer.weight.zero_()[7] = 100.0
     assert surprisal_at(layer, torch.ones(5, 4), torch.full((5,), 7)).tolist() == [0.0] * 5
+
+
+class LiveNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the numbers of the tensors that operations made and that are still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[ref[Tensor]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self._made.append(ref(made))
+            alive = {id(one): one.numel() for at in self._made if (one := at()) is not None}
+            self.most = max(self.most, sum(alive.values()))
+        return made
+
+
+def test_elsewhere_too_only_some_rows_have_all_their_logits_in_memory() -> None:
+    torch.manual_seed(0)
+    rows, vocabulary = 1500, 3000
+    hidden, ids = torch.randn(rows, 16), torch.randint(0, vocabulary, (rows,))
+    head = torch.nn.Linear(16, vocabulary).requires_grad_(False)
+    wanted = surprisal_at(head, hidden, ids)
+    with simulated_devices():
+        move(head, DEVICES[0])
+        on_device = hidden.to(DEVICES[0])
+        with LiveNumbers() as live:
+            found = surprisal_at(head, on_device, ids)
+        torch.testing.assert_close(found.cpu(), wanted)
+        assert live.most < 4 * 256 * vocabulary

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from chatting import session, tiny
+from chatting import answer, session, tiny
 from families import build
 from gguf_file import write_gguf
+from sirchat.engine.engine import Engine
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.sink import Sink
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
@@ -110,7 +114,18 @@ def test_layers_move_into_one_block_of_memory_and_compute_the_same() -> None:
     assert torch.isfinite(other(x)).all()
 
 
-@pytest.fixture(scope="module", params=["Q4_0", "Q8_0"])
+def test_weights_that_were_made_in_the_block_are_not_moved_again() -> None:
+    q, scale = quantize_int8(torch.randn(50, 96))
+    store = WeightStore(6_000)
+    layer = Int8Linear(store.empty(q.shape, q.dtype).copy_(q), scale)
+    address = layer.q.data_ptr()
+    store.move(layer)
+    assert layer.q.data_ptr() == address
+    assert layer.scale.untyped_storage().data_ptr() == layer.q.untyped_storage().data_ptr()
+    assert store.empty((2000,), torch.int8).shape == (2000,)  # elsewhere
+
+
+@pytest.fixture(scope="module", params=["Q4_0", "Q4_1", "Q8_0"])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model as a GGUF file of packed weights."""
     pytest.importorskip("gguf")
@@ -219,6 +234,23 @@ def test_what_one_text_shares_changes_no_other_pass_over_the_same_layers(kind: A
     assert torch.equal(inside, wanted) == (kind is Int8Linear)
 
 
+def test_a_text_that_is_being_read_changes_nothing_for_another_conversation(file: Path) -> None:
+    model = load_model(str(file), quantize="packed")
+    settings = CacheSettings(Sink(), budget=120)
+    turn, ids = TurnRef(0, 0), [at % 50 + 5 for at in range(200)]
+
+    def logits_of_a_short_turn() -> torch.Tensor:
+        engine = Engine(model, settings)
+        list(engine.prefill(ids[:16], [Role.USER] * 16, turn))
+        assert engine.logits is not None
+        return engine.logits
+
+    alone = logits_of_a_short_turn()
+    long = Engine(model, settings).prefill(ids, [Role.USER] * 200, turn)
+    next(long)  # its first pass is over, others follow
+    assert torch.equal(logits_of_a_short_turn(), alone)
+
+
 @pytest.mark.slow
 def test_a_text_longer_than_the_budget_unpacks_the_weights_once(
     file: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +314,17 @@ sys.exit(pytest.main([{__file__!r}, "-q", "-n0", "-pno:cacheprovider", "-k", {ch
 
 
 @pytest.mark.slow
+def test_a_text_is_read_where_avx512_is_hidden_from_torch_alone(file: Path) -> None:
+    """On a processor with AMX torch's attention would fail."""
+    code = f"""
+from sirchat.models.load import load_model
+model = load_model({str(file)!r}, quantize="packed", cache_type="bfloat16")
+assert model.forward(list(range(80)), model.new_cache(96)).isfinite().all()
+"""
+    run_with("avx2", code, most_of_onednn="")
+
+
+@pytest.mark.slow
 def test_pairs_of_rows_are_packed_as_on_arm() -> None:
     # Without AVX2 the kernel has the order of rows of that for ARM, in blocks of 32 instead of 16.
     code = """
@@ -311,6 +354,14 @@ def run_with(capability: str, code: str, most_of_onednn: str = "AVX2") -> None:
     env = {name: value for name, value in env.items() if value}
     done = subprocess.run([*warm_python(), "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+def test_it_chats(file: Path) -> None:
+    if "Q4_0" in file.name:
+        pytest.skip("too coarse for this small model")
+    chat = session(load_model(str(file), quantize="packed"), max_new_tokens=30)
+    list(chat.ask("My name is Anna."))
+    assert "Anna" in answer(list(chat.ask("What is my name?")))
 
 
 @pytest.mark.parametrize(("quantize", "error"), [("int8", 0.06), ("int4", 0.3)])

@@ -246,3 +246,22 @@ def test_the_key_of_a_message_does_not_depend_on_where_texts_are_divided() -> No
         History.of(None, [("user", "a"), ("assistant", "b")]),
     ]
     assert len({history.keys[-1] for history in histories}) == len(histories)
+
+
+def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
+    talks: dict[str, list[Message]] = {name: [] for name in ("Anna", "Tom")}
+    seen = dict.fromkeys(talks, 0)
+
+    def say(name: str, text: str) -> None:
+        messages = [*talks[name], user(text)]
+        reply = server.ask(messages)
+        assert said(reply) == told(messages, max_new_tokens=12)
+        assert cached(reply) == seen[name]
+        seen[name] = reply["sirchat"]["seen"]
+        talks[name] = [*messages, assistant(said(reply))]
+
+    for name in talks:
+        say(name, "Hello.")
+    for name in ("Anna", "Tom", "Anna"):
+        say(name, f"My name is {name}.")
+        say(name, NAME)

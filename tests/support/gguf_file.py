@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sirchat.models.gguf.header import BLOCKS, parse_gguf
 from sirchat.models.model import LoadedModel
 from sirchat.paths import tiny_dir
 
@@ -64,6 +66,35 @@ def add_sizes(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+
+
+def write_first_layers(path: Path, whole: Path, count: int) -> Path:
+    """Copy a Llama model's GGUF file to `path` with its first `count` layers; returns the path.
+
+    The copied tensors keep their bytes, and the header all its metadata but the number of layers.
+    """
+    data, alignment = whole.read_bytes(), 32
+    read = parse_gguf(whole, with_lists_of_text=False)
+    left_out = tuple(f"blk.{n}." for n in range(count, read.metadata["llama.block_count"]))
+    tensors = {name: one for name, one in read.tensors.items() if not name.startswith(left_out)}
+    name = next(iter(read.tensors)).encode()
+    first_entry = data.index(struct.pack("<Q", len(name)) + name)
+    header = bytearray(data[:first_entry])
+    header[8:16] = struct.pack("<Q", len(tensors))
+    key = b"llama.block_count"
+    at = header.index(key) + len(key) + 4  # behind the type
+    header[at : at + 4] = struct.pack("<I", count)
+    body = bytearray()
+    for title, one in tensors.items():
+        encoded, shape = title.encode(), one.shape[::-1]
+        header += struct.pack("<Q", len(encoded)) + encoded
+        header += struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *shape, BLOCKS[one.type][0], len(body)
+        )
+        body += one.data.tobytes()
+        body += bytes(-len(body) % alignment)
+    path.write_bytes(header + bytes(-len(header) % alignment) + body)
+    return path
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""A study in two processes finds what one process finds, and they end with it."""
+"""A study in two processes finds what one process finds, and nothing listens on the network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import sirchat
-from command import run
+from command import hostile_modules, run
 from fatal_study import Fatal
 from forked_chat import start_server
 from sirchat.errors import SettingError, SirchatError
@@ -21,8 +20,6 @@ from sirchat.lab.studies.study import RunUnit
 from sirchat.lab.studies.workers import run_in_processes
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-
-ROOT = Path(sirchat.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,26 +69,59 @@ def test_processes_that_keep_dying_are_given_up() -> None:
         list(run_in_processes(Deadly(), ["0"], dict, 2))  # type: ignore[arg-type]
 
 
+def listening(pids: set[int]) -> set[str]:
+    """Inodes of the sockets of these processes that accept connections from the network."""
+    listens = set[str]()
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/net", name)
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        listens |= {line.split()[9] for line in lines if line.split()[3] == "0A"}
+    found = set[str]()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found & listens
+
+
 def family(pid: int) -> set[int]:
     """A process and all that it started."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = map(int, children.read_text().split() if children.exists() else ())
-    return {pid}.union(*map(family, found))
+    known = {pid}
+    for child in children.read_text().split() if children.exists() else ():
+        known |= family(int(child))
+    return known
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_processes_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    study = ["eval", "dailydialog", "--workers", "2", "--limit", "50", "--policies", "sink"]
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
+def test_processes_run_what_was_typed_listen_to_nobody_and_end_with_the_command(
+    tmp_path: Path,
+) -> None:
+    hostile_modules(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom sirchat.memory.policies.sink import Sink\n\n\n"
+        "class Mine(Sink):\n    open(f'mine-{os.getpid()}', 'w').close()\n"
+    )
+    command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
+    study = ["eval", "dailydialog", "--workers", "2", "--limit", "50"]
+    study += ["--policies", "mine:Mine,sink"]
+    environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "sirchat", *study],  # a warm one would not be the parent
-        env=os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        [*command, *study],
+        cwd=tmp_path,
+        env=environ,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     ) as process:
         end, most = time.monotonic() + 60, set[int]()
-        while len(most) < 5:  # two help others start
+        while len(most) < 5 or len(list(tmp_path.glob("mine-*"))) < 3:  # two help others start
             most |= family(process.pid)
+            assert listening(family(process.pid)) == set()
             assert time.monotonic() < end
             time.sleep(0.1)
         process.kill()
@@ -99,3 +129,5 @@ def test_processes_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in most):
         assert time.monotonic() < until
         time.sleep(0.1)
+    assert {int(path.name[5:]) for path in tmp_path.glob("mine-*")} <= most
+    assert not (tmp_path / "ran").exists()
