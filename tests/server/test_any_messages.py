@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from chatting import hub_tokenizer
 from sirchat.config.profile import Profile
+from sirchat.engine.generation import Generation, step
 from sirchat.engine.sampling import FixedIds
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.pool import ConversationPool
@@ -102,8 +104,11 @@ def ask(
     assert conversation is not None
     asked = count(1)
     gone = (lambda: False) if leaves is None else (lambda: next(asked) >= leaves)
-    for _ in generate_reply(conversation, history, ReplyOptions(), gone):
-        pass
+    parts, done = generate_reply(conversation, history, ReplyOptions(), gone), None
+    with suppress(StopIteration):
+        while True:
+            part = parts.send(done)
+            done = step([part])[0] if isinstance(part, Generation) else None
     pool.release(conversation)
     return conversation
 

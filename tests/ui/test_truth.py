@@ -134,5 +134,7 @@ def test_while_a_reply_is_generated_the_gauge_is_true_too() -> None:
             if isinstance(event, Evicted):
                 gone |= set(event.positions)
                 held, _, seen, evicted = _numbers(_compact_panel(chat))
-                assert (held, seen, evicted) == (event.resident, event.seen, len(gone))
+                read = seen - event.seen  # a token, in the step that evicted
+                assert read in (0, 1)
+                assert (held, evicted) == (event.resident + read, len(gone))
     assert gone
