@@ -91,6 +91,7 @@ class Prompt:
     ) -> None:
         self._pasted: str | None = None
         self._signs = PastedSigns()
+        self._line = -1  # which line of the history is shown
         self._pastes = set[str]()  # what text that was pasted began with, since the chat began
         self._is_pasting = False
         self._entered: str | None = None
@@ -298,8 +299,9 @@ class Prompt:
         """
         text = buffer.text
         changed = self._signs.changed(text, pasted=self._is_pasting)
+        is_back, self._line = changed > 1 or buffer.working_index != self._line, buffer.working_index
         if not self._is_literal(text):
-            back = (paste for paste in self._pastes if changed > 1 and text.startswith(paste))
+            back = (paste for paste in self._pastes if is_back and text.startswith(paste))
             self._pasted = max(back, key=len, default=None)
 
     def _is_completed(self) -> bool:

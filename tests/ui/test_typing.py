@@ -139,7 +139,6 @@ def test_text_that_was_pasted_stays_text_when_it_comes_back(read: Read, text: st
         (paste(text), "\x15\x19", ENTER),
     ):
         assert read(*keys) == message(text), keys
-    read("words" + ENTER)
     assert read(paste(text), UP, DOWN, ENTER) == message(text)
 
 
