@@ -157,6 +157,11 @@ def free_memory() -> int | None:
     return None
 
 
+def hides_avx512() -> bool:
+    """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch."""
+    return not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512")
+
+
 def packed_rows(profile: Profile) -> int:
     """How many rows are packed in four bits together: 1 on a GPU, on a CPU `four_bit_block`.
 
@@ -166,8 +171,7 @@ def packed_rows(profile: Profile) -> int:
         return 1
     with suppress(OSError):
         processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
-        hidden = not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512")
-        if "avx512f" in processors and not hidden:
+        if "avx512f" in processors and not hides_avx512():
             return 64
     return 16 if platform.machine().lower() in ("aarch64", "arm64") else 32
 

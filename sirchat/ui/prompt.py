@@ -299,7 +299,10 @@ class Prompt:
         """
         text = buffer.text
         changed = self._signs.changed(text, pasted=self._is_pasting)
-        is_back, self._line = changed > 1 or buffer.working_index != self._line, buffer.working_index
+        is_back, self._line = (
+            changed > 1 or buffer.working_index != self._line,
+            buffer.working_index,
+        )
         if not self._is_literal(text):
             back = (paste for paste in self._pastes if is_back and text.startswith(paste))
             self._pasted = max(back, key=len, default=None)
