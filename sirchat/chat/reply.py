@@ -67,7 +67,11 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
     def __enter__(self) -> OpenReply:
-        self.generation.__enter__()
+        try:
+            self.generation.__enter__()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -85,11 +85,15 @@ def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> 
     reply = reply_at_end(session.ledger, session.turns)
     if reply is None or reply.finish not in CUT:
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
+    events = session.go_on(interrupted)
     try:
-        yield from session.go_on(interrupted)
-        return
+        first = next(events)
     except LookupError:  # a resumed chat, for example: the model generates the reply again
         text, attempt, said = session.last_said, session.state.attempt, len(reply.ids)
+    else:
+        yield first
+        yield from events
+        return
     yield from session.undo(keep_pins=True)
 
     def stops() -> bool:

@@ -259,7 +259,7 @@ class Evictor:
         if not count:
             return _NONE
         leaves = np.ones(len(rows), bool)
-        leaves[settings.policy.keep(rows, len(rows) - count).numpy()] = False
+        leaves[self._choose_rows(rows, len(rows) - count).numpy()] = False
         return self._store.placement.chosen[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:

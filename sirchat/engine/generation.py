@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
+
+import torch
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import PromptLookup, Sampler, device_choice
@@ -59,7 +61,6 @@ class Generation(AbstractContextManager["Generation"]):
         self._may_look_ahead = self._stats is None and not self._compacts and not has_state
         self._is_bounded = settings.policy.bounded
         self._may_be_full = not self._is_bounded or engine.cache.absolute_positions
-        self._division = engine.evictor.divide_budget()
         self.chosen = -1  # the id to be read next, or -1
         self.records: list[GeneratedToken | EvictedRows | Stopped] = []  # of the present step
 
@@ -152,7 +153,8 @@ class Generation(AbstractContextManager["Generation"]):
             room = min(room, self.reader.model.context_length - engine.ledger.seen)
         ids = engine.ledger.column("token_id")
         if guess := lookup.guess(ids, token_id, min(self.left, room - 1)):
-            self.reader.look_ahead([token_id, *guess])
+            with suppress(torch.OutOfMemoryError):  # the token is then read alone
+                self.reader.look_ahead([token_id, *guess])
 
 
 def step(replies: Sequence[Generation]) -> list[StepResult]:
@@ -194,10 +196,7 @@ def _read_together(replies: Sequence[Generation]) -> None:
         )
         readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
         model.readout.fill(readings, states)
-        likeliest = Likeliest.of_rows(logits)
+        for at, (reply, most) in enumerate(zip(replies, Likeliest.of_rows(logits), strict=True)):
+            reply.reader.note_ahead(reply.chosen, logits[at][None], readings.part(at), most)
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)
-        return
-    for at, reply in enumerate(replies):
-        one = readings.part(at)
-        reply.reader.note_ahead(reply.chosen, logits[at][None], one, likeliest[at])

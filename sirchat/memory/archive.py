@@ -111,15 +111,19 @@ class Archive:
             grown[: len(self._slots)] = self._slots
             self._slots = grown
         start, parts = 0, list[tuple[int, int, int]]()
-        while start < len(tokens):
-            number, segment = self._open(tokens.tensors)
-            end = min(len(tokens), start + SEGMENT_ROWS - segment.used)
-            places = segment.used + np.arange(end - start)
-            self._slots[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
-            parts.append((number, segment.used, end - start))
-            segment.reserve(tokens.positions[start:end], tokens.written_at[start:end])
-            start = end
-        self._arriving.append((self.transfers.to_host(tokens.tensors), parts))
+        try:
+            while start < len(tokens):
+                number, segment = self._open(tokens.tensors)
+                end = min(len(tokens), start + SEGMENT_ROWS - segment.used)
+                places = segment.used + np.arange(end - start)
+                self._slots[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
+                parts.append((number, segment.used, end - start))
+                segment.reserve(tokens.positions[start:end], tokens.written_at[start:end])
+                start = end
+            self._arriving.append((self.transfers.to_host(tokens.tensors), parts))
+        except BaseException:  # the places stay empty
+            self._slots[tokens.positions] = -1
+            raise
         while self._arriving and (
             self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
         ):

@@ -75,16 +75,17 @@ class KeyValueStore:
         With 0 the archive is off, and archived tokens can no longer be restored.
         """
         old, was_on = self.archive, self._archiving
-        self._archiving = limit > 0
-        if was_on and self._archiving and folder == self._folder:
+        if was_on and limit and folder == self._folder:
             old.limit = self._bounded(limit)
             self._shrink()
             return
-        self.archive, self._folder = Archive(limit or UNDO_BYTES, folder), folder
-        if not self._archiving:
+        new = Archive(limit or UNDO_BYTES, folder)
+        if limit and len(old):
+            new.add(old.fetch(old.positions))  # may fail; then nothing has changed
+        self.archive, self._folder, self._archiving = new, folder, limit > 0
+        self._is_disk_reported = False
+        if not limit:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
-        elif len(old):
-            self.archive.add(old.fetch(old.positions))
         old.close()
         self._shrink()
 
@@ -190,8 +191,8 @@ class KeyValueStore:
         Raises LookupError, changing nothing, if a token that it held is no longer stored.
         """
         reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
-        held = checkpoint.placement.held
-        if not self.has(held) or np.isin(reread, held).any():
+        needed = np.union1d(checkpoint.placement.held, checkpoint.placement.aside)
+        if not self.has(needed) or np.isin(reread, needed).any():
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
         self._place(checkpoint.placement, np.arange(checkpoint.seen, self.ledger.seen))
         self.archive.truncate(checkpoint.seen)
@@ -276,7 +277,7 @@ class KeyValueStore:
     def _place(self, new: Placement, dropped: Positions = _NONE) -> tuple[Positions, Positions]:
         """Move tokens as `new` says; those `dropped` are not archived. Only here they move."""
         ledger, cache, archive = self.ledger, self.cache, self.archive
-        held, self._placement = ledger.held_positions, new
+        held = ledger.held_positions
         stays = np.isin(held, new.held, assume_unique=True)
         gone, came = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
         rows = torch.from_numpy(np.flatnonzero(stays))
@@ -292,6 +293,7 @@ class KeyValueStore:
                 restored = merged(cache.first_written(rows, held[stays]), restored)
             cache.replace(restored)
         ledger.hold(new, gone, came, State.ARCHIVED if self._archiving else State.GONE)
+        self._placement = new
         return gone, came
 
     def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:

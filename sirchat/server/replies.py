@@ -124,6 +124,7 @@ def generate_reply(
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
+    whole = cached  # tokens read, of whole messages
     memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
@@ -144,13 +145,14 @@ def generate_reply(
                 for _ in read:
                     yield None
                 conversation.add(role, text)
+                whole = session.seen
                 if gone():
                     conversation.undo_last_question()
                     return
             yield from _answer(conversation, history, options, gone, cached, allowed)
         except (ContextFullError, SettingError, RequestError):
-            # These errors are raised before anything of the message is read.
-            conversation.is_exact = True
+            # Most of these errors are raised before anything of the message is read.
+            conversation.is_exact = session.seen == whole
             raise
 
 

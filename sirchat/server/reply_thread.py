@@ -67,7 +67,8 @@ class ReplyThread:
         self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when a reply ends
         self._changed = threading.Condition()
-        self._may_begin = False  # whether a reply that waits could begin now
+        self._may_begin = False  # whether a reply that waits could begin in the next round
+        self._is_free = False  # whether it could in this one
         self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
@@ -139,16 +140,18 @@ class ReplyThread:
         with self._changed:
             while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
+            # Once a round: who is waked within it waits for the next.
+            self._is_free, self._may_begin = self._may_begin, False
             return not self._is_ending
 
     def _call(self) -> None:
         """Call what was passed to `call`."""
         with self._changed:
             asked, self._asked = self._asked, []
-            if self._may_begin or self._is_ending:
+            if self._is_free or self._is_ending:
                 asked, self._later = self._later + asked, []
         for work, result in asked:
-            if result.cancelled():
+            if not (result.running() or result.set_running_or_notify_cancel()):
                 continue
             try:
                 result.set_result(work())
@@ -160,8 +163,7 @@ class ReplyThread:
     def _begin(self) -> None:
         """Begin each waiting reply for which a conversation is free; drop those cancelled."""
         with self._changed:
-            waiting = tuple(self._waiting) if self._may_begin else ()
-            self._may_begin = False
+            waiting = tuple(self._waiting) if self._is_free else ()
         for reply in waiting:
             try:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)

@@ -22,6 +22,7 @@ from sirchat.chat.events import (
     to_json,
 )
 from sirchat.chat.rereading import copied
+from sirchat.engine.reader import Reader
 from sirchat.errors import ContextFullError, SettingError
 
 
@@ -81,6 +82,25 @@ def test_a_reply_whose_events_are_not_all_taken_is_kept_and_closed() -> None:
     closing = chat.template.closing
     assert ids_of(chat)[read : read + len(closing)] == list(closing)
     assert len(chat.snapshot().rows) == chat.resident
+
+
+def test_a_reply_that_can_not_begin_leaves_a_chat_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = session(babbler(), budget=48, recall="words", max_new_tokens=4)
+    for text in ("My name is Anna.", "I live in Lisbon. " * 4):
+        list(chat.ask(text))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Reader, "begin_reply", fail)
+    with pytest.raises(MemoryError):
+        list(chat.ask("Where do I live?"))
+    monkeypatch.undo()
+    assert not chat.engine.store.has_recall
+    assert (chat.turns[-1].role, chat.turns[-1].finish) == ("assistant", "interrupt")
+    assert [event for event in chat.ask("And my name?") if isinstance(event, TurnDone)]
 
 
 def test_a_turn_that_fails_half_way_is_closed_before_the_next(

@@ -25,6 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
 from sirchat.memory.ledger import Role
+from sirchat.memory.placement import Placement
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -338,3 +339,29 @@ def test_where_the_disk_cannot_be_written_the_archive_stays_in_memory(own_home: 
     for one in (ram, chat):
         list(one.switch("/budget", budget=2000))
     assert ram.snapshot().rows == chat.snapshot().rows
+
+
+def test_memory_that_is_full_while_tokens_move_leaves_all_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = long_chat(archive="ram")[0]
+    store, held = chat.engine.store, chat.ledger.held_positions.copy()
+    archived = store.archived()
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfers, "to_host", full)
+        chosen = Placement(held[len(held) // 2 :], aside=held[: len(held) // 2])
+        with pytest.raises(MemoryError):
+            store.place(chosen)
+        assert not store.has_recall
+        assert not store.archive.has(np.setdiff1d(held, archived)).any()
+        with pytest.raises(MemoryError):
+            store.set_limit(2**30, Path("elsewhere"))
+    assert store.archived().tolist() == archived.tolist()
+    assert store.archive.has(archived).all()
+    gone, _ = store.place(chosen)
+    assert store.archive.has(gone).all()
+    assert all(part.abs().sum() > 0 for part in store.archive.fetch(gone).tensors)

@@ -20,6 +20,7 @@ from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import Allowed
 from sirchat.models.decode_step import DecodeStep
 from sirchat.server.conversation import History
+from sirchat.server.pool import BusyError
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import Sent, WaitingReply
 from sirchat.server.requests import RequestError
@@ -194,3 +195,37 @@ def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_kn
 def anything(picked: Sequence[int]) -> Tensor:
     """A format that allows every token."""
     return torch.ones(babbler().vocab_size, dtype=torch.bool)
+
+
+def test_who_leaves_while_a_call_runs_stops_no_other() -> None:
+    with served(babbler(), budget=64) as server:
+        thread, begun, go_on = server.server.replies, threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            go_on.wait(20)
+
+        left = thread.call(work)
+        begun.wait(20)
+        left.cancel()
+        go_on.set()
+        assert thread.call(lambda: 5).result(timeout=20) == 5
+
+
+def test_what_is_busy_is_tried_again_when_it_is_free_although_a_call_runs_meanwhile() -> None:
+    tried = list[int]()
+
+    def busy() -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            raise BusyError
+        return 5
+
+    with served(babbler(), budget=64) as server:
+        thread = server.server.replies
+        begin = threading.Event()
+        thread.call(begin.wait)
+        waits = thread.call(busy)
+        thread.call(thread.wake)  # another thread frees it while a call runs
+        begin.set()
+        assert waits.result(timeout=20) == 5
