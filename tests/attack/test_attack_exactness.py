@@ -56,7 +56,7 @@ WORDS = ["Anna", "Oslo", "walnut", "key", "harbour", "last", "turn 1", "turn 2",
 PLAIN = ["sink", "window", "random", "interval", "reservoir"]
 
 POLICIES = [*PLAIN, "salience", "entropy", "h2o", "tova", "snapkv", "knorm", "keydiff",
-            "learned", "full"]  # fmt: skip
+            "full"]  # fmt: skip
 RETRIEVERS = ["words", "meaning", "mips", "cosine", "cosine-pairwise"]
 
 # Most by which a logit may differ where products are computed for another number of rows.
