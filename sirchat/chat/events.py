@@ -138,7 +138,7 @@ class Recalled(Event):
     kind: ClassVar[str] = "recall"
     turn: int
     retriever: str
-    positions: tuple[int, ...]  # restored in any layer
+    positions: tuple[int, ...]  # of what was restored
     scores: tuple[float, ...]  # of each position: how well the token fits the turn
     released: tuple[int, ...]  # recalled for the turn before; they left when it was answered
     turns: tuple[RecalledTurn, ...]  # of the restored tokens, in order

@@ -335,7 +335,7 @@ class Session:
         interrupted: Interrupted = lambda: False,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
-        """Read `text`, from a transcript, as the reply, instead of generating a reply.
+        """Read `text` as the reply, instead of generating one; ContextFullError if it can't fit.
 
         `given` are the ids of the turn, if it has more than this text.
         """

@@ -253,7 +253,7 @@ def chat_or_replay(
         more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
         misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
         if misplaced:
-            raise misplaced_flag_error(_flag(misplaced[0]), command)
+            raise misplaced_flag_error(_spelled_flag(misplaced[0]), command)
         return
     for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
         if used and resume is None:
@@ -264,7 +264,7 @@ def chat_or_replay(
         replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript, **given)
         return
     if about_transcripts:
-        flag = _flag(about_transcripts[0])
+        flag = _spelled_flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
     given |= {"resume": resume, "branch": branch, "rebuild": rebuild}
     open_chat(flags, trust=trust, debug=debug, quiet=quiet, **given)
@@ -338,5 +338,5 @@ def _translate_arguments(arguments: list[str]) -> list[str]:
     return front + named[command:]
 
 
-def _flag(name: str) -> str:
+def _spelled_flag(name: str) -> str:
     return "--option" if name == "policy_options" else f"--{name.replace('_', '-')}"

@@ -92,7 +92,7 @@ def score_continuations(
     for ids in alternatives:
         end = start + len(ids) - 1
         rows = torch.cat([first[None].to(logits.device), logits[start:end]])  # [m, V]
-        scores.append(_continuation(ids, rows))
+        scores.append(_scored(ids, rows))
         start = end
     return tuple(scores)
 
@@ -158,7 +158,7 @@ def _forward_singly(reader: Reader, ids: Sequence[int]) -> Tensor:
     return torch.cat(logits)
 
 
-def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
+def _scored(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
     """The log-probabilities of ids [m] from the logits [m, V] that predict each id."""
     with torch.inference_mode():
         predicted = torch.tensor(ids, device=logits.device)

@@ -76,7 +76,7 @@ class DecodeStep:
         if self.compiled is not None and self.compiled.fits(cache):
             logits, states = self.compiled(x, cos, sin, cache)
         else:
-            logits, states = self.graph(x, cos, sin, _update_of(cache))
+            logits, states = self.graph(x, cos, sin, _writer_of(cache))
         return logits[None], states[None]
 
     @torch.inference_mode()
@@ -92,7 +92,7 @@ class DecodeStep:
         x = self._embeddings(torch.tensor(ids))  # [B, d]
         turns = self._rotary(x, torch.tensor([positions]))  # each [kinds, B, D]
         cos, sin = (turn[:, :, None].float() for turn in turns)
-        updates = [_update_of(cache) for cache in caches]
+        updates = [_writer_of(cache) for cache in caches]
         return self.graph.forward_batch(x.float(), cos, signed(sin), updates)
 
 
@@ -364,6 +364,6 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
     return (weights[..., None] * values[:, None].float()).sum(2)
 
 
-def _update_of(cache: BoundedCache) -> Update:
+def _writer_of(cache: BoundedCache) -> Update:
     layers = cache.layers
     return lambda number, key, value: layers[number].update(key, value)

@@ -74,7 +74,6 @@ class Decoder(nn.Module):
         return self.lm_head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
-        """Replace the output head."""
         self.lm_head = head
 
     def tie_weights(self) -> None:

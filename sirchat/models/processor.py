@@ -27,7 +27,7 @@ _CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 class Features(NamedTuple):
-    """What decides how packed weights are multiplied; torch and oneDNN may be told to use less."""
+    """What the processor has for products of packed weights, less what the environment hides."""
 
     capability: str  # torch's name: AVX512, AVX2, DEFAULT, ...
     has_bfloat16: bool  # instructions for products of bfloat16

@@ -92,7 +92,7 @@ class PassageSearch:
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
         """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(_standard(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
+        return np.maximum(_z_scores(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
 
     def fits_of_result(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
         """What the passages at `which` of a result get, as they were asked for by the sentences.
@@ -117,7 +117,7 @@ class PassageSearch:
             cosines = torch.mv(torch.from_numpy(self.passages.vectors), wanted).double().numpy()
             usual = float(np.nansum(cosines) / max(1, np.isfinite(cosines).sum()))
             cosines = np.nan_to_num(cosines, nan=usual)
-            fits = np.maximum(_standard(cosines, usual, COSINES_DIFFER), 0)
+            fits = np.maximum(_z_scores(cosines, usual, COSINES_DIFFER), 0)
             scores = scores + self._index.with_block(fits)
         return self._discounted(scores, generated, message.but)
 
@@ -191,7 +191,7 @@ def rows_of(passages: NDArray[np.void]) -> Positions:
     return np.concatenate([np.zeros(0, np.int64), *spans])
 
 
-def _standard(values: Scores, usual: float, least: float) -> Scores:
+def _z_scores(values: Scores, usual: float, least: float) -> Scores:
     """The values [n] as distances from their mean, in standard deviations.
 
     Few values are filled up with `usual` ones; the deviation is at least `least`.

@@ -109,7 +109,6 @@ class _TemplateDict:
         return dict(*args, **given)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dictionary with the given keys, as Python's `dict.fromkeys` makes it."""
         return dict.fromkeys(*args)
 
 
