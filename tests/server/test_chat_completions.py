@@ -249,6 +249,7 @@ def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyP
         soon = [one for one in late if one != ": waiting"]
         assert late[1] == ": waiting"
         assert 3 <= len(late) - len(soon) <= seconds / 0.05
+        monkeypatch.undo()
         again = server.client.post(CHAT, json=body).text
     assert (soon[0][:6], soon[-2:]) == ("data: ", ["data: [DONE]", ""])
     assert ": waiting" not in again
