@@ -59,7 +59,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._turn, self._parts, self._closing, self._end_ids = turn, parts, closing, end_ids
         self._stops, self._loops, self._finish, self._can_go_on = stops, loops, finish, can_go_on
         self._stopped: Stopped | None = None
-        self._is_cut = self._is_done = False
+        self._is_done = False
         self._failure: ContextFullError | None = None
         self.after = AfterReply()
         self._at, self._said = self._said_before()
@@ -89,11 +89,10 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
     def is_over(self) -> bool:
         """Whether the reply has ended, or must end now; then only `end` is to be called."""
-        is_stopped = self._stopped is not None or self._failure is not None or self._is_cut
-        if not is_stopped and self.generation.left:
-            is_looping = self._loops is not None and self._loops.found
-            self._is_cut = is_stopped = self._parts.has_ended or is_looping or self._stops()
-        return is_stopped
+        if self._stopped is not None or self._failure is not None:
+            return True
+        is_looping = self._loops is not None and self._loops.found
+        return self.generation.left > 0 and (self._parts.has_ended or is_looping or self._stops())
 
     def push(self, done: StepResult) -> list[Event]:
         """Take what a step has done; returns the events. Raises what failed in it."""

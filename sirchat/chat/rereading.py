@@ -222,11 +222,8 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    division, ledger, before = (
-        session.engine.evictor.divide_budget(),
-        session.ledger,
-        _own_pins(session),
-    )
+    ledger, before = session.ledger, _own_pins(session)
+    division = session.engine.evictor.divide_budget()
     after = pins
     if division.most_pins is not None:
         costly = pins[pins >= division.sinks]

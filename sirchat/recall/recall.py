@@ -18,7 +18,7 @@ from torch import Tensor
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, Role, State
+from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
@@ -414,9 +414,8 @@ def _score_archived(
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
-    reachable = engine.store.reachable()
-    is_archived = ledger.column("state")[reachable] == State.ARCHIVED
-    archived = reachable[is_archived & (reachable < start)]
+    archived = engine.store.archived()
+    archived = archived[archived < start]
     archived = archived[archive.has(archived)]
     if recall is None or not len(archived):
         return None

@@ -146,28 +146,6 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map
 
 
-@pytest.mark.parametrize(
-    ("damaged", "why"),
-    [
-        (lambda data: b"", "can't be read"),
-        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
-        (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "its version is 9"),
-        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "ends before"),
-        (lambda data: data[:200], "ends before|unpack"),
-        (lambda data: data[: len(data) // 2], "fewer than its tensors need"),
-    ],
-)
-def test_a_damaged_file_is_refused_in_one_line_without_advice_to_install(
-    file: Path, tmp_path: Path, damaged: object, why: str
-) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(damaged(file.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(ModelError, match=why) as caught:
-        load_model(str(broken), device="cpu")
-    assert "\n" not in str(caught.value)
-    assert "install" not in caught.value.hint
-
-
 def test_a_tensor_that_is_missing_is_named(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     broken = tmp_path / "broken.gguf"
