@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -123,12 +124,17 @@ class ReplyThread:
             self._thread.join()
 
     def _run(self) -> None:
-        while self._wait():
-            self._call()
-            self._begin()
-            self._step()
+        try:
+            while self._wait():
+                self._call()
+                self._begin()
+                self._step()
+        except Exception as error:  # of this thread itself: then no reply may wait for it
+            _LOG.critical("the server can answer no more", exc_info=error)
+            self.end()
         for reply in (*self._running, *self._waiting):
-            reply.send(_ending_error())
+            with suppress(Exception):  # what failed above may fail again
+                reply.send(_ending_error())
         self._call()
         for _, result in self._later:
             result.set_exception(_ending_error())

@@ -21,6 +21,7 @@ from serving import Message, Served, assistant, cached, refusal, said, served, s
 from sirchat.server.conversation import History
 from sirchat.server.replies import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import Sent, WaitingReply
+from sirchat.server.requests import RequestError
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
 
@@ -203,6 +204,21 @@ def test_a_long_reply_does_not_keep_others_waiting() -> None:
                 parts.get()  # it has begun
         got = (parts.get() for _ in range(2000))
         assert next(name for name, part in got if isinstance(part, ReplyEnd)) == "short"
+
+
+def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_one_waits() -> None:
+    def fail(_: Sent) -> None:
+        raise ValueError("a fault of the server itself")
+
+    parts = SimpleQueue[Sent]()
+    with served(babbler(), budget=256, max_new_tokens=100_000) as server:
+        replies = server.server.replies
+        for text, send in ((ANNA, parts.put), (NAME, fail)):
+            history = History.of(None, [("user", text)])
+            replies.submit(WaitingReply(history, ReplyOptions({}), send))
+        got = (parts.get(timeout=60) for _ in range(100_000))
+        assert next(part for part in got if isinstance(part, RequestError)).status == 503
+        assert refusal(server.post([user(THANKS)], model="babbler"), 503)
 
 
 def test_a_history_larger_than_the_budget_is_no_error_and_the_reply_says_what_is_held() -> None:
