@@ -78,6 +78,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         if not self._is_done:  # the caller took no more events, or the model failed
             self._turn.now.finish(self._turn.stats, *_texts(self._said))
+            self._turn.flag_thinking(self._parts, self._at)
             self._turn.engine.evictor.end_recall()
 
     def events(self) -> Iterator[Event]:

@@ -22,6 +22,7 @@ from sirchat.engine.types import (
     ReadProgress,
     TurnRef,
 )
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role
 from sirchat.memory.placement import Placement
 from sirchat.recall.recall import Recall
@@ -156,10 +157,9 @@ class OpenTurn:
         `stream` has divided the reply, whose tokens have the positions `at`.
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
-        tokens, dropped = np.asarray(at, np.int64), stream.dropped()
+        tokens, dropped = self.flag_thinking(stream, at), stream.dropped()
         self.engine.ledger.pin(np.asarray(self.now.heads, np.int64), False)
         self.now.heads = []
-        self.engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
             header = np.arange(at[0] - stream.unkept_header, at[0])
@@ -168,6 +168,12 @@ class OpenTurn:
             moves = self.engine.evictor.exclude(excluded)
             events += self.events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
+
+    def flag_thinking(self, stream: ReplyStream, at: Sequence[int]) -> Positions:
+        """Flag a reply's reasoning, as `stream` has divided it; returns its positions `at`."""
+        tokens: Positions = np.asarray(at, np.int64)
+        self.engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
+        return tokens
 
     def read_pending(self) -> list[Event]:
         """Read the pending ids, which must follow a turn that was cut off; returns the events."""

@@ -12,7 +12,7 @@ import pytest
 from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
 from by_heart import THOUGHT as THOUGHT_OF_FRANCE
 from chatting import session, tiny
-from sirchat.chat.events import Evicted
+from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Sampler
@@ -128,6 +128,19 @@ def test_of_a_reply_in_several_messages_only_the_reasoning_goes() -> None:
     list(chat.ask("Hi.", reply=Reply(tuple(ids), "stop")))
     assert (chat.turns[1].text, chat.turns[1].thinking) == ("Wait.\n\nYes.", "Why?\n\nWhy?")
     assert _held(chat) == kept + after
+
+
+def test_reasoning_of_a_reply_that_nobody_reads_on_is_known_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>I wonder, and wonder, and wonder"))
+    chat = session(tiny(), budget=256)
+    events = chat.ask("Hi.")
+    next(event for event in events if isinstance(event, Delta) and "and" in event.text)
+    events.close()  # type: ignore[attr-defined]
+    said = [row for row in chat.tokens(range(chat.seen)) if row.turn == 1]
+    thought = "".join(row.text for row in said if "thinking" in row.flags)
+    assert thought.startswith("<think>I wonder, and")
 
 
 def test_a_thought_without_an_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
