@@ -157,6 +157,9 @@ class _Vocabulary:
             return self._merges_by_score(itertools.repeat(0))  # so that ids tell the order
         if not given:
             raise _broken("vocabulary has no merges (tokenizer.ggml.merges)")
+        flat = " ".join(given).split(" ")
+        if len(flat) == 2 * len(given):  # at once: a fifth of the time
+            return list(zip(flat[::2], flat[1::2], strict=True))
         parts = (merge.partition(" ") for merge in given)
         return [(left, right) for left, _, right in parts]
 
