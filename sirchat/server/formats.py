@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,9 @@ class Formats:
         if self._vocabulary is None:
             try:
                 written = json.loads(model.tokenizer.backend_tokenizer.to_str())
-                # Else the text of a control token in a schema would be read as this token.
-                added = [t for t in written["added_tokens"] if t["id"] not in template.controls]
-                written = json.dumps(written | {"added_tokens": added, "post_processor": None})
-                self._vocabulary = LLTokenizer(written, n_vocab=model.vocab_size, eos_token=ends)
+                _rename_controls(written, template.controls)
+                text, size = json.dumps(written | {"post_processor": None}), model.vocab_size
+                self._vocabulary = LLTokenizer(text, n_vocab=size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise _refusal(param, f"can't be had from this model: {error}") from None
         if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
@@ -126,6 +125,18 @@ class Formats:
         tags = (OPEN, CLOSE) if form else ()
         never = [i for i, text in template.controls.items() if text not in tags and i not in ends]
         return ReplyFormat(LLMatcher(self._vocabulary, grammar), model.vocab_size, never, ends)
+
+
+def _rename_controls(written: dict[str, Any], controls: Collection[int]) -> None:
+    """Give the control tokens of a tokenizer's JSON names that no schema has as text."""
+    known = written["model"]["vocab"]
+    for token in written["added_tokens"]:
+        if (number := token["id"]) in controls:
+            before, token["content"] = token["content"], f"\ue000{number}\ue001"
+            if isinstance(known, dict) and known.pop(before, None) is not None:
+                known[token["content"]] = number
+            elif isinstance(known, list) and number < len(known):
+                known[number][0] = token["content"]
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,23 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from chatting import session
-from serving import Served, assistant, refusal, served, told, user
+from chatting import session, smallest
+from real_tokenizers import unpacked
+from serving import Served, assistant, refusal, said, served, told, user
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
 from sirchat.server.formats import Formats
 from sirchat.server.requests import ChatRequest, RequestError, make_request
 from sirchat.text.reply_marks import Marks
-from template_shapes import tool_tiny
+from template_shapes import template, tool_tiny
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "5"))
 FORMATS = Formats()
@@ -73,6 +76,20 @@ def test_a_reply_is_as_the_schema_says_whole_or_in_a_stream(server: Served) -> N
     # The next reply is free again.
     longer = [*ASKED, assistant(text), user("Thanks.")]
     assert server.reply(longer) == told(longer, max_new_tokens=90)
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gptoss"])  # whose highest ids are control tokens
+def test_a_model_with_a_real_tokenizer_replies_in_json(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(unpacked(data, name, tmp_path))
+    tokenizer.chat_template = template("chatml")
+    with served(smallest("tiny", tokenizer), policy="full", max_new_tokens=40) as server:
+        text = server.reply(ASKED, response_format={"type": "json_object"})
+        named = {"enum": [next(iter(tokenizer.added_tokens_decoder.values())).content]}
+        control = server.ask(ASKED, response_format=by_schema(named))
+    assert text.startswith("{")
+    assert json.loads(said(control)) == named["enum"][0]
 
 
 def test_a_reply_is_some_json_object(server: Served) -> None:
