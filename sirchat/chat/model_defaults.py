@@ -74,17 +74,24 @@ def _can_recall(profile: Profile) -> bool:
 
 
 def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
-    """The sampling settings in the model's generation config, if it samples by allowed values."""
+    """The sampling settings, of allowed values, in the model's generation config, if it samples."""
     config = getattr(model.module, "generation_config", None)
     given = {} if config is None else config.to_diff_dict()
     if not given.get("do_sample"):
         return {}
     values = {name: given[name] for name in SAMPLING_PARAMETERS if given.get(name) is not None}
-    values.setdefault("temperature", 1.0)
-    if values.get("top_k") == 0:  # off, in transformers
+    if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
-    try:
-        Profile.model_validate(values)
-    except ValueError:
+    wrong = {name for name, value in values.items() if not _is_allowed(name, value)}
+    if "temperature" in wrong:
         return {}
-    return values
+    allowed = {name: value for name, value in values.items() if name not in wrong}
+    return {"temperature": 1.0, **allowed}
+
+
+def _is_allowed(name: str, value: object) -> bool:
+    try:
+        Profile.model_validate({name: value})
+    except ValueError:
+        return False
+    return True

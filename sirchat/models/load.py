@@ -29,7 +29,12 @@ from sirchat.models.devices import (
     use_threads,
 )
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.gguf.translate import config_values, has_blocks, refuse_unsupported
+from sirchat.models.gguf.translate import (
+    add_sampling,
+    config_values,
+    has_blocks,
+    refuse_unsupported,
+)
 from sirchat.models.hub import must_use_cache
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
@@ -203,6 +208,7 @@ def load_gguf_parts(
                 module = model.load_module(file, dtype, progress, **how)
             finally:
                 tokenizer = making.result()
+    add_sampling(module, file.metadata)
     if spread is not None:
         spread.dispatch(module)
     if place is not None:
@@ -218,6 +224,7 @@ def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
     found = prepared.map_prepared(place, dtype)
     tokenizer = vocabulary.load_tokenizer(found.tokenizer)
+    add_sampling(found.module, found.tokenizer)
     found.tokenizer.clear()  # of a large vocabulary, 60 MB
     trim_memory()
     return found.module, tokenizer

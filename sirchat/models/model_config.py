@@ -145,6 +145,10 @@ class ConfigValues:
         """All config values, by name."""
         return dict(self._values)
 
+    def update(self, **values: Any) -> None:
+        """Change these values."""
+        self._values.update(values)
+
     to_diff_dict = to_dict  # transformers' method of this name leaves out defaults
 
 

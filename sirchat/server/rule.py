@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sirchat.config.profile import LEAST_TEMPERATURE
+
 MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
 
 # Fields of a request, or of an item in it (a message, part, call or tool), that are taken, though
@@ -82,4 +84,6 @@ def is_taken(place: str, name: str, value: Any) -> bool:
 def nearest(name: str, value: Any) -> Any:
     """The value that a setting has, if a request gives it `value`."""
     least, most = NEAREST.get(name, (value, value))
+    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
+        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, least), most)

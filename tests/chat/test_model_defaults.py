@@ -14,6 +14,7 @@ from sirchat.chat.model_defaults import SOUND, with_model_defaults
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import Layer, merge_layers
 from sirchat.models.model import LoadedModel
+from sirchat.models.model_config import ConfigValues
 
 
 def profile(**values: object) -> Profile:
@@ -48,6 +49,14 @@ def test_sampling_follows_the_models_files(
     }
     says(model, monkeypatch, do_sample=True, **own)
     assert drawing(with_model_defaults(profile(), model)) == own
+
+
+def test_one_value_that_is_not_allowed_leaves_the_others_of_the_files(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 7.0, "min_p": 0.05}
+    monkeypatch.setattr(model.module, "generation_config", ConfigValues(said))
+    assert drawing(with_model_defaults(profile(), model)) == {"temperature": 0.6, "min_p": 0.05}
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors import safe_open
 
-from gguf_models import MODELS, random_model, write_model
+import gguf_models
+from gguf_models import MODELS, add_settings, random_model, write_model
+from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.cli.models import models_prepared
+from sirchat.config.profile import Profile
 from sirchat.models import load, prepared
 from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
@@ -104,6 +108,25 @@ def test_a_mapped_model_is_the_loaded_one_to_the_last_bit(
     assert second.tokenizer.notices == first.tokenizer.notices
     with safe_open(the_file(), framework="pt") as file:
         assert set(file.keys()) == {"manifest", "weights"}
+
+
+@pytest.mark.parametrize("case", ["llama3", "gpt-oss"])  # our module, and one of transformers
+def test_a_file_says_how_replies_are_drawn_read_or_mapped(
+    case: str, tmp_path: Path, no_reading: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_with_sampling(writer: gguf.GGUFWriter, *about: Any) -> None:
+        add_settings(writer, *about)
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_penalty_last_n(64)
+
+    monkeypatch.setattr(gguf_models, "add_settings", add_with_sampling)
+    path = written(tmp_path, case)
+    for read in (loaded, loaded):
+        drawn = with_model_defaults(Profile(), read(path))
+        assert (drawn.temperature, drawn.top_k, drawn.repetition_window) == (0.6, 20, 64)
+        assert drawn.top_p == Profile().top_p
+        no_reading()
 
 
 def test_a_swapped_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:

@@ -235,6 +235,8 @@ def test_there_are_as_many_values_as_the_rule_needs() -> None:
     ("path", "fields", "note"),
     [
         (CHAT, {"temperature": 99}, "temperature is 10"),
+        (CHAT, {"temperature": 1e-8}, "temperature is 0"),
+        (OLLAMA, {"options": {"temperature": 0.009}}, "temperature is 0.01"),
         (CHAT, {"top_p": 0}, "top_p is 1e-06"),
         (CHAT, {"top_p": 1.5}, "top_p is 1"),
         (CHAT, {"repeat_penalty": 0}, "repetition_penalty is 0.1"),

@@ -21,7 +21,9 @@ from sirchat.models.gguf.architectures import (
 )
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
 from sirchat.models.gguf.rotation import SCALING, add_proportion, add_rotation
+from sirchat.models.model_config import ConfigValues
 
+SAMPLING = "general.sampling."  # of keys that say how replies are drawn
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 # Header keys with one value for each layer, or one value for all sliding-window layers.
@@ -32,6 +34,16 @@ _BY_LAYER = (
     "rope.dimension_count_swa",
 )
 _OF_EXPERTS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
+
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repetition_window",
+}
 
 
 class Target(NamedTuple):
@@ -51,6 +63,17 @@ def refuse_unsupported(file: GgufFile) -> None:
                 f"the GGUF file's {name} is of {tensor.type}, which is unknown here",
                 hint="choose a file of another type, such as Q4_K_M or Q8_0",
             )
+
+
+def add_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
+    """Let a module's generation config say how the model draws, if the GGUF file's header does."""
+    given = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING.items())
+    numbers = {name: value for name, value in given if isinstance(value, int | float)}
+    said = {name: round(value, 6) for name, value in numbers.items()}  # from float32
+    if said:
+        if module.generation_config is module.config:
+            module.generation_config = ConfigValues(module.config.to_dict())
+        module.generation_config.update(do_sample=said.get("temperature") != 0, **said)
 
 
 def has_blocks(file: GgufFile) -> bool:

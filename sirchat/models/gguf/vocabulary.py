@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from sirchat.errors import ModelError
 from sirchat.models.gguf.splits import find_split
+from sirchat.models.gguf.translate import SAMPLING
 from sirchat.models.progress import switch_off_bars
 from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 
@@ -62,8 +63,8 @@ def load_tokenizer(
     tokenizer = FastTokenizer(vocabulary.backend(merges), special, template)
     tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
     if kept is not None:
-        names = (key for key in metadata if key.startswith("tokenizer.") or key == "general.name")
-        kept.update({name: metadata[name] for name in names})
+        starts = ("tokenizer.", "general.name", SAMPLING)
+        kept.update({key: value for key, value in metadata.items() if key.startswith(starts)})
         for name in ("scores", "merges"):  # to find the pairs takes longest
             kept.pop(f"{_KEYS}{name}", None)
         kept[f"{_KEYS}tokens"] = vocabulary.tokens
