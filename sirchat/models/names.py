@@ -154,7 +154,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
     if name in BUNDLED:
         return str(paths.tiny_dir().parent / name), {}
     path = packaged_gguf(name) if name in PACKAGED else _find_own_path(name)
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf" or (path.is_file() and _begins_as_gguf(path)):
         if not path.is_file():
             hint = _nearest(name, path)
             if (parts := split_gguf_name(name)) and not path.parent.is_dir():
@@ -221,6 +221,13 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ModelError(
             f"model folder {name!r} has no weights{but}", hint="weights must be .safetensors files"
         )
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """Whether a file is GGUF by its beginning, as Ollama's blobs are, which have no ending."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
 
 
 def _nearest(name: str, path: Path) -> str:

@@ -36,6 +36,9 @@ def test_what_is_here_is_found(models: Path) -> None:
         str(models / "ggufs"),
         {"gguf_file": "qwen.gguf"},
     )
+    blob = models / "ggufs" / "sha256-6a0746a1ec1a"  # as Ollama calls its files
+    blob.write_bytes(b"GGUF\3\0\0\0")
+    assert locate(str(blob)) == (str(blob.parent), {"gguf_file": blob.name})
     assert locate("google/gemma-3-1b-it") == ("google/gemma-3-1b-it", {})
 
 
