@@ -101,15 +101,33 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     for name in SPECIAL:
         given = about.get(name)
         special[name] = given.get("content") if isinstance(given, dict) else given
+    if (path := folder / "special_tokens_map.json").exists():
+        named = json.loads(path.read_text("utf-8"))
+        if any(named.get(name) and not special[name] for name in SPECIAL):
+            return None
     template = about.get("chat_template")
     if (path := folder / "chat_template.jinja").exists():
         template = path.read_text("utf-8")
-    if template is not None and not isinstance(template, str):
+    is_elsewhere = template is None and (folder / "additional_chat_templates").exists()
+    if is_elsewhere or (template is not None and not isinstance(template, str)):
         return None
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # whatever the library raises: transformers says what is wrong
         return None
+    if not _has_as_special(backend, about):
+        return None
     backend.no_padding()
     backend.no_truncation()
     return FastTokenizer(backend, special, template)
+
+
+def _has_as_special(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
+    """Whether all further special tokens that a `tokenizer_config.json` names are so already."""
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        given = about.get(key) or []
+        tokens = given.values() if isinstance(given, Mapping) else given
+        if not special.issuperset(t.get("content") if isinstance(t, dict) else t for t in tokens):
+            return False
+    return True

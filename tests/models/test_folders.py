@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from chatting import tiny
 from gguf_file import write_gguf
@@ -70,6 +70,28 @@ def test_a_folder_gives_the_logits_and_the_fingerprint_of_transformers(
     text = "It's  12 o'clock, Zoë <|end|>\n\tok"
     assert ours.tokenizer.encode(text) == theirs.tokenizer.encode(text)
     assert ours.tokenizer.special_tokens_map == theirs.tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize("key", ["map", "additional_special_tokens", "extra_special_tokens"])
+def test_special_tokens_that_are_named_elsewhere_are_those_of_transformers(
+    key: str, tmp_path: Path
+) -> None:
+    path = folder_of("llama", tmp_path)
+    about = json.loads((path / "tokenizer_config.json").read_text())
+    if key == "map":  # tokenizer_config.json lacks what it names
+        named = {name: about.pop(name) for name in ("bos_token", "eos_token") if name in about}
+        (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", **named}))
+    else:
+        about[key] = ["<so>", "<and so>"]
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    ours = load_model(str(path), device="cpu").tokenizer
+    theirs = AutoTokenizer.from_pretrained(path)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    text = "a <so><and so> b"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text), skip_special_tokens=True) == theirs.decode(
+        theirs.encode(text), skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize("values", [LLAMA, PLAIN, QWEN])
