@@ -147,5 +147,6 @@ def test_an_error_in_loading_ends_the_chat_and_the_line_goes_to_the_history(
     ready()
     assert chat.ended() == 1
     assert chat.text.splitlines() == [f"> {line}", "sirchat: the file is broken"]
+    assert not chat.screen.cursor.hidden
     history = (tmp_path / "state" / "history").read_text(encoding="utf-8")
     assert f"+{line}\n" in history

@@ -134,14 +134,6 @@ def test_a_signal_ends_a_reply_and_a_prompt(
     assert warm_shell.code() == 128 + number
 
 
-def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
-    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
-        assert chat.ended() == 1
-        line = " ".join(chat.text.split())
-        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
-        assert not chat.screen.cursor.hidden
-
-
 def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
     waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
     pager = program(tmp_path / "pager", waits)
