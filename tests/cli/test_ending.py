@@ -98,16 +98,6 @@ def test_a_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
     sweep(tmp_path / "nowhere")
 
 
-def test_an_archives_folder_and_lock_are_private(tmp_path: Path) -> None:
-    folder = ArchiveFolder(tmp_path / "archives" / "1")
-    folder.make()
-    folder.make()
-    lock = folder.path.with_name("1.lock")
-    for path in (folder.path.parent, folder.path):
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert lock.stat().st_mode & 0o777 == 0o600
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
