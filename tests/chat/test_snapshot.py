@@ -159,13 +159,10 @@ def test_held_tokens_of_a_message_are_counted_without_the_templates() -> None:
         assert turn.held_said == sum(row.role != "template" for row in rows)
 
 
-def test_nothing_is_evicted_next_while_there_is_plenty_of_room() -> None:
+def test_a_fresh_conversation_has_a_snapshot_in_which_nothing_is_evicted_next() -> None:
     chat = session(babbler(), budget=1024, max_new_tokens=20)
-    list(chat.ask("Hello."))
-    assert chat.snapshot().evicted_next == ()
-
-
-def test_a_fresh_conversation_has_a_snapshot() -> None:
-    view = session(babbler()).snapshot()
+    view = chat.snapshot()
     assert (view.resident, view.seen, view.rows, view.turns) == (0, 0, (), ())
     assert view.threshold is None
+    list(chat.ask("Hello."))
+    assert chat.snapshot().evicted_next == ()
