@@ -207,12 +207,7 @@ finally:
         *((IN_AN_EVENT_LOOP, str(blocking), 143, "closed\n") for blocking in (0, 30)),
         (CLOSING, "raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
         (CLOSING, "os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
-        (
-            CLOSING,
-            "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)",
-            -signal.SIGTERM,
-            "",
-        ),
+        (CLOSING, "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
 def test_a_signal_is_never_lost_and_disturbs_no_ending_but_as_a_later_one(
