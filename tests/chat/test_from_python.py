@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import sirchat
-from import_graph import loaded_with, within
 
 README = Path(sirchat.__file__).parent / "chat" / "README.md"
 
@@ -26,10 +25,6 @@ def test_the_public_names_are_these() -> None:
         assert getattr(sirchat, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = sirchat.nonsense
-
-
-def test_importing_the_package_imports_no_torch() -> None:
-    assert not [name for name in loaded_with("sirchat") if within(name, "torch", "pydantic")]
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -372,11 +372,7 @@ def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes, s
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (
-            ["ask", "--server", "nonsense", JOKE],
-            2,
-            '--server can\'t be "nonsense"; allowed: auto, off, or a URL',
-        ),
+        (["ask", "--server", "nonsense", JOKE], 2, 'be "nonsense"; allowed: auto, off, or a URL'),
         (["ask", "--server", "http://[::1x", JOKE], 2, '--server can\'t be "http://[::1x"; '),
         (["ask", "--server", "http://h:x", JOKE], 2, '--server can\'t be "http://h:x"; allowed'),
         (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
