@@ -89,21 +89,15 @@ def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> 
         assert view.threshold is None
 
 
-@pytest.mark.parametrize("policy", ["interval", "full"])
-def test_there_is_no_threshold_where_there_is_no_score(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["interval", "full", "sink"])
+def test_without_scores_there_is_no_threshold_and_without_surprisal_no_nats(policy: str) -> None:
     chat = session(babbler(), policy=policy, budget=64, recent=8, max_new_tokens=40)
     list(chat.ask("word " * 40))
     view = chat.snapshot()
-    assert (view.threshold, view.unit) == (None, "")
-    assert {row.score for row in view.rows} == {None}
-
-
-def test_a_score_that_is_no_surprisal_is_not_in_nats() -> None:
-    chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=40)
-    list(chat.ask("word " * 40))
-    view = chat.snapshot()
-    assert [row.score for row in view.rows] == [row.position for row in view.rows]
-    assert (view.threshold, view.unit) == (max(view.evicted_next), "")
+    scored = policy == "sink"
+    assert (view.threshold, view.unit) == (max(view.evicted_next) if scored else None, "")
+    for row in view.rows:
+        assert row.score == (row.position if scored else None)
 
 
 def test_the_tokens_evicted_next_are_evicted_next() -> None:
