@@ -26,7 +26,6 @@ from chatting import save_babbler
 
 if TYPE_CHECKING:
     from fake_terminal import FakeTerminal
-    from terminal import Shared, Terminal
 
 settings.register_profile(
     "sirchat",
@@ -70,21 +69,6 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(own_home: Path) -> Path:
     """The folder of saved chats; what the test saves is there alone."""
     return own_home / "data" / "sessions"
-
-
-@pytest.fixture(scope="module")
-def shared(home: Path) -> Iterator[Shared]:
-    """One chat for the tests of a module."""
-    from terminal import Shared, Terminal
-
-    with Shared(lambda: Terminal(home=home, rows=24, columns=120)) as chats:
-        yield chats
-
-
-@pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    """A chat at its prompt, with an empty conversation and the default settings."""
-    return shared.anew()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from command import run
 from sirchat.cli.app import app
+from sirchat.cli.registry import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 _INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*sirchat [a-z][^`]*)`")
@@ -42,14 +43,14 @@ def commands_in_blocks(path: Path) -> list[str]:
 
 
 def shown() -> list[str]:
-    """Every command of sirchat in a document, in blocks of code and within text."""
+    """Every command of sirchat in a document, in blocks of code and within text, and in a help."""
     found = {
         " ".join(command.split())
         for path in documents()
         for command in _INLINE.findall(path.read_text(encoding="utf-8"))
     }
     in_blocks = {line for path in documents() for line in commands_in_blocks(path)}
-    return sorted(found | in_blocks)
+    return sorted(found | in_blocks | set(EXAMPLES.values()))
 
 
 def simple(line: str) -> list[list[str]]:
@@ -124,7 +125,7 @@ def check_pip(words: list[str]) -> None:
 
 def test_every_command_that_is_shown_is_one() -> None:
     checks = {"sirchat": check_sirchat, "python": check_python, "pip": check_pip}
-    others, wrong = ("git", "curl", "python3", ".", "export", "serve", "torchrun"), {}
+    others, wrong = ("git", "curl", "python3", ".", "export", "man", "serve", "torchrun"), {}
     for line in shown():
         for program, *words in simple(line):
             try:

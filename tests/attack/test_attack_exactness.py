@@ -1,10 +1,12 @@
-"""Random chats with the real model as it is shipped: packed weights, and the cache's measured type.
+"""Random chats with packed weights, and the cache's type for them, as real models have them.
 
 After each thing that a user does, all that the chat holds is compared with what its model has
 computed: held and archived rows to the last bit, keys at their present positions in float64, the
 ledger, the carried logits. The budget is checked after each forward pass. Half of the chats are
-two: in one, tokens are guessed ahead (and, with `SIRCHAT_ATTACK`, computed by a compiled program);
-in the other they are computed one by one.
+two: in one, tokens are guessed ahead; in the other they are computed one by one.
+
+The model is the bundled one, as a forward pass of the real one takes fifty times as long. With
+`SIRCHAT_ATTACK` it is the real one, as it is shipped, and computes guesses by a compiled program.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import pytest
 import torch
 
 from attacking import MANY, attack
+from random_encoders import random_encoder
 from shadow import WatchedModel, check, follow, logits_gap, shadow_of, watching
 from sirchat.chat.rereading import copied
 from sirchat.chat.retry import retry_under
@@ -37,7 +40,7 @@ from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.slow, *[pytest.mark.real] * bool(MANY)]
 
 SAYINGS = [
     "My name is Anna and I live in Oslo.",
@@ -65,11 +68,11 @@ ROUNDING = 2.0
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedModel]]:
-    """The real model twice: the first one is compiled, in large runs."""
+    """The model twice: the first one is compiled, in large runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)  # a short chat fills several
-        plain = load_model("smollm2", device="cpu")
+        plain = load_model("smollm2", device="cpu") if MANY else small()
         quick = replace(plain)
         if MANY and has_compiler():
             use_compiled(quick, "on")
@@ -77,6 +80,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
             _ = one.cache_dtype, one.decode_step, one.exposes_attention, one.row_bytes
         with watching():
             yield [quick, plain]
+
+
+def small() -> LoadedModel:
+    """The bundled model packed in four bits, with an encoder of sentences."""
+    model = load_model("tiny", device="cpu", quantize="int4")
+    assert model.cache_dtype is torch.bfloat16
+    assert model.decode_step is not None
+    return replace(model, encoder=random_encoder(model, (1,), 64))
 
 
 class Stop:
@@ -375,7 +386,7 @@ def test_two_chats_are_the_same_whether_or_not_tokens_are_guessed(
             compare(quick.chat, slow.chat)
         _check_branches(quick)
 
-    attack(talk, 1, seconds=60)
+    attack(talk, 3, seconds=60)
 
 
 def test_a_chat_holds_exactly_what_was_read(models: list[LoadedModel], tmp_path: Path) -> None:
@@ -385,7 +396,7 @@ def test_a_chat_holds_exactly_what_was_read(models: list[LoadedModel], tmp_path:
             one.do(*act(random, plain=False))
         _check_branches(one)
 
-    attack(talk, 2, seconds=60)
+    attack(talk, 5, seconds=60)
 
 
 def _check_branches(talk: Talk) -> None:

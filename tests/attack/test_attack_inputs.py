@@ -87,16 +87,8 @@ def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
 
 
 _WORDS_OF_JSON = [
-    "role",
-    "content",
-    "from",
-    "value",
-    "conversations",
-    "messages",
-    "type",
-    "text",
-    "",
-]
+    "role", "content", "from", "value", "conversations", "messages", "type", "text", "",
+]  # fmt: skip
 _ROLES = ["user", "assistant", "system", "human", "gpt", "User", 1, None, [], {}, "\ud800"]
 
 

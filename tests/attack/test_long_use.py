@@ -31,13 +31,8 @@ _KV_LIMIT = 2**20
 _SLACK = 40 * 2**20  # bytes that a start may take more than the first ones
 _DAYS = (0, 0, 0, 30, -30, 9000, -9000)  # by which a clock may jump
 _ENDS = (
-    *[signal.SIGKILL] * 3,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    "/exit",
-)
+    *[signal.SIGKILL] * 3, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, "/exit",
+)  # fmt: skip
 _WORDS = "the harbour master keeps a green key of every boat that sails to Oslo in May".split()  # noqa: SIM905
 
 

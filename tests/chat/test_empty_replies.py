@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from by_heart import ANSWER, QUESTION, SHAPES, THOUGHT, teach, tokenizer
-from chatting import session, tiny
+from by_heart import ANSWER, QUESTION, SHAPES, THOUGHT, tokenizer
+from chatting import session, smallest, tiny
 from command import run
 from sirchat.chat.events import Delta, Evicted, Notice, TurnDone
 from sirchat.chat.session import Session
@@ -98,7 +98,7 @@ def test_a_model_without_a_chat_template_says_so_once() -> None:
 
 def test_a_model_that_goes_on_as_the_user_is_stopped() -> None:
     shape = SHAPES["gpt-oss"]
-    it, made = tokenizer(shape), teach(shape)
+    it = tokenizer(shape)
     text = (
         f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final"
         f"<|message|>{ANSWER}<|end|><|start|>user<|message|>Who am I?<|end|>" + "a" * 20
@@ -106,7 +106,7 @@ def test_a_model_that_goes_on_as_the_user_is_stopped() -> None:
     ids = it.encode(text, add_special_tokens=False)
     with pytest.MonkeyPatch.context() as patch:
         says(patch, ids)
-        chat = session(wrap_model("heart", made, it), temperature=0, max_new_tokens=60)
+        chat = session(smallest("heart", it), temperature=0, max_new_tokens=60)
         *_, reply = (event for event in chat.ask(QUESTION) if isinstance(event, TurnDone))
     assert (reply.text, reply.thinking, reply.finish) == (ANSWER, THOUGHT, "stop")
     assert chat.snapshot().rows[-1].text == ANSWER[-1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from chatting import babbler, session
+from fake_terminal import FakeTerminal
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
@@ -18,7 +19,7 @@ from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.typed_input import InMemory, input_history
-from terminal import Terminal
+from typed_chat import TypedChat
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}
 SECRET = "Marmalade"
@@ -154,13 +155,6 @@ def test_typed_lines_are_erased(own_home: Path, in_a_file: bool) -> None:
         assert [path.name for path in path.parent.iterdir()] == ["history"]
 
 
-def test_a_system_prompt_is_erased_with_its_turn() -> None:
-    chat = session(babbler(), system=f"The word is {SECRET}.", **SMALL)
-    list(chat.ask("red"))
-    chat.erase("turn 0")
-    assert chat.profile.system is None
-
-
 def test_erase_finds_text_that_was_never_read(own_home: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
@@ -175,32 +169,26 @@ def test_erase_finds_text_that_was_never_read(own_home: Path) -> None:
     saving.close()
 
 
-@pytest.mark.slow
-def test_erase_at_the_prompt_leaves_the_words_in_no_file(own_home: Path) -> None:
-    with Terminal(home=own_home) as chat:
-        chat.say(f"The secret word is {SECRET}.")
-        chat.wait_prompt()
-        chat.say("Tell me a joke.")
-        chat.wait_prompt()
-        assert files_with(own_home, SECRET)
-        chat.say(f"/erase {SECRET}")
-        chat.wait("would erase")
-        chat.wait_prompt()
-        chat.say("/erase --yes")
-        chat.wait("tokens erased")
-        chat.wait_prompt()
-        chat.say("Hello!")
-        chat.wait_prompt()
+def test_erase_at_the_prompt_leaves_the_words_in_no_file(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    with TypedChat(terminal, babbler(), max_new_tokens=4) as chat:
+        chat.ask(f"The secret word is {SECRET}.")
+        chat.ask("Tell me a joke.")
+        assert len(files_with(own_home, SECRET)) >= 2
+        assert "would erase" in chat.ask(f"/erase {SECRET}")
+        assert "tokens erased" in chat.ask("/erase --yes")
+        chat.ask("Hello!")
         assert files_with(own_home, SECRET) == []
-        chat.say("/exit")
-        assert chat.ended() == 0
     assert files_with(own_home, SECRET) == []
 
 
-def test_a_replaced_system_prompt_is_erased_and_the_one_in_force_stays() -> None:
-    chat = session(system="You are Tiny.")
-    list(chat.ask("Hello."))
+def test_a_system_prompt_is_erased_with_its_turn_and_no_other_in_force() -> None:
+    chat = session(babbler(), system=f"The word is {SECRET}.", **SMALL)
+    list(chat.ask("red"))
     chat.switch("/system", system="You are kind.")
     chat.erase("turn 0")
     assert chat.profile.system == "You are kind."
     assert [turn.text for turn in chat.turns if turn.role == "system"] == ["", "You are kind."]
+    chat.erase("turn 3")
+    assert chat.profile.system is None

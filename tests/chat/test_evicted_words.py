@@ -65,6 +65,10 @@ def test_a_word_that_is_still_held_elsewhere_is_not_evicted() -> None:
 
 
 def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
+    roomy = session(tiny(), budget=512, max_new_tokens=4)
+    list(roomy.ask("My name is Anna."))
+    assert not list(evicted_turns(roomy))
+    assert evicted_words(roomy, set()) == ()
     chat, _ = _told()
     held = {row.position for row in chat.snapshot().rows}
     listed = {turn.index: turn for turn in evicted_turns(chat)}
@@ -76,13 +80,6 @@ def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
             assert index not in listed
         else:
             assert (listed[index].tokens, listed[index].held) == (len(said), stays)
-
-
-def test_nothing_is_evicted_under_a_budget_that_holds_all() -> None:
-    chat = session(tiny(), budget=512, max_new_tokens=4)
-    list(chat.ask("My name is Anna."))
-    assert not list(evicted_turns(chat))
-    assert evicted_words(chat, set()) == ()
 
 
 def test_pin_restores_words_with_their_neighbours() -> None:

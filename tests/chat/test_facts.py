@@ -90,19 +90,12 @@ def test_a_model_without_an_encoder_says_how_to_train_one() -> None:
 
 
 @pytest.mark.real
-def test_a_real_model_tells_facts_from_talk() -> None:
+def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced() -> None:
     chat = session(load_model("smollm2"), pin_instructions=False)
-    for text in ("My sister Emma is a dentist.", "Tell me a joke.", "What is democracy?"):
+    told = ["I live in Rome.", "My sister Emma is a dentist.", "I live in Oslo now."]
+    for text in (told[0], "Tell me a joke.", told[1], "What is democracy?", told[2]):
         list(chat.read_user(text))
         list(chat.read_reply("Okay."))
-    assert [fact.text for fact in chat.facts()] == ["My sister Emma is a dentist."]
-
-
-@pytest.mark.real
-def test_a_real_model_marks_what_a_newer_statement_replaced() -> None:
-    chat = session(load_model("smollm2"))
-    for text in ("I live in Rome.", "My sister Emma is a dentist.", "I live in Oslo now."):
-        list(chat.read_user(text))
-        list(chat.read_reply("Okay."))
-    assert [fact.newer for fact in chat.facts()] == [4, None, None]
-    assert [fact.newer for fact in chat.facts("Rome")] == [4]
+    assert [fact.text for fact in chat.facts()] == told
+    assert [fact.newer for fact in chat.facts()] == [8, None, None]
+    assert [fact.newer for fact in chat.facts("Rome")] == [8]

@@ -101,8 +101,7 @@ def test_undone_it_never_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"),
-    [(TALK[0], {}), (ASKED, {"focus": "off"}), (ASKED, {"recall": "words"})],
+    ("text", "settings"), [(TALK[0], {}), (ASKED, {"focus": "off"}), (ASKED, {"recall": "words"})]
 )
 def test_other_messages_and_settings_hold_everything(text: str, settings: dict[str, str]) -> None:
     chat = told()

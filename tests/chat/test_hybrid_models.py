@@ -305,12 +305,7 @@ def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
 
 @fast
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"policy": "h2o"},
-        {"recall": "cosine", "recall_n": 8},
-    ],
-    ids=str,
+    "settings", [{"policy": "h2o"}, {"recall": "cosine", "recall_n": 8}], ids=str
 )
 def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any]) -> None:
     talk = chat(name, *SAYINGS, "and now?", **settings)

@@ -22,6 +22,9 @@ def test_the_cache_shrinks_with_the_budget_and_after_a_reply_with_all_held() -> 
     assert cache_bytes(chat) > 8 * cache_bytes(small)
     chat.switch("/budget", budget=64)
     assert cache_bytes(chat) == cache_bytes(small)
+    chat.switch("/budget", budget=128)
+    assert cache_bytes(chat) > 1.9 * cache_bytes(small)
+    chat.switch("/budget", budget=64)
     list(retry(chat, parse_retry("full"), lambda: False))
     assert cache_bytes(chat) == cache_bytes(small)
 

@@ -8,7 +8,6 @@ from chatting import babbler, session
 from held_rows import contents, same
 from session_files import columns
 from sirchat.chat.events import Delta, Event, Recalled, TurnDone
-from sirchat.chat.retry import retry_under, settings_for_full
 from sirchat.chat.session import Session
 
 STORY = "Once a fox met a gate, which was old. It slept before the gate which led to a town. " * 14
@@ -69,17 +68,3 @@ def test_attention_is_paid_to_what_was_recalled_and_nothing_changes() -> None:
     assert set(paid.shares) & paid.recalled
     assert same(contents(chat.engine), before)
     assert columns(chat.ledger.rows()) == rows
-
-
-def test_the_cache_takes_as_much_memory_as_the_budget_allows() -> None:
-    chat = told()
-    list(chat.ask("Where is the gate?"))
-    cache = chat.engine.cache
-    before = cache.nbytes
-    chat.switch("/budget", budget=512)
-    assert cache.nbytes > 1.9 * before
-    chat.switch("/budget", budget=256)
-    assert cache.nbytes == before
-    updates, _ = settings_for_full(chat)
-    list(retry_under(chat, updates, lambda _: ""))
-    assert cache.nbytes == before

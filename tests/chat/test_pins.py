@@ -130,21 +130,16 @@ def test_a_text_is_found_in_any_case() -> None:
     assert turns == sorted(set(turns))
 
 
-@pytest.mark.parametrize("target", ["", "   ", "nowhere to be found", "turn 99", '"last"', "turn"])
-def test_an_unknown_target_is_refused(target: str) -> None:
+@pytest.mark.parametrize(
+    "target", ["", "   ", "nowhere to be found", "turn 99", '"last"', "turn", "<|user|>"]
+)
+def test_an_unknown_target_and_a_control_token_are_refused(target: str) -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red"))
     with pytest.raises(UsageError):
         chat.why(target)
     with pytest.raises(UsageError):
         chat.pin(target)
-
-
-def test_a_target_never_means_control_tokens() -> None:
-    chat = session(babbler(), **SMALL)
-    list(chat.ask("red"))
-    with pytest.raises(UsageError):
-        chat.why("<|user|>")
 
 
 def test_why_ranks_as_a_count_over_all_tokens_does() -> None:

@@ -1,7 +1,7 @@
 """Recorded conversations come out as they did: events, tokens, panels, tables and messages.
 
-Forty-five, three under each policy; with `SIRCHAT_ATTACK` all sixty, which
-`SIRCHAT_WRITE_GOLDEN=1 pytest tests/test_recorded.py` records anew.
+Fifteen, one under each policy; with `SIRCHAT_ATTACK` all sixty, which
+`SIRCHAT_WRITE_GOLDEN=1 pytest tests/chat/test_recorded.py` records anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attacking import MANY
-from recorder import SESSIONS, check_same, condensed, play
+from recorder import POLICIES, SESSIONS, check_same, condensed, play
 
 RECORDED = Path(__file__).parents[1] / "golden" / "recorded"
 
@@ -30,7 +30,7 @@ _ONLY_ALL = pytest.mark.skipif(not MANY and not _WRITES, reason="takes SIRCHAT_A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[_ONLY_ALL] * (n >= 45)) for n in range(SESSIONS)]
+    "number", [pytest.param(n, marks=[_ONLY_ALL] * (n >= len(POLICIES))) for n in range(SESSIONS)]
 )
 def test_a_conversation_comes_out_as_recorded(number: int) -> None:
     actions = json.loads(json.dumps(condensed(play(number))))

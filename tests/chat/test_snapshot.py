@@ -89,21 +89,15 @@ def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> 
         assert view.threshold is None
 
 
-@pytest.mark.parametrize("policy", ["interval", "full"])
-def test_there_is_no_threshold_where_there_is_no_score(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["interval", "full", "sink"])
+def test_without_scores_there_is_no_threshold_and_without_surprisal_no_nats(policy: str) -> None:
     chat = session(babbler(), policy=policy, budget=64, recent=8, max_new_tokens=40)
     list(chat.ask("word " * 40))
     view = chat.snapshot()
-    assert (view.threshold, view.unit) == (None, "")
-    assert {row.score for row in view.rows} == {None}
-
-
-def test_a_score_that_is_no_surprisal_is_not_in_nats() -> None:
-    chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=40)
-    list(chat.ask("word " * 40))
-    view = chat.snapshot()
-    assert [row.score for row in view.rows] == [row.position for row in view.rows]
-    assert (view.threshold, view.unit) == (max(view.evicted_next), "")
+    scored = policy == "sink"
+    assert (view.threshold, view.unit) == (max(view.evicted_next) if scored else None, "")
+    for row in view.rows:
+        assert row.score == (row.position if scored else None)
 
 
 def test_the_tokens_evicted_next_are_evicted_next() -> None:
@@ -159,13 +153,10 @@ def test_held_tokens_of_a_message_are_counted_without_the_templates() -> None:
         assert turn.held_said == sum(row.role != "template" for row in rows)
 
 
-def test_nothing_is_evicted_next_while_there_is_plenty_of_room() -> None:
+def test_a_fresh_conversation_has_a_snapshot_in_which_nothing_is_evicted_next() -> None:
     chat = session(babbler(), budget=1024, max_new_tokens=20)
-    list(chat.ask("Hello."))
-    assert chat.snapshot().evicted_next == ()
-
-
-def test_a_fresh_conversation_has_a_snapshot() -> None:
-    view = session(babbler()).snapshot()
+    view = chat.snapshot()
     assert (view.resident, view.seen, view.rows, view.turns) == (0, 0, (), ())
     assert view.threshold is None
+    list(chat.ask("Hello."))
+    assert chat.snapshot().evicted_next == ()

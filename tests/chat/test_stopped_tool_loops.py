@@ -18,7 +18,7 @@ import pytest
 
 from chatting import ids_of, session
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.rereading import copied, rewind
+from sirchat.chat.rereading import copied, read_whole, rewind
 from sirchat.chat.session import Session
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
@@ -125,12 +125,16 @@ def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
 def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `/branch NAME 1`, `/undo` and `/retry` in a chat that is resumed without keys."""
+    """As after `/model`, and as after `/undo` in a chat that has no way back in memory."""
     chat = calling()
     for question in (ASKED, "And in Rome?"):
         script(monkeypatch, replies(Random(seed)))
         list(chat.ask(question, tools=[weather]))
-    branch = copied(chat)
+    whole, branch = read_whole(chat), copied(chat)
+    assert turns_of(whole) == turns_of(chat)
+    said = chat.seen - chat.state.system.stop  # by tools, too
+    for read in (ids_of, lambda one: one.ledger.column("role").tolist()):
+        assert read(whole)[-said:] == read(chat)[-said:]
     assert branch is not None
     assert state_of(branch) == state_of(chat)
     branch.undo_points = []

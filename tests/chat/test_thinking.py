@@ -11,7 +11,7 @@ import pytest
 
 from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
 from by_heart import THOUGHT as THOUGHT_OF_FRANCE
-from chatting import session, tiny
+from chatting import session, smallest, tiny
 from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
@@ -118,8 +118,7 @@ def test_what_stays_of_a_reply_is_what_the_template_writes_in_a_history(name: st
 
 def test_of_a_reply_in_several_messages_only_the_reasoning_goes() -> None:
     shape = SHAPES["gpt-oss"]
-    model = wrap_model("heart", teach(shape), tokenizer(shape))
-    chat = session(model, budget=256, evict_thinking=True)
+    chat = session(smallest("heart", tokenizer(shape)), budget=256, evict_thinking=True)
     begin = "<|start|>assistant"
     kept = f"<|channel|>commentary<|message|>Wait.<|end|>{begin}"
     after = "<|channel|>final<|message|>Yes."

@@ -17,7 +17,6 @@ import pytest
 
 from chatting import hub_tokenizer, ids_of, session, tiny
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned
-from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.types import ContinuationScore
@@ -138,24 +137,6 @@ def test_a_model_that_only_calls_comes_to_an_end(monkeypatch: pytest.MonkeyPatch
     assert chat.turns[-1].role == "assistant"
 
 
-def test_undo_takes_calls_and_results_back_with_the_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small: dict[str, Any] = {"policy": "salience", "budget": 520, "recall": "words"}
-    script(monkeypatch, ["Hello.", call(city="Oslo", days=60), "Cold.", "Bye."])
-    chat, other = calling(**small), calling(**small)
-    for one in (chat, other):
-        ask(one, "hello there")
-        if one is chat:
-            ask(chat)
-            chat.undo()
-            assert [turn.role for turn in chat.turns] == ["system", "user", "assistant"]
-            script(monkeypatch, ["Hello."])
-    assert chat.ledger.held_positions.tolist() == other.ledger.held_positions.tolist()
-    assert not len(np.setdiff1d(chat.ledger.pinned_positions, other.ledger.pinned_positions))
-    assert chat.state.tools == other.state.tools
-
-
 def test_a_stop_keeps_what_was_said_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, [call(city="Oslo"), call(city="Rome"), "never said", "Fine."])
     chat, events = calling(), list[Event]()
@@ -201,26 +182,6 @@ def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(
     chat.undo()
     chat.undo()
     assert (chat.state.tools == "") is (ids_of(chat) == before)
-
-
-def test_a_chat_that_is_read_again_has_its_calls_and_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script(monkeypatch, [f"\nI look.\n{call(city='Oslo')}", "Cold.", "Bye."])
-    chat = calling()
-    ask(chat)
-    again = read_whole(chat)
-    assert [(turn.role, turn.text) for turn in again.turns] == [
-        (turn.role, turn.text) for turn in chat.turns
-    ]
-    by_tools = again.ledger.column("role") == Role.TOOL
-    assert "".join(row.text for row in again.tokens(np.flatnonzero(by_tools).tolist())) == weather(
-        "Oslo"
-    )
-    said = "".join(row.text for row in again.tokens(range(again.seen)))
-    assert said.partition("<|user|>")[2] in "".join(
-        row.text for row in chat.tokens(range(chat.seen))
-    )
 
 
 def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(

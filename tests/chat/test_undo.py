@@ -41,30 +41,25 @@ def test_a_turn_undone_and_said_again_is_as_if_said_once(
     assert state(chat) == states[-1]
 
 
-def test_undo_names_the_turn() -> None:
-    chat = session(babbler(), **SMALL)
-    list(chat.ask("one"))
-    seen = chat.seen
-    list(chat.ask("two"))
-    event = undo(chat)
-    assert (event.turn, event.text, event.seen) == (2, "two", seen)
-
-
-def test_undo_keeps_the_settings() -> None:
+def test_undo_names_the_turn_and_keeps_the_settings() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("one " * 30))
+    seen = chat.seen
     list(chat.ask("two " * 30))
     chat.switch("/policy", policy="sink", budget=64)
-    undo(chat)
+    event = undo(chat)
+    assert (event.turn, event.text, event.seen) == (2, "two " * 30, seen)
     assert (chat.profile.policy, chat.profile.budget) == ("sink", 64)
     assert chat.resident <= 64
     list(chat.ask("three"))
 
 
-def test_undo_without_a_message_is_refused() -> None:
+def test_undo_and_retry_without_a_message_are_refused() -> None:
     chat = session(babbler(), **SMALL)
     with pytest.raises(UndoError, match="no message"):
         chat.undo()
+    with pytest.raises(UndoError):
+        list(chat.retry())
     list(chat.ask("one"))
     undo(chat)
     with pytest.raises(UndoError):
@@ -121,11 +116,6 @@ def test_retry_samples_another_reply_but_a_greedy_one_is_the_same() -> None:
         TurnDone,
         TurnDone,
     ]
-
-
-def test_retry_without_a_message_is_refused() -> None:
-    with pytest.raises(UndoError):
-        list(session(babbler(), **SMALL).retry())
 
 
 def test_fewer_turns_can_be_undone_where_each_needs_a_large_state() -> None:

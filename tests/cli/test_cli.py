@@ -15,6 +15,7 @@ from typer.main import get_group
 
 from chatting import tiny
 from command import refused, run
+from import_graph import loaded_with, within
 from saved_chats import Chat
 from sirchat import paths
 from sirchat.cli.app import app
@@ -38,6 +39,23 @@ def test_help_and_lists_import_no_heavy_library() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+_OF_THE_SERVER = ("starlette", "uvicorn", "torch", "sirchat.server")
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("sirchat", ("torch", "pydantic")),
+        *((module, _OF_THE_SERVER) for module in ("sirchat.cli.app", "sirchat.cli.serve")),
+        ("sirchat.models.hub", ("torch", "transformers")),
+    ],
+)
+def test_a_module_loads_no_library_that_only_some_commands_need(
+    module: str, heavy: tuple[str, ...]
+) -> None:
+    assert not [name for name in loaded_with(module) if within(name, *heavy)]
 
 
 @pytest.mark.slow
@@ -182,12 +200,21 @@ def seconds_of(*arguments: str) -> float:
         (["--budget", "64", "profiles", "show", "default"], ["--budget"]),
         (["replay", "/no/such/file"], ["/no/such/file"]),
         (["profiles", "show", "nothing"], ["nothing"]),
+        (["serve", "--cors", "*"], ['--cors can\'t be "*"']),
+        (["serve", "--host", "0.0.0.0"], ["so an API key is needed (set SIRCHAT_API_KEY, or give"]),
+        (["serve", "--host", "10.1.2.3"], ['--host "10.1.2.3" lets other machines ask']),
+        (["serve", "--api-key", " "], ["the API key is empty (give a key, or none)"]),
+        (["serve", "--host", "no such", "--api-key", "k"], ['listen at "no such", port 8080: ']),
+        (["serve", "--port", "70000"], ["'--port': Input should be less than or equal to 65535"]),
+        (["serve", "--idle", "10"], ['--idle can\'t be "10"; allowed: seconds, minutes or hours']),
+        (["serve", "--policy", "nosuch"], ['policy can\'t be "nosuch"']),
+        (["serve", "--model", "/no/such/folder"], ["/no/such/folder"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_a_wrong_word_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
     code, error = refused(*arguments)
-    is_missing = "none" in arguments or "-m" in arguments or "--model" in arguments
+    is_missing = {"none", "-m", "--model", "no such"} & {*arguments}
     assert code == (1 if is_missing else 2)  # what is asked for is not there; usage
     assert all(word in error for word in words), error
 

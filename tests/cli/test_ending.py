@@ -98,16 +98,6 @@ def test_a_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
     sweep(tmp_path / "nowhere")
 
 
-def test_an_archives_folder_and_lock_are_private(tmp_path: Path) -> None:
-    folder = ArchiveFolder(tmp_path / "archives" / "1")
-    folder.make()
-    folder.make()
-    lock = folder.path.with_name("1.lock")
-    for path in (folder.path.parent, folder.path):
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert lock.stat().st_mode & 0o777 == 0o600
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -217,12 +207,7 @@ finally:
         *((IN_AN_EVENT_LOOP, str(blocking), 143, "closed\n") for blocking in (0, 30)),
         (CLOSING, "raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
         (CLOSING, "os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
-        (
-            CLOSING,
-            "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)",
-            -signal.SIGTERM,
-            "",
-        ),
+        (CLOSING, "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
 def test_a_signal_is_never_lost_and_disturbs_no_ending_but_as_a_later_one(

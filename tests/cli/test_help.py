@@ -1,9 +1,8 @@
-"""Each command's help begins with an example that its parser takes; manual page; completion."""
+"""Each command's help begins with an example of it; manual page; completion."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,22 +19,22 @@ from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 
 
-def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if command.hidden:
             continue
-        yield " ".join((*path, name)), command
+        yield " ".join((*path, name))
         if hasattr(command, "list_commands"):
             yield from _commands(command, (*path, name))
 
 
-ALL = dict(_commands(get_command(app)))
-
-
 def test_there_is_an_example_for_every_command_and_help_opens_with_it() -> None:
-    assert set(EXAMPLES) == set(ALL)
+    assert set(EXAMPLES) == set(_commands(get_command(app)))
+    for name, line in EXAMPLES.items():  # whose words test_attack_claims lets the parsers take
+        assert f"sirchat {name}" in line
+        assert len(line.rpartition("| ")[2].partition(" > ")[0].partition(" && ")[0]) <= 90
     for words in (["ask"], ["sessions", "export"], ["eval", "facts-in-dialogue"]):
         shown = " ".join(run(*words, "--help").stdout.split())
         example = EXAMPLES[" ".join(words)]
@@ -58,21 +57,6 @@ def test_the_manual_page_names_every_command_and_setting() -> None:
         done = subprocess.run(command, input=page.encode(), capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"git diff | sirchat ask" in done.stdout
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_is_one_of_the_command_and_its_parser_takes_it(name: str) -> None:
-    line = EXAMPLES[name].rpartition("| ")[2].partition(" > ")[0].partition(" && ")[0]
-    program, *words = shlex.split(line)
-    assert program == "sirchat"
-    own = name.split()
-    assert words[: len(own)] == own
-    while " ".join(own + words[len(own) : len(own) + 1]) in ALL and len(own) < len(words):
-        own.append(words[len(own)])
-    rest = words[len(own) :]
-    if rest != ["--help"]:
-        ALL[" ".join(own)].make_context("x", rest)
-    assert len(line) <= 90
 
 
 def test_a_renamed_study_runs_by_its_former_name_and_says_so() -> None:

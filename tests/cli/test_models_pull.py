@@ -18,7 +18,6 @@ from huggingface_hub import constants
 
 from command import Done, run
 from fake_hub import FakeHub, fake_hub
-from import_graph import loaded_with, within
 from sirchat.paths import tiny_dir
 from terminal import Terminal
 
@@ -95,11 +94,6 @@ def test_a_sentence_encoder_comes_and_its_use_is_named(hub: FakeHub, cache: Path
     assert done.returncode == 0, done.stderr
     assert "sirchat -m" not in done.stderr
     assert "it has a BertModel, which does not generate text, but may serve as --rec" in done.stderr
-
-
-def test_a_download_starts_without_a_library_for_models() -> None:
-    heavy = ("torch", "transformers")
-    assert not [name for name in loaded_with("sirchat.models.hub") if within(name, *heavy)]
 
 
 def test_what_is_here_is_not_fetched_again_and_a_log_has_few_lines(

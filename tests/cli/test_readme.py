@@ -51,20 +51,14 @@ README = text_of(ROOT / "README.md")
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_resolve(path: Path) -> None:
-    for link in links(path):
+    found = links(path)
+    assert len(found) > 20 or path.parent != ROOT, "links are not seen"
+    for link in found:
         name, _, fragment = link.partition("#")
         target = path.parent / name if name else path
         assert target.exists(), f"{path}: {link}"
         if fragment:
             assert fragment in headings(target), f"{path}: {link}"
-
-
-def test_the_link_walker_sees_links_and_headings(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    text = "# A b, `c`\n[x](y.md#z) ![p](q.svg) [w](https://e.org) `[n](o)`\n```\n# d\n```\n"
-    page.write_text(text)
-    assert links(page) == ["y.md#z", "q.svg"]
-    assert headings(page) == {"a-b-c"}
 
 
 def test_the_table_of_policies_is_complete() -> None:

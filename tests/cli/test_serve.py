@@ -14,30 +14,9 @@ from pathlib import Path
 import pytest
 
 from command import refused, run
-from import_graph import loaded_with, within
 from serving import serve_program
 from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "message"),
-    [
-        (["--cors", "*"], 2, '--cors can\'t be "*"'),
-        (["--host", "0.0.0.0"], 2, "so an API key is needed (set SIRCHAT_API_KEY, or give --api"),
-        (["--host", "10.1.2.3"], 2, '--host "10.1.2.3" lets other machines ask'),
-        (["--api-key", " "], 2, "the API key is empty (give a key, or none)"),
-        (["--host", "no such", "--api-key", "k"], 1, 'can\'t listen at "no such", port 8080: '),
-        (["--port", "70000"], 2, "'--port': Input should be less than or equal to 65535"),
-        (["--idle", "10"], 2, '--idle can\'t be "10"; allowed: seconds, minutes or hours (such as'),
-        (["--policy", "nosuch"], 2, 'policy can\'t be "nosuch"'),
-        (["--model", "/no/such/folder"], 1, "/no/such/folder"),
-    ],
-)
-def test_a_wrong_flag_is_refused_in_one_line(flags: list[str], code: int, message: str) -> None:
-    ended, error = refused("serve", *flags)
-    assert ended == code
-    assert message in error
 
 
 def test_a_port_that_is_in_use_is_refused_before_the_model_is_loaded() -> None:
@@ -59,13 +38,6 @@ def test_the_api_key_may_be_in_the_environment_and_packages_may_lack(
     monkeypatch.setattr("sirchat.cli.serve.find_spec", lambda name: None)
     error = "sirchat: the server is not installed (pip install 'sirchat[server]')\n"
     assert refused("serve") == (2, error)
-
-
-def test_its_packages_are_imported_only_when_it_runs() -> None:
-    for module in ("sirchat.cli.app", "sirchat.cli.serve"):
-        loaded = loaded_with(module)
-        heavy = ("starlette", "uvicorn", "torch", "sirchat.server")
-        assert not [name for name in loaded if within(name, *heavy)]
 
 
 def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:

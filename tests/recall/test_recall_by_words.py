@@ -55,15 +55,12 @@ def ask(one: Session, text: str) -> str:
 
 
 @pytest.mark.parametrize("retriever", BY_WORDS)
-def test_what_was_told_is_restored_whole_for_a_question_with_its_word(retriever: str) -> None:
+def test_what_was_told_is_restored_whole_and_said_by_which_words(retriever: str) -> None:
     one = chat(retriever)
     assert TOLD in ask(one, "What is the name of Quixbert's species?")
     assert "template" not in {row.role for row in one.tokens(list(one.recall.scores))}
-
-
-@pytest.mark.parametrize("retriever", BY_WORDS)
-def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
-    one = chat(retriever)
+    one.undo()
+    assert not one.recall.turns
     came = recalled(one, "What is the zebra's name? Quixbert?")
     assert came.turns == one.recall.turns
     assert sum(each.tokens for each in came.turns) == len(came.positions)
@@ -71,8 +68,6 @@ def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
     (told,) = [each for each in came.turns if one.turns[each.turn].text == TOLD]
     assert {"Quixbert", "zebra"} <= set(told.words)
     assert came.seconds > 0
-    one.undo()
-    assert not one.recall.turns
 
 
 @pytest.mark.parametrize("retriever", BY_WORDS)

@@ -233,14 +233,10 @@ def test_recall_leaves_the_conversation_room_to_read() -> None:
     assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 
 
-def test_an_empty_archive_is_not_searched() -> None:
-    model = loaded("llama")
-    engine = Engine(model, memory())
-    assert find(engine, model, some_ids(1, 20), 0) is None
-    assert engine.ledger.seen == 0
-
-
-def test_nothing_is_recalled_for_a_turn_that_fills_the_budget() -> None:
+def test_an_empty_archive_is_not_searched_nor_any_for_a_turn_that_fills_the_budget() -> None:
+    empty, model = talked(memory(), rounds=0)
+    assert find(empty, model, some_ids(1, 20), 0) is None
+    assert empty.ledger.seen == 0
     engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
     engine.evictor.switch(memory("sink", 96, n=30))
     assert find(engine, model, some_ids(5, 300), 5) is None

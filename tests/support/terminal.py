@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Callable
 from itertools import islice, takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import pexpect
 import pyte
-import yaml
 from pyte.charsets import LAT1_MAP
 from pyte.modes import DECAWM, DECTCEM, IRM
 from pyte.screens import Char
 
 from forked_chat import ForkedChat
-from sirchat.paths import shipped_profiles_dir
 
 _WRAPS = -1  # a column whose cell marks a row that is wrapped into the next one
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
@@ -146,7 +142,6 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         self._said = ""
-        self._size = (rows, columns)
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
         env["PAGER"] = "cat"  # what is taller than the window is printed, unless a test has a pager
@@ -158,11 +153,11 @@ class Terminal:
         if not command or command[0].startswith("-"):
             command = (WARM, "-m", "sirchat", *command)
         if command[0] == WARM:
-            self.child = ForkedChat(command[1:], env, self._size, timeout=60)
+            self.child = ForkedChat(command[1:], env, (rows, columns), timeout=60)
         else:
             program, *arguments = command
             self.child = pexpect.spawn(
-                program, arguments, env=env, dimensions=self._size, timeout=60
+                program, arguments, env=env, dimensions=(rows, columns), timeout=60
             )
         self.child.delaybeforesend = None
         self.screen.write_process_input = self.child.send  # answers, such as where the cursor is
@@ -275,12 +270,6 @@ class Terminal:
         resize(self.screen, rows, columns)
         self.child.setwinsize(rows, columns)
 
-    def restore_size(self) -> None:
-        """Give the window the size it was opened with."""
-        if (self.screen.lines, self.screen.columns) != self._size:
-            self.resize(*self._size)
-            self.wait_prompt()
-
     def leave(self) -> int:
         """Ctrl-D at the prompt; returns the exit code."""
         self.wait_prompt()
@@ -349,45 +338,6 @@ def _row(screen: pyte.HistoryScreen, cells: Any) -> str:
     """The text of a row; faster than pyte's own."""
     width = min(screen.columns, max(cells, default=-1) + 1)
     return "".join([cells[x].data for x in range(width)]).rstrip()
-
-
-class Shared:
-    """One chat that many tests use in turn; reopened if a test left it away from its prompt."""
-
-    def __init__(self, open_chat: Callable[[], Terminal]) -> None:
-        self._open = open_chat
-        self._chat: Terminal | None = None
-        default = (shipped_profiles_dir() / "default.yaml").read_text("utf-8")
-        settings = yaml.safe_load(default) | {"panel": "live", "stop_loops": False}
-        self._folder = TemporaryDirectory()  # is deleted with this object
-        self._profile = Path(self._folder.name) / "opened.yaml"
-        self._profile.write_text(json.dumps(settings), "utf-8")
-
-    def anew(self) -> Terminal:
-        """The chat at its prompt, with an empty conversation and the default settings."""
-        try:
-            if self._chat is not None:
-                self._chat.wait_prompt(10)
-        except AssertionError:
-            self.close()
-        if self._chat is None:
-            self._chat = self._open()
-        self._chat.restore_size()
-        self._chat.ask(f"/profile {self._profile}")
-        self._chat.ask("/reset")
-        return self._chat
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the chat."""
-        if self._chat is not None:
-            self._chat.child.close(force=True)
-            self._chat = None
 
 
 def program(path: Path, script: str) -> str:

@@ -258,21 +258,8 @@ _FOUND = {name: marks_of(source) for name, (source, _) in FOUND.items()}
 _FOUND["a line of the user"] = Marks("<think>", "</think>", stop="\nUSER:")
 _FOUND["nothing"] = Marks()
 _WORDS = (
-    "a",
-    "b c",
-    " ",
-    "\n",
-    "\n\n",
-    "<",
-    "</",
-    "think>",
-    "to=",
-    "USER:",
-    "Yes.",
-    "{}",
-    "[",
-    "é",
-)
+    "a", "b c", " ", "\n", "\n\n", "<", "</", "think>", "to=", "USER:", "Yes.", "{}", "[", "é",
+)  # fmt: skip
 
 
 def some_reply(random: random.Random, marks: Marks) -> str:

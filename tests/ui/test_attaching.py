@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,21 +53,14 @@ def sent(text: str, pasted_signs: set[int] | None = None) -> tuple[str, list[str
         ("@notes.txt or @notes.txt", f"{NOTES}\n\nnotes.txt or notes.txt"),
         ("@notes.txt @Makefile", f"{NOTES}\n\n```Makefile\nall:\n```"),
         ("@notes.txt @anna", f"{NOTES}\n\nnotes.txt @anna"),
+        # any other word stays as it is typed
+        *((word, word) for word in ("hello @anna", "@docs", "a@notes.txt", "me@example.org", "@")),
+        *((word, word) for word in ("(@notes.txt)", "@ notes.txt", "x@", '@"', "@...")),
+        ("@anna, @bob!", "@anna, @bob!"),
     ],
 )
 def test_a_word_that_names_a_file_brings_its_text(typed: str, message: str) -> None:
     assert sent(typed) == (message, [])
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("hello @anna", "@docs", "a@notes.txt", "me@example.org", "(@notes.txt)", "@"),
-        *("@ notes.txt", "x@", '@"', "@...", "@anna, @bob!"),
-    ],
-)
-def test_any_other_word_stays_as_it_is_typed(typed: str) -> None:
-    assert sent(typed) == (typed, [])
 
 
 @pytest.mark.parametrize("word", ["@note.txt", "@docs/none", '@"a c.md"', "@/no/where", "@a.b"])
@@ -112,11 +106,20 @@ def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
     assert "in secret" not in (own_home / "state" / "history").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("word", ["@docs/", "@./docs", "@/dev/zero", "@bin.dat"])
-def test_what_is_there_and_is_no_text_file_refuses_the_message(folder: Path, word: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        *((sent, f"see {word}") for word in ("@docs/", "@./docs", "@/dev/zero", "@bin.dat")),
+        *((attach_file, rest) for rest in ("", '""', "none.txt", "docs", "a b.md")),
+    ],
+)
+def test_what_is_no_text_file_refuses_the_message_and_the_command_in_one_line(
+    folder: Path, read: Callable[[str], object], text: str
+) -> None:
     (folder / "bin.dat").write_bytes(b"\0")
-    with pytest.raises(UsageError):
-        sent(f"see {word}")
+    with pytest.raises(UsageError) as caught:
+        read(text)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
@@ -141,13 +144,6 @@ def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> N
     text, (file,) = attach_file(rest)
     assert text == message
     assert file.block in message
-
-
-@pytest.mark.parametrize("rest", ["", '""', "none.txt", "docs", "a b.md"])
-def test_read_refuses_what_it_can_not_read(rest: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        attach_file(rest)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

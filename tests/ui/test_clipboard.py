@@ -49,13 +49,17 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     return Tools(folder)
 
 
-@pytest.fixture
-def chat() -> Session:
+def said_by(*replies: str) -> Session:
     chat = session()
-    for question, reply in (("one", "The first."), ("two", CODE), ("three", "The last.")):
-        list(chat.read_user(question))
+    for reply in replies:
+        list(chat.read_user("Say it."))
         list(chat.read_reply(reply))
     return chat
+
+
+@pytest.fixture
+def chat() -> Session:
+    return said_by("The first.", CODE, "The last.")
 
 
 def copied(chat: Session, rest: str = "") -> str:
@@ -99,14 +103,6 @@ def test_the_last_reply_goes_to_the_tool_that_is_there(
     assert copied(chat) == f"copied 9 characters with {name}"
     assert tools.got(name).decode(encoding) == "The last."
     assert tools.arguments(name) == arguments
-
-
-def said_by(*replies: str) -> Session:
-    chat = session()
-    for reply in replies:
-        list(chat.read_user("Say it."))
-        list(chat.read_reply(reply))
-    return chat
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.status import toolbar
-from terminal import Terminal
 from typed_chat import TypedChat
 
 
@@ -103,24 +102,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_file_names_are_completed(files: Path, typed: str, lines: set[str]) -> None:
     assert set(offered(typed)) == lines
-
-
-def test_tab_completes_what_the_menu_shows_while_one_types(chat: Terminal, home: Path) -> None:
-    (home / "notes.txt").touch()
-    for typed, menu, line in (
-        ("/budg", r" budget +set how many", "/budget"),
-        (f"see @{home}/no", r"(?m)^ +notes\.txt", f"see @{home}/notes.txt"),
-    ):
-        chat.send(typed)
-        chat.wait_screen(menu)
-        chat.send("\t")
-        chat.wait_screen(rf"(?m)^> {re.escape(line)}$")
-        chat.send("\x15")
-    chat.send("//pol")
-    chat.wait_screen("> //pol")
-    chat.settle(0.3)
-    assert "choose the policy" not in chat.text
-    chat.send("\x15")
 
 
 def test_the_toolbar_follows_what_happens(terminal: FakeTerminal, own_home: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import wcwidth
@@ -20,57 +18,18 @@ from fake_terminal import FakeTerminal, show_reply
 from sirchat.ui.cells import cells_of, cut_line, take_rows
 from sirchat.ui.live import Pace
 from sirchat.ui.text import displayable
-from terminal import Shared, Terminal, everything_on
+from terminal import Terminal, everything_on
 from typed_chat import TypedChat
 from warm_python import warm_python
-
-TOKENS = 450  # of a reply: more than 150 words
 
 _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 
-@pytest.fixture(scope="module")
-def shared(home: Path, endless: str) -> Iterator[Shared]:
-    with Shared(lambda: Terminal("--model", endless, home=home)) as chats:
-        yield chats
-
-
-@pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    """A chat that answers "Go on." with `_reply()`."""
-    chat = shared.anew()
-    chat.ask(f"/set max_new_tokens {TOKENS}")
-    chat.ask("/set repetition_penalty 1.3")
-    return chat
-
-
 @cache
-def _reply(tokens: int = TOKENS) -> str:
+def _reply(tokens: int = 300) -> str:
     """The reply that the chat's model generates, filtered for display."""
-    settings: dict[str, Any] = {"max_new_tokens": tokens, "repetition_penalty": 1.3}
-    return displayable(answer(list(session(babbler(), **settings).ask("Go on."))))
-
-
-def _said(shown: str) -> list[str]:
-    """The words above the status line."""
-    return shown[: re.search(r"(?m)^\d+ tokens read, ", shown).start()].split()  # type: ignore[union-attr]
-
-
-# --- the live region
-
-
-@pytest.mark.slow
-def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 100000")
-    chat.say("Go on.")
-    chat.wait(re.escape(_reply().split()[0]))
-    chat.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S ")
-    assert " written, " not in chat.text
-    assert chat.screen.cursor.hidden
-    chat.send("\x03")
-    chat.wait_prompt()
-    assert not re.search(_GAUGE, chat.everything)
-    assert not chat.screen.cursor.hidden
+    chat = session(babbler(), max_new_tokens=tokens, repetition_penalty=1.3)
+    return displayable(answer(list(chat.ask("Go on."))))
 
 
 @pytest.mark.slow
@@ -90,7 +49,7 @@ def test_a_plain_terminal_gets_plain_text(
             chat.send(f"{line}\r")
             chat.wait(shown)
             assert line != "Go on." or b"\x1b[1A" not in chat.raw[before:]
-        assert "".join(_reply(300).split()) in "".join(chat.everything.split())
+        assert "".join(_reply().split()) in "".join(chat.everything.split())
         chat.wait(r"(?m)^>$")
         chat.send("\x04")
         assert chat.ended() == 0
@@ -98,15 +57,6 @@ def test_a_plain_terminal_gets_plain_text(
         assert b"\x1b" not in chat.raw
     styles = b";".join(re.findall(rb"\x1b\[([\d;]*)m", chat.raw))
     assert set(styles.split(b";")) <= {b"", *(b"%d" % weight for weight in range(10))}
-
-
-def test_a_small_window_gets_plain_text(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 100")
-    chat.resize(rows=10, columns=44)
-    before = len(chat.raw)
-    shown = chat.ask("Go on.")
-    assert "".join(_said(shown)) == "".join(_reply(100).split())
-    assert b"\x1b[1A" not in chat.raw[before:]
 
 
 @pytest.mark.slow
@@ -125,7 +75,7 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
         chat.everything[chat.everything.index("9 tokens read") :].split("\n>\n")[0].rstrip("> \n"),
     )
     out = (tmp_path / "out").read_text(encoding="utf-8")
-    assert "".join(out.split()) == "".join(_reply(300).split())
+    assert "".join(out.split()) == "".join(_reply().split())
     assert "\x1b" not in out
 
 
@@ -141,18 +91,22 @@ def test_quiet_leaves_status_out_and_answers_commands(
         assert "sirchat: " in chat.ask("/nonsense")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("panel", ["off", "turn"])
-def test_without_a_live_panel_the_reply_is_streamed_as_it_is(chat: Terminal, panel: str) -> None:
-    chat.ask(f"/panel {panel}")
-    before = len(chat.raw)
-    chat.say("Go on.")
-    chat.until(lambda: len(chat.shown) > 500)
-    assert b"out, " not in chat.raw[before:]
-    assert not re.search(_GAUGE, chat.shown.partition("tok/s")[0])  # it may have ended by now
-    chat.wait_prompt()
-    assert "".join(_said(chat.shown)) == "".join(_reply().split())
-    beneath = chat.shown[chat.shown.index("tok/s") :]
+@pytest.mark.usefixtures("every_frame")
+@pytest.mark.parametrize(
+    ("panel", "size"),
+    [("off", (30, 80)), ("turn", (30, 80)), ("live", (10, 80)), ("live", (30, 44))],
+)
+def test_without_a_live_panel_or_room_for_it_the_reply_is_streamed_as_it_is(
+    terminal: FakeTerminal, own_home: Path, panel: str, size: tuple[int, int]
+) -> None:
+    terminal.resize(*size)
+    settings = {"max_new_tokens": 40, "repetition_penalty": 1.3}
+    with TypedChat(terminal, babbler(), panel=panel, **settings) as chat:
+        shown = chat.ask("Go on.")
+    said, beneath = re.split(r"(?m)^\d+ tokens read, ", shown)
+    assert "".join(said.split()) == "".join(_reply(40).split())
+    written = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
+    assert not re.search(f"── salience|{_GAUGE}", written.partition(" tokens read, ")[0])
     assert bool(re.search(_GAUGE, beneath)) is (panel == "turn")
 
 
@@ -168,9 +122,6 @@ _WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301"
 def test_every_word_is_there_however_it_comes(terminal: FakeTerminal, text: str, size: int) -> None:
     show_reply(terminal, [text[i : i + size] for i in range(0, len(text), size)])
     assert everything_on(terminal.screen).split() == unicodedata.normalize("NFC", text).split()
-
-
-# --- where nothing is drawn
 
 
 # --- rows of text, and the pace of frames

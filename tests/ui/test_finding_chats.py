@@ -123,9 +123,6 @@ def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Pat
     assert "did you mean my trip?" in refusal(chat, "/load my tirp")
 
 
-# --- search
-
-
 # --- picking
 
 

@@ -114,11 +114,7 @@ def test_a_line_typed_before_the_prompt_is_sent_and_a_saved_chat_loads_behind_a_
 
 @pytest.mark.parametrize(
     ("keys", "code"),
-    [
-        ([CTRL_D], 0),
-        (["/bye\r"], 0),
-        (["not this", CTRL_C, "this\r", CTRL_C], 130),
-    ],
+    [([CTRL_D], 0), (["/bye\r"], 0), (["not this", CTRL_C, "this\r", CTRL_C], 130)],
 )
 def test_one_can_leave_meanwhile(begin: Begin, keys: list[str], code: int) -> None:
     chat = begin()
@@ -147,5 +143,6 @@ def test_an_error_in_loading_ends_the_chat_and_the_line_goes_to_the_history(
     ready()
     assert chat.ended() == 1
     assert chat.text.splitlines() == [f"> {line}", "sirchat: the file is broken"]
+    assert not chat.screen.cursor.hidden
     history = (tmp_path / "state" / "history").read_text(encoding="utf-8")
     assert f"+{line}\n" in history

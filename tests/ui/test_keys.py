@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from prompt_toolkit.key_binding import KeyPress
@@ -12,7 +10,7 @@ from prompt_toolkit.keys import Keys
 
 from sirchat.ui import keys as keys_of
 from sirchat.ui.keys import ChordEscape, KeyParser
-from terminal import PASTE_OFF, PASTE_ON, Shared, Terminal
+from terminal import PASTE_OFF, PASTE_ON
 
 
 class Clock:
@@ -104,64 +102,3 @@ def test_after_any_keys_a_key_works_within_a_second(clock: Clock) -> None:
             sent.append("".join(draw.choices(parts, k=draw.randint(1, 4))))
             sent += draw.choices([0.01, 0.1, 1.2], k=draw.randint(0, 1))
         assert pressed(clock, *sent, 1.1, 0.1, "x")[-1:] == ["x"], (seed, sent)
-
-
-# --- in a chat
-
-CTRL_C, ALT_BACKSPACE = "\x03", "\x1b\x7f"
-SHIFT_ENTER = ("\x1b[13;2u", "\x1b[27;2;13~")
-
-
-@pytest.fixture(scope="module")
-def shared(home: Path, endless: str) -> Iterator[Shared]:
-    with Shared(lambda: Terminal("--model", endless, home=home)) as chats:
-        yield chats
-
-
-@pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    chat = shared.anew()
-    chat.ask("/set max_new_tokens 3")
-    return chat
-
-
-def test_chords_do_not_stop_a_reply_and_wait_for_the_next_prompt(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 1500")
-    chat.begin_reply()
-    for keys in ("1 zz", ALT_BACKSPACE, "2", "\x1bb", "\x1b\r", *SHIFT_ENTER, "\x1b[1;9Z"):
-        chat.send(keys)
-        chat.read(0.01)
-    chat.wait_screen("(?m)^> 1 *\n\n\n  2$")
-    assert " 1,500 written" in chat.everything
-    assert "interrupted" not in chat.everything
-    assert "13;2" not in chat.everything
-    chat.send(CTRL_C)
-
-
-def test_a_paste_without_its_end_ends_after_a_second(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.send(PASTE_ON + "abc")
-    chat.wait_screen("(?m)^> abc$")
-    chat.send("d")
-    chat.wait_screen("(?m)^> abcd$")
-    chat.send(CTRL_C)
-    chat.wait_prompt()
-
-
-def test_esc_alone_stops_in_its_newer_form_too(chat: Terminal) -> None:
-    chat.ask("/set max_new_tokens 100000")
-    for key in ("\x1b[27u", "\x1b[99;5u"):
-        chat.begin_reply()
-        chat.send(key)
-        chat.wait("interrupted")
-        chat.wait_prompt()
-
-
-def test_a_signal_during_a_search_leaves_a_prompt_that_works(chat: Terminal) -> None:
-    chat.ask("about something")
-    chat.send("\x12ab")
-    chat.wait_screen("I-search backward.*ab")
-    chat.child.kill(2)
-    chat.wait("leaves")
-    chat.wait_prompt()
-    assert "tokens read" in chat.ask("Hello.")

@@ -114,7 +114,7 @@ def memories(draw: st.DrawFn) -> Snapshot:
 
 
 @pytest.mark.slow
-@settings(max_examples=MANY or 20)
+@settings(max_examples=MANY or 10)
 @given(memories(), st.integers(60, 200), st.integers(1, 40), st.lists(TEXTS, max_size=8))
 def test_any_text_keeps_panels_straight_and_controls_no_terminal(
     snapshot: Snapshot, width: int, strongest: int, gone: list[str]
@@ -223,7 +223,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 
 @pytest.mark.slow
 def test_every_shown_character_has_the_same_width_everywhere() -> None:
-    for code in (*range(0x20, 0x32000, 1 if MANY else 3), *range(0xE0000, 0xE0200), 0x10FFFD):
+    for code in (*range(0x20, 0x32000, 1 if MANY else 5), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
         text = grid_safe(f"a{char}b") + grid_safe(f"字{char}{char}क")
         assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
@@ -261,9 +261,6 @@ def test_lines_break_after_spaces_and_gaps_stay_whole() -> None:
         accented[:4],
         "bb",
     ]
-
-
-# --- counts and marks
 
 
 # --- the compact panel

@@ -101,7 +101,7 @@ def places(own_home: Path) -> dict[str, str]:
     }
 
 
-def test_a_question_a_replay_and_the_tutorial_leave_nothing(
+def test_a_question_and_a_replay_leave_nothing(
     places: dict[str, str], own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(own_home)
@@ -110,6 +110,4 @@ def test_a_question_a_replay_and_the_tutorial_leave_nothing(
     monkeypatch.setenv("SIRCHAT_MODEL", "tiny")
     assert run("ask", f"I keep a {WORD}.", text=f"A {WORD} is a library.").stdout
     assert run("--no-save", text=f"I keep a {WORD}.").stdout
-    assert run("tutorial", "--auto").returncode == 0
     assert files_with(WORD, own_home) == []
-    assert files_with("Luna", own_home) == []

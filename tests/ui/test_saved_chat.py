@@ -163,9 +163,6 @@ def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_on
     assert 'this branch is no longer called "berlin"' in shown
 
 
-# --- leaving
-
-
 # --- /load
 
 

@@ -1,4 +1,4 @@
-"""Stopped turns, failed turns, and typing during a reply: the conversation stays well-formed."""
+"""Stopped turns, failed turns, and typing in a terminal: the conversation stays well-formed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from chatting import babbler
 from fake_terminal import FakeTerminal
-from terminal import Shared, Terminal, pager_into
+from terminal import PASTE_ON, Terminal, pager_into
 from typed_chat import TypedChat
 
-ESCAPE, ENTER, UP, CTRL_C = "\x1b", "\r", "\x1b[A", "\x03"
+ESCAPE, ENTER, CTRL_C = "\x1b", "\r", "\x03"
+_GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +24,24 @@ def paged(home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(home: Path, paged: Path, endless: str) -> Iterator[Shared]:
-    environ = {"PAGER": pager_into(paged)}
-    with Shared(lambda: Terminal("--model", endless, home=home, environ=environ)) as chats:
-        yield chats
+def opened(home: Path, paged: Path, endless: str) -> Iterator[Terminal]:
+    """One chat for all tests here."""
+    environ = {"PAGER": pager_into(paged), "SIRCHAT_BUDGET": "1024"}
+    with Terminal("--model", endless, home=home, environ=environ) as chat:
+        yield chat
 
 
 @pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    """A chat whose replies are of three tokens."""
-    chat = shared.anew()
-    chat.ask("/set max_new_tokens 3")
-    return chat
+def chat(opened: Terminal) -> Terminal:
+    """An empty chat whose replies are of three tokens."""
+    for line in ("/budget 1024", "/set max_new_tokens 3", "/reset"):
+        opened.ask(line)
+    return opened
 
 
 @pytest.fixture
-def speaker(shared: Shared) -> Terminal:
-    """A chat whose replies go on and on."""
-    chat = shared.anew()
+def speaker(chat: Terminal) -> Terminal:
+    """An empty chat whose replies go on and on."""
     chat.ask("/set max_new_tokens 100000")
     return chat
 
@@ -54,36 +55,47 @@ def _held(chat: Terminal, paged: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [CTRL_C, ESCAPE], ids=["Ctrl-C", "Esc"])
-def test_a_key_stops_a_reply_and_keeps_it(speaker: Terminal, paged: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "newer"), [(CTRL_C, "\x1b[99;5u"), (ESCAPE, "\x1b[27u")], ids=["Ctrl-C", "Esc"]
+)
+def test_a_key_stops_a_reply_that_is_kept_and_the_panel_below_it_goes(
+    speaker: Terminal, paged: Path, key: str, newer: str
+) -> None:
     speaker.begin_reply()
+    speaker.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S ")
+    assert " written, " not in speaker.shown
+    assert speaker.screen.cursor.hidden
     speaker.send(key)
     speaker.wait("interrupted")
     speaker.wait_prompt()
+    assert not re.search(_GAUGE, speaker.everything)
+    assert not speaker.screen.cursor.hidden
     # The newest ones: on a busy machine a reply grows until its beginning is evicted.
     words = re.findall(r"[a-z]{4,}", speaker.shown.partition("interrupted")[0])[-20:]
     held = _held(speaker, paged)
     assert sum(word in held for word in words) > 5
     speaker.begin_reply("And then?")
-    speaker.send(key)
+    speaker.send(newer)
     speaker.wait("interrupted")
 
 
-def test_arrow_keys_do_not_stop_a_reply(speaker: Terminal) -> None:
+def test_other_keys_and_chords_do_not_stop_a_reply_and_wait_for_the_next_prompt(
+    speaker: Terminal,
+) -> None:
     speaker.ask("/set max_new_tokens 1500")
     speaker.begin_reply()
     for key in ("A", "B", "C", "D", "H", "F", "3~"):
         speaker.send(f"\x1b[{key}")
-    speaker.wait_prompt()
+    for keys in ("1 zz", "\x1b\x7f", "2", "\x1bb", "\x1b\r", "\x1b[13;2u", "\x1b[27;2;13~"):
+        speaker.send(keys)
+        speaker.read(0.01)
+    speaker.send("\x1b[1;9Z")
+    speaker.wait_screen("(?m)^> 1 *\n\n\n  2$")
     assert " 1,500 written" in speaker.shown
     assert "cut at the length limit" in " ".join(speaker.shown.split())
-
-
-def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(chat: Terminal) -> None:
-    chat.wait_prompt()
-    chat.submit(CTRL_C)
-    chat.wait_prompt()
-    assert chat.text.count("Ctrl-D or /exit leaves") == 1
+    assert "interrupted" not in speaker.shown
+    assert "13;2" not in speaker.shown
+    speaker.send(CTRL_C)
 
 
 @pytest.mark.slow
@@ -112,6 +124,7 @@ def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(
         assert shown.split("海")[-1].strip().startswith("sirchat: ")
         assert chat.session.seen == seen
         assert "3 written" in chat.ask("Hello again.")
+        assert chat.press(CTRL_C).count("Ctrl-D or /exit leaves") == 1
 
 
 def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -> None:
@@ -128,3 +141,40 @@ def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -
     assert int(read[1].replace(",", "")) < 30_000  # of 38,895
     assert "reading" not in chat.text
     assert "3 written" in chat.ask("Hello.")
+
+
+def test_a_paste_without_its_end_ends_after_a_second(chat: Terminal) -> None:
+    chat.wait_prompt()
+    chat.send(PASTE_ON + "abc")
+    chat.wait_screen("(?m)^> abc$")
+    chat.send("d")
+    chat.wait_screen("(?m)^> abcd$")
+    chat.send(CTRL_C)
+
+
+def test_a_signal_during_a_search_leaves_a_prompt_that_works(chat: Terminal) -> None:
+    chat.ask("about something")
+    chat.send("\x12ab")
+    chat.wait_screen("I-search backward.*ab")
+    chat.child.kill(2)
+    chat.wait("leaves")
+    chat.wait_prompt()
+    assert "tokens read" in chat.ask("Hello.")
+
+
+def test_tab_completes_what_the_menu_shows_while_one_types(chat: Terminal, home: Path) -> None:
+    (home / "notes.txt").touch()
+    for typed, menu, line in (
+        ("/budg", r" budget +set how many", "/budget"),
+        (f"see @{home}/no", r"(?m)^ +notes\.txt", f"see @{home}/notes.txt"),
+    ):
+        chat.send(typed)
+        chat.wait_screen(menu)
+        chat.send("\t")
+        chat.wait_screen(rf"(?m)^> {re.escape(line)}$")
+        chat.send("\x15")
+    chat.send("//pol")
+    chat.wait_screen("> //pol")
+    chat.settle(0.3)
+    assert "choose the policy" not in chat.text
+    chat.send("\x15")

@@ -10,18 +10,22 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
-from chatting import save_babbler
+from chatting import babbler, session
 from command import run
 from fake_terminal import FakeTerminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
 from sirchat.chat.panel_snapshot import EDGES, Histogram
+from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
 from sirchat.ui.text import DisplayFilter, displayable, displayable_line
-from terminal import Terminal, everything_on
+from terminal import PASTE_OFF, PASTE_ON, everything_on
+from typed_chat import TypedChat
 
 _CONTROLS = {
     **{f"C0 {i:02x}": chr(i) for i in range(32) if chr(i) not in "\t\n"},
@@ -131,11 +135,17 @@ def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
 _EVIL = "evil\x1b]0;owned\x07\x1b[2J\u202e\x9b2J"
 
 
-def test_names_in_errors_and_lists_cannot_control_the_terminal(tmp_path: Path) -> None:
-    folder = tmp_path / "config" / "profiles"
+@pytest.fixture
+def evil_home(own_home: Path) -> Path:
+    """With a profile whose description would control a terminal."""
+    folder = own_home / "config" / "profiles"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"description: {json.dumps(_EVIL)}\n", encoding="utf-8")
-    variables = {"SIRCHAT_HOME": str(tmp_path), "NO_COLOR": "1"}
+    return own_home
+
+
+def test_names_in_errors_and_lists_cannot_control_the_terminal(evil_home: Path) -> None:
+    variables = {"SIRCHAT_HOME": str(evil_home), "NO_COLOR": "1"}
     for arguments in (
         ["replay", _EVIL],
         ["--model", _EVIL],
@@ -157,29 +167,28 @@ def test_names_in_errors_and_lists_cannot_control_the_terminal(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_transcript_cannot_control_the_terminal(tmp_path: Path, endless: str) -> None:
-    file = tmp_path / "talk.jsonl"
-    texts = [f"before{control}after" for control in _CONTROLS.values()]
+    file, controls = tmp_path / "talk.jsonl", [*_CONTROLS.values()]
+    texts = ["\n".join(f"before{one}after" for one in controls[n::6]) for n in range(6)]
     turns = [{"role": role, "content": text} for text in texts for role in ("user", "assistant")]
     file.write_text("".join(json.dumps(turn) + "\n" for turn in turns), encoding="utf-8")
     done = run("replay", "--feed", str(file), "--model", endless)
-    assert done.stdout.count("before") == len(turns)
+    assert done.stdout.count("before") == 2 * len(controls)
     assert not _harm(done.stdout + done.stderr)
 
 
-@pytest.mark.slow
-def test_a_model_name_and_a_profile_cannot_control_a_chat(tmp_path: Path) -> None:
-    model = save_babbler(tmp_path / _EVIL)
-    folder = tmp_path / "config" / "profiles"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(f"description: {json.dumps(_EVIL)}\n", encoding="utf-8")
-    with Terminal("--model", str(model), home=tmp_path) as chat:
-        chat.ask("Hello.")
-        chat.send("/profile m")
-        chat.wait_screen("mine +evil")
-        chat.submit("\x03\x03")
-        chat.paste(_EVIL)
-        chat.wait_screen("> evil·")
-        chat.submit()
-        assert chat.leave() == 0
-    for harm in (b"\x1b]", b"\x07", b"\x1b[2J", "\u202e".encode(), "\x9b".encode()):
-        assert harm not in chat.raw
+def test_a_model_name_a_profile_and_a_paste_cannot_control_a_chat(
+    terminal: FakeTerminal, evil_home: Path
+) -> None:
+    with TypedChat(terminal, replace(babbler(), name=_EVIL), max_new_tokens=2) as chat:
+        chat.chat.greet(())
+        written = terminal.getvalue()
+        assert "evil" in written
+        for keys in ("Hello.", PASTE_ON + _EVIL + PASTE_OFF):
+            chat.press(keys, "\r")
+            written += terminal.getvalue()
+    completer = SlashCompleter(lambda: session(babbler()))
+    (offered,) = completer.get_completions(Document("/profile m"), CompleteEvent())
+    assert offered.display_meta_text.startswith("evil")
+    written += offered.display_meta_text
+    for harm in ("\x1b]", "\x07", "\x1b[2J", "\u202e", "\x9b"):
+        assert harm not in written

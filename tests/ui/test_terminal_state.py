@@ -134,14 +134,6 @@ def test_a_signal_ends_a_reply_and_a_prompt(
     assert warm_shell.code() == 128 + number
 
 
-def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
-    with Terminal("--model", "./no-such-model", home=tmp_path) as chat:
-        assert chat.ended() == 1
-        line = " ".join(chat.text.split())
-        assert re.fullmatch(r"sirchat: [^:]*no-such-model.*\(.*\)", line)
-        assert not chat.screen.cursor.hidden
-
-
 def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
     waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
     pager = program(tmp_path / "pager", waits)
@@ -224,25 +216,6 @@ def test_the_second_signal_ends_a_program_whose_terminal_takes_no_output() -> No
         assert len(ended) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("has_shell")
-def test_sigterm_ends_a_reply_though_a_library_has_caught_its_exception(
-    tmp_path: Path, endless: str
-) -> None:
-    catching = tmp_path / "catching.py"
-    catching.write_text(
-        "import time\nimport sirchat.__main__ as program\nfrom sirchat.ui.live import LiveView\n"
-        "usual, caught = LiveView.show, []\n\n\ndef show(view, event):\n"
-        "    try:\n        usual(view, event)\n        time.sleep(0.02)\n"
-        "    except SystemExit as error:\n        if caught:\n            raise\n"
-        "        caught.append(error)\n\n\nLiveView.show = show\nprogram.main()\n"
-    )
-    with _Shell(tmp_path, endless, *warm_python(), program=str(catching)) as shell:
-        shell.begin_reply()
-        shell.signal(signal.SIGTERM)
-        assert shell.code() == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(

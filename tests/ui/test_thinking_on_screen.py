@@ -22,8 +22,7 @@ def _lines(terminal: FakeTerminal) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 160])
-@pytest.mark.parametrize("panel", ["off", "live", "turn"])
+@pytest.mark.parametrize(("panel", "columns"), [("off", 160), ("live", 60), ("turn", 60)])
 @pytest.mark.parametrize("size", [1, 5, 400])
 def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int, size: int) -> None:
     terminal.resize(30, columns)
@@ -37,19 +36,13 @@ def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int,
     assert rest == ["", "It is so.", "", "- one"]
 
 
-@pytest.mark.parametrize("panel", ["off", "live"])
-def test_hidden_nothing_of_it_stays(terminal: FakeTerminal, panel: str) -> None:
-    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking="hide")
-    assert lines_of(terminal.screen)[:3] == ["It is so.", "", "- one"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("thinking", ["fold", "hide"])
 def test_while_it_comes_one_line_counts_and_little_is_written(
     terminal: FakeTerminal, panel: str, thinking: str
 ) -> None:
-    chunks = pieces("<think>" + "on and on, " * 120, 2, 6)
+    chunks = pieces("<think>" + "on and on, " * 60 + "on", 2, 6)
     seen: set[str] = set()
     write = terminal.write
 
@@ -70,16 +63,17 @@ def test_while_it_comes_one_line_counts_and_little_is_written(
 
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("thinking", ["fold", "hide"])
-def test_without_markdown_the_rest_is_as_it_was_written(
-    terminal: FakeTerminal, panel: str, thinking: str
+@pytest.mark.parametrize("markdown", [True, False])
+def test_what_stays_is_the_answer_below_one_line_or_nothing(
+    terminal: FakeTerminal, panel: str, thinking: str, markdown: bool
 ) -> None:
-    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking=thinking, markdown=False)
+    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking=thinking, markdown=markdown)
     lines = _lines(terminal)
     if thinking == "fold":
         assert lines[0].startswith("thought for ")
         assert lines[1] == ""
         lines = lines[2:]
-    assert lines == ["It is *so*.", "", "- one"]
+    assert lines == ["It is so." if markdown else "It is *so*.", "", "- one"]
 
 
 def test_empty_reasoning_leaves_no_line_and_what_the_template_opened_is_known(

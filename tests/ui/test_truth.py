@@ -43,7 +43,7 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
         system=draw.choice([None, "You are a helpful assistant."]),
     )
     count = Count()
-    for _ in range(8):
+    for _ in range(6):
         count.add(list(chat.ask(draw.choice(_SAYINGS))))
         if draw.random() < 0.3:
             count.add(list(chat.switch("/budget", budget=draw.choice([64, 80, 128]))))
@@ -90,7 +90,7 @@ def _body(lines: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["window", "sink", "entropy", "random", "reservoir", "anchor"])
+@pytest.mark.parametrize("policy", ["window", "entropy", "reservoir", "anchor"])
 @pytest.mark.parametrize("seed", range(MANY or 1))
 def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
     chat, count = _talk(policy, seed)

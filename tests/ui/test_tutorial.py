@@ -56,7 +56,8 @@ def words_of(text: str) -> str:
 def piped(tmp_path_factory: pytest.TempPathFactory) -> str:
     """All that is shown where nobody presses Enter; nothing of it is left in a file."""
     home = tmp_path_factory.mktemp("home")
-    done = run("tutorial", COLUMNS="100", SIRCHAT_BUDGET="64", SIRCHAT_HOME=str(home))
+    own = dict.fromkeys(("SIRCHAT_HOME", "HOME", "TMPDIR", "XDG_CACHE_HOME"), str(home))
+    done = run("tutorial", COLUMNS="100", SIRCHAT_BUDGET="64", **own)
     assert done.returncode == 0, done.stderr
     assert "your words: Anna" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
@@ -159,15 +160,12 @@ def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_without_colours_it_has_the_panel_as_text(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    screen = Screen(terminal, terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
     opened = Session(tiny(), Profile(save=False, **SETTINGS))
-    assert run_tutorial(lambda _: opened, screen, waits=False)
+    assert run_tutorial(lambda _: opened, Screen(terminal, terminal), waits=False)
     shown = everything_on(terminal.screen)
     assert " evicted next: " in step_of(shown, number_of("What is my name?"))
     assert not re.search(r"\x1b\[[\d;]*3[0-9]", terminal.getvalue())

@@ -155,12 +155,6 @@ def test_pasted_text_stays_text_in_the_next_chat_and_can_be_erased(
     assert "exit" not in (own_home / "state" / "history").read_text(encoding="utf-8")
 
 
-def test_pasted_text_cannot_control_the_terminal(chat: TypedChat) -> None:
-    chat.press(paste("a\x1b]0;title\x07b\u202ec\x9bd"), ENTER)
-    for control in ("\x1b]0;title", "\x07", "\u202e", "\x9b"):
-        assert control not in chat.terminal.getvalue()
-
-
 def test_a_pasted_sign_names_no_file_and_a_typed_one_after_it_does(
     chat: TypedChat, own_home: Path
 ) -> None:
