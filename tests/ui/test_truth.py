@@ -17,6 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.theme import theme_named
 
+MORE = ["sink", "random"] if MANY else []
 _WIDTH = 100
 _THEME = theme_named("none", {})
 _SAYINGS = (
@@ -90,7 +91,7 @@ def _body(lines: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["window", "entropy", "reservoir", "anchor"])
+@pytest.mark.parametrize("policy", ["window", "entropy", "reservoir", "anchor", *MORE])
 @pytest.mark.parametrize("seed", range(MANY or 1))
 def test_gauge_held_text_and_shares_are_true(policy: str, seed: int) -> None:
     chat, count = _talk(policy, seed)
