@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from gguf_models import MODELS, random_model, write_model
+from gguf_models import MODELS, few_bits, random_model, write_model
 from sirchat.cli.models import models_prepared
 from sirchat.models import load, prepared
 from sirchat.models.background import is_running
@@ -40,12 +40,6 @@ PAGE = 4096
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "LEAST", 0)
-
-
-def few_bits(name: str, shape: tuple[int, ...]) -> str:
-    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
-        return "F32"
-    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:
