@@ -27,7 +27,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gguf_file import add_sizes, tensors_of
+from gguf_file import add_sizes
 from template_shapes import WEATHER, template
 
 Message = dict[str, Any]
@@ -468,16 +468,15 @@ def save_gguf(path: Path, shape: Shape, model: Any) -> Path:
     """Save the model as a GGUF file, by the conventions of llama.cpp; returns the path."""
     import gguf
 
-    made, config = json.loads(tokenizer(shape).backend_tokenizer.to_str()), model.config
+    from gguf_models import tensors_of
+
+    made = json.loads(tokenizer(shape).backend_tokenizer.to_str())
     writer = gguf.GGUFWriter(path, shape.architecture)
-    add_sizes(writer, config)
-    if shape.architecture == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    add_sizes(writer, model.config)
     _add_vocabulary(writer, shape, made)
     writer.add_chat_template(shape.source)
-    for name, weight in tensors_of(model).items():
-        writer.add_tensor(name, weight.detach().float().contiguous().numpy())
+    for name, weight in tensors_of(model, shape.architecture).items():
+        writer.add_tensor(name, weight.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

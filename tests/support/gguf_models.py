@@ -113,6 +113,12 @@ def write_model(
     return path
 
 
+def tensors_of(module: Any, architecture: str) -> dict[str, Tensor]:
+    """The weights of a model under their GGUF names, and as they are stored."""
+    pieces = _pieces(module, architecture)
+    return {one.name: one.parameter.data.view(-1)[one.places] for one in pieces}
+
+
 class _Piece(NamedTuple):
     """A tensor of the file: where each of its numbers is in a parameter.
 
