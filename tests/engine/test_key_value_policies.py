@@ -52,17 +52,14 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 
-@pytest.mark.parametrize("policy", ["knorm", "keydiff"])
-def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
-    profile = changed_profile(Profile(), "flag", policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "options"), [("knorm", {}), ("keydiff", {}), ("h2o", {"values": True})]
+)
+def test_a_model_that_caches_compressed_keys_is_refused(
+    policy: str, options: dict[str, bool]
+) -> None:
+    profile = changed_profile(Profile(), "flag", policy=policy, policy_options=options)
     check_policy(profile, loaded("llama"), "policy")
+    check_policy(Profile(policy="h2o"), loaded("deepseek-mla"), "policy")
     with pytest.raises(SettingError, match="compressed keys"):
         check_policy(profile, loaded("deepseek-mla"), "policy")
-
-
-def test_h2o_is_refused_there_only_with_the_values() -> None:
-    model = loaded("deepseek-mla")
-    check_policy(changed_profile(Profile(), "flag", policy="h2o"), model, "policy")
-    profile = changed_profile(Profile(), "flag", policy="h2o", policy_options={"values": True})
-    with pytest.raises(SettingError, match="compressed keys"):
-        check_policy(profile, model, "policy")
