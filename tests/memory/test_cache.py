@@ -153,15 +153,14 @@ def random_rows(count: int) -> tuple[Tensor, Tensor]:
 
 def check(cache: BoundedCache, rows: list[Row], layers: list[LayerRotation]) -> None:
     assert cache.length == len(rows)
-    for layer, rotations in enumerate(layers):
-        for slot, row in enumerate(rows):
-            for i, rotation in enumerate((rotations.key, rotations.value)):
-                expected = row.tensors[layer][i]
-                if rotation is not None:
-                    turn = rotation.cos_sin(torch.tensor([row.written_at]), torch.tensor([slot]))
-                    expected = rotation.apply(expected, *turn)
-                view = (cache.layer_keys, cache.layer_values)[i](layer)[:, :, [slot]]
-                torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)
+    written, slots = torch.tensor([row.written_at for row in rows]), torch.arange(len(rows))
+    for layer, rotations in enumerate(layers if rows else ()):
+        for i, rotation in enumerate((rotations.key, rotations.value)):
+            expected = torch.cat([row.tensors[layer][i] for row in rows], 2)
+            if rotation is not None:
+                expected = rotation.apply(expected, *rotation.cos_sin(written, slots))
+            view = (cache.layer_keys, cache.layer_values)[i](layer)
+            torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
