@@ -238,8 +238,9 @@ def begun(text: str) -> Any:
     return make
 
 
-@pytest.mark.parametrize("text", ["", "Let me look.\n", "a < b <tool> "])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("text", "parallel"), [("", True), ("Let me look.\n", False), ("a < b <tool> ", True)]
+)
 def test_a_strict_call_is_by_its_schema_from_its_mark_on(
     text: str, parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
