@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -28,7 +27,7 @@ from tokenizers import (
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from gguf_file import add_sizes
-from template_shapes import WEATHER, template
+from template_shapes import WEATHER, byte_level, template
 
 Message = dict[str, Any]
 
@@ -322,25 +321,13 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(shape: Shape) -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        [_CORPUS],
-        trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False),
-    )
+    backend = byte_level(_SPLIT, [_CORPUS], 420)
     if not shape.words:
         return backend
     made = json.loads(backend.to_str())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for word in shape.words:
-        spelled = byte_level.pre_tokenize_str(word)[0][0]
+        spelled = in_bytes.pre_tokenize_str(word)[0][0]
         made["model"]["vocab"][spelled] = len(made["model"]["vocab"])
     made["model"]["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(made))
