@@ -29,22 +29,15 @@ def bounded(policy: Sink | Knorm | Keydiff, budget: int = 64) -> CacheSettings:
     return CacheSettings(policy=policy, budget=budget, archive=2**20, protect=False)
 
 
-def test_the_shortest_keys_of_all_that_was_read_stay() -> None:
-    engine = talked(bounded(Sink()))
-    lengths = torch.stack([engine.cache.layer_keys(at)[0].norm(dim=-1) for at in range(4)])
-    wanted = lengths.mean((0, 1))[4:].topk(16, largest=False).indices + 4
-    engine.evictor.switch(bounded(Knorm(recent=0), budget=20))
-    assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
-
-
-def test_the_most_distinctive_keys_of_all_that_was_read_stay() -> None:
+def test_the_shortest_or_most_distinctive_keys_of_all_that_was_read_stay() -> None:
     engine = talked(bounded(Sink()))
     keys = torch.stack([engine.cache.layer_keys(at)[0] for at in range(4)])  # [L, H, n, D]
     anchor = torch.nn.functional.normalize(keys, dim=-1).mean(2, keepdim=True)
-    similarity = torch.cosine_similarity(keys, anchor, dim=-1).mean((0, 1))
-    wanted = similarity[4:].topk(16, largest=False).indices + 4
-    engine.evictor.switch(bounded(Keydiff(recent=0), budget=20))
-    assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
+    similarity = torch.cosine_similarity(keys, anchor, dim=-1)
+    for policy, scores in ((Knorm(recent=0), keys.norm(dim=-1)), (Keydiff(recent=0), similarity)):
+        wanted = scores.mean((0, 1))[4:].topk(16, largest=False).indices + 4
+        engine.evictor.switch(bounded(policy, budget=20))
+        assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 
 def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,17 +45,14 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 
-@pytest.mark.parametrize("policy", ["knorm", "keydiff"])
-def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
-    profile = changed_profile(Profile(), "flag", policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "options"), [("knorm", {}), ("keydiff", {}), ("h2o", {"values": True})]
+)
+def test_a_model_that_caches_compressed_keys_is_refused(
+    policy: str, options: dict[str, bool]
+) -> None:
+    profile = changed_profile(Profile(), "flag", policy=policy, policy_options=options)
     check_policy(profile, loaded("llama"), "policy")
+    check_policy(Profile(policy="h2o"), loaded("deepseek-mla"), "policy")
     with pytest.raises(SettingError, match="compressed keys"):
         check_policy(profile, loaded("deepseek-mla"), "policy")
-
-
-def test_h2o_is_refused_there_only_with_the_values() -> None:
-    model = loaded("deepseek-mla")
-    check_policy(changed_profile(Profile(), "flag", policy="h2o"), model, "policy")
-    profile = changed_profile(Profile(), "flag", policy="h2o", policy_options={"values": True})
-    with pytest.raises(SettingError, match="compressed keys"):
-        check_policy(profile, model, "policy")

@@ -116,29 +116,28 @@ def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
     assert engine.ledger.held_positions.tolist() == held
 
 
-def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
-    engine = talked(memory("sink", 64, archive=1))
-    assert engine.store.archive.nbytes <= 1
-    assert engine.ledger.archived_count == 0
-    engine.evictor.switch(memory("sink", 200, archive=1))
-    assert engine.resident == 64
-
-
-def test_what_the_archive_let_go_of_is_not_asked_for() -> None:
-    engine = talked(memory("sink", 200, archive=1))
-    engine.evictor.switch(memory("sink", 64, archive=1))
-    engine.evictor.switch(memory("sink", 200, archive=1))
-    assert engine.resident == 64
-    other = talked(memory("sink", 200))
-    for budget, archive in ((64, PLENTY), (64, 0), (64, PLENTY), (200, PLENTY)):
-        other.evictor.switch(memory("sink", budget, archive))
-    assert other.resident == 64
-
-
-def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
-    engine = talked(memory("sink", 64))
-    engine.evictor.switch(memory("sink", 150, archive=0))
-    assert engine.resident == 150
+@pytest.mark.parametrize(
+    ("first", "switches", "resident"),
+    [
+        pytest.param((64, 1), [(200, 1)], 64, id="over its limit"),
+        pytest.param((200, 1), [(64, 1), (200, 1)], 64, id="what it let go of"),
+        pytest.param((64, PLENTY), [(64, 0)], 64, id="off"),
+        pytest.param((64, PLENTY), [(150, 0)], 150, id="off, as rows come back"),
+        pytest.param(
+            (200, PLENTY), [(64, PLENTY), (64, 0), (64, PLENTY), (200, PLENTY)], 64, id="on again"
+        ),
+    ],
+)
+def test_an_archive_that_is_full_or_off_has_nothing_to_bring_back(
+    first: tuple[int, int], switches: list[tuple[int, int]], resident: int
+) -> None:
+    engine = talked(memory("sink", *first))
+    is_kept = first[1] == PLENTY
+    assert engine.ledger.archived_count == is_kept * (engine.ledger.seen - engine.resident)
+    for budget, archive in switches:
+        engine.evictor.switch(memory("sink", budget, archive))
+        assert engine.store.archive.nbytes <= archive
+    assert engine.resident == resident
     assert engine.ledger.archived_count == 0
 
 
@@ -159,13 +158,6 @@ def test_turns_undone_leave_nothing_in_the_archive() -> None:
         talk(engine, 7 + turn, count=100)
         engine.undo(checkpoint)
     assert engine.store.archive.nbytes <= 2 * before
-
-
-def test_turning_the_archive_off_empties_it() -> None:
-    engine = talked(memory("sink", 64))
-    assert engine.ledger.archived_count == engine.ledger.seen - engine.resident
-    engine.evictor.switch(memory("sink", 64, archive=0))
-    assert engine.ledger.archived_count == engine.store.archive.nbytes == 0
 
 
 @pytest.mark.slow

@@ -152,40 +152,38 @@ def test_a_file_of_another_kind_or_with_an_error_is_named(
     refused(folder, why)
 
 
+NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
+DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
+    ("name", "key", "value", "why"),
     [
-        ("rms_norm_eps", "x", r"field 'rms_norm_eps': .*expected float, got str"),
-        ("rope_parameters", {"rope_type": "new", "rope_theta": 1.0}, "'new' is missing or unknown"),
+        ("config", "rms_norm_eps", "x", r"field 'rms_norm_eps': .*expected float, got str"),
+        (
+            *("config", "rope_parameters", {"rope_type": "new", "rope_theta": 1.0}),
+            "'new' is missing or unknown",
+        ),
+        *(
+            # before memory is taken for them
+            ("config", key, 10**9, rf"config\.json says {key}: 1,000,000,000; the files have")
+            for key in ("num_hidden_layers", "vocab_size", "head_dim")
+        ),
+        (
+            *("tokenizer", "normalizer", {"type": "Sequence", "normalizers": [DOUBLE] * 12}),
+            "makes texts more than 64-fold long",
+        ),
+        *(
+            ("generation_config", "eos_token_id", ends, "eos_token_id: .*; it must be an id")
+            for ends in NO_IDS
+        ),
     ],
 )
-def test_a_setting_that_transformers_refuses_is_named_with_the_reason(
-    folder: Path, key: str, value: object, why: str
+def test_a_setting_that_can_not_be_is_named_with_the_reason(
+    folder: Path, name: str, key: str, value: object, why: str
 ) -> None:
-    change_json(folder / "config.json", **{key: value})
+    change_json(folder / f"{name}.json", **{key: value})
     refused(folder, why)
-
-
-@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "head_dim"])
-def test_sizes_that_the_weights_cannot_have_are_refused_before_memory_is_taken(
-    folder: Path, key: str
-) -> None:
-    change_json(folder / "config.json", **{key: 10**9})
-    refused(folder, rf"config\.json says {key}: 1,000,000,000; the files have")
-
-
-def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path) -> None:
-    double = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
-    change_json(
-        folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [double] * 12}
-    )
-    refused(folder, "makes texts more than 64-fold long")
-
-
-@pytest.mark.parametrize("ends", ["", [[]], 1.5])
-def test_ends_of_a_reply_that_are_no_ids_are_refused(folder: Path, ends: object) -> None:
-    change_json(folder / "generation_config.json", eos_token_id=ends)
-    refused(folder, "eos_token_id: .*; it must be an id")
 
 
 def test_a_limit_of_the_tokenizer_that_is_no_number_is_refused(folder: Path) -> None:
@@ -268,16 +266,15 @@ def test_several_templates_need_a_default_one(folder: Path) -> None:
     load_model(str(folder), device="cpu")
 
 
-def zeros_from(part: float) -> Callable[[bytes], bytes]:
-    return lambda data: data[: int(part * len(data))].ljust(len(data), b"\0")
-
-
-def set_alignment(data: bytes) -> bytes:
-    """Another alignment than the one with which the tensors were written."""
-    key = b"general.alignment"
-    pair = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 1024)
+def with_pair(data: bytes, key: bytes, value: bytes) -> bytes:
+    """A file with one more pair in its header; the value has its type before it."""
+    pair = struct.pack("<Q", len(key)) + key + value
     count = struct.unpack_from("<Q", data, 16)[0]
     return data[:16] + struct.pack("<Q", count + 1) + pair + data[24:]
+
+
+def zeros_from(part: float) -> Callable[[bytes], bytes]:
+    return lambda data: data[: int(part * len(data))].ljust(len(data), b"\0")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +294,15 @@ def set_alignment(data: bytes) -> bytes:
         (lambda data: data[: len(data) // 2], "fewer than its tensors need"),
         (zeros_from(0.5), "has only zeros at its end"),
         (zeros_from(0.97), "has only zeros at its end"),
-        (set_alignment, "does not follow the one before it|fewer than its"),
+        (
+            # another alignment than the one with which the tensors were written
+            lambda data: with_pair(data, b"general.alignment", struct.pack("<II", 4, 1024)),
+            "does not follow the one before it|fewer than its",
+        ),
+        (
+            lambda data: with_pair(data, b"general.type", struct.pack("<IQ", 8, 7) + b"adapter"),
+            "is a LoRA adapter, not a model",
+        ),
         (lambda data: data.replace(b"llama.vocab_size", b"llama.block_count"[:16]), "llama"),
         (
             lambda data: data.replace(b"general.architecture", b"tokenizer.ggml.model"),
@@ -311,14 +316,3 @@ def test_a_gguf_file_that_is_none_or_not_whole_is_refused(
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(change(gguf_file))
     refused(tmp_path / "model.gguf", why)
-
-
-def test_a_gguf_file_of_another_thing_than_a_model_is_refused(
-    gguf_file: bytes, tmp_path: Path
-) -> None:
-    key, kind = b"general.type", b"adapter"
-    pair = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(kind)) + kind
-    count = struct.unpack_from("<Q", gguf_file, 16)[0]
-    data = gguf_file[:16] + struct.pack("<Q", count + 1) + pair + gguf_file[24:]
-    (tmp_path / "model.gguf").write_bytes(data)
-    refused(tmp_path / "model.gguf", "is a LoRA adapter, not a model")

@@ -22,7 +22,6 @@ from by_heart import (
     WHO,
     WONDER,
     YOU_ARE,
-    assistant,
     ids_of_known,
     replies_of,
     save_folder,
@@ -111,25 +110,6 @@ def test_a_chat_goes_on_after_a_reply(loaded: dict[str, LoadedModel], name: str)
 def said(reply: str) -> str:
     """A reply without its thinking."""
     return reply.rpartition("</think>")[2].strip()
-
-
-@pytest.mark.parametrize("name", _TRIED)
-def test_the_server_tells_thinking_from_answers_and_reads_them_as_the_template_writes_them(
-    loaded: dict[str, LoadedModel], name: str
-) -> None:
-    with served(loaded[name], temperature=0, max_new_tokens=60) as server:
-        choice = server.ask([user(QUESTION)], model=name)["choices"][0]
-        assert choice["message"]["content"].strip() == ANSWER
-        assert choice["finish_reason"] == "stop"
-        thought = THOUGHT if name in _THINKING else ""
-        assert (choice["message"].get("reasoning_content") or "").strip() == thought
-        chunks = [c["choices"][0]["delta"] for c in server.chunks([user(QUESTION)], model=name)]
-        for field, text in (("content", ANSWER), ("reasoning_content", thought)):
-            assert "".join(chunk.get(field) or "" for chunk in chunks).strip() == text
-        history = [user(NAME), assistant(GREETING), user(WHO)]
-        assert server.reply(history, model=name).strip() == YOU_ARE
-        thinking = [user(QUESTION), assistant(ANSWER), user(NAME)]
-        assert server.reply(thinking, model=name).strip() == GREETING
 
 
 @pytest.mark.parametrize("name", _CALLING)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from families import HELD, HYBRIDS, LATENT, REFUSED, build, loaded
+from families import HELD, HYBRIDS, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
@@ -71,30 +71,6 @@ def test_after_evictions_every_layer_holds_first_written_rows_turned_once(name: 
                 )
                 view = (BoundedCache.layer_keys, BoundedCache.layer_values)[slot](cache, layer)
                 torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_layers_without_positions_have_no_rotation() -> None:
-    assert [layer.key is None for layer in loaded("smollm3-nope").rotations] == [0, 0, 0, 1]
-
-
-def test_sliding_and_full_layers_may_turn_at_different_speeds() -> None:
-    model_type, overrides = HELD["gemma3"]
-    deeper = build(model_type, {**overrides, "num_hidden_layers": 6})
-    keys = [layer.key for layer in wrap_model("gemma3", deeper, None).rotations]
-    assert [key.has_same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
-
-
-def test_nanochat_rotates_backward() -> None:
-    for layer in loaded("nanochat").rotations:
-        assert layer.key is not None
-        assert (layer.key.inv_freq < 0).all()
-
-
-@pytest.mark.parametrize("name", sorted(LATENT))
-def test_latent_attention_turns_its_value_slot_only(name: str) -> None:
-    for layer in loaded(name).rotations:
-        assert layer.key is None
-        assert layer.value is not None
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from small_models import causal_families
 TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")
 SAMPLE = [
     *causal_families()[::32],
-    *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "gptj"),
-    *("helium", "jamba", "lfm2", "mamba", "minicpm3", "nanochat", "qwen3_next", "zamba2"),
+    *("deepseek_v3", "doge", "gemma3", "gemma3_text", "gemma4_text", "glm_moe_dsa", "gpt2"),
+    *("gptj", "helium", "jamba", "lfm2", "mamba", "minicpm3", "nanochat", "qwen3_next"),
+    *("smollm3", "zamba2"),
 ]
 
 

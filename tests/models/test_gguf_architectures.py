@@ -16,6 +16,8 @@ from gguf_models import (  # noqa: E402  # noqa: E402
     VOCABULARY,
     add_byte_pairs,
     add_sentence_pieces,
+    few_bits,
+    floats_only,
     random_model,
     write_model,
 )
@@ -28,6 +30,7 @@ from sirchat.models.gguf.translate import refuse_unsupported  # noqa: E402
 from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.load import load_model  # noqa: E402
+from sirchat.models.model import LoadedModel  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 from sirchat.models.stored_weights import stored_weights  # noqa: E402
@@ -39,17 +42,6 @@ SIZED = [
     *("gpt-oss", "qwen35", "lfm2", "falcon-7b", "falcon-40b", "falcon-one-key-head"),
 ]
 EXPERTS = ["gemma4-experts", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
-
-
-def floats_only(name: str, shape: tuple[int, ...]) -> str:
-    return "F32"
-
-
-def few_bits(name: str, shape: tuple[int, ...]) -> str:
-    """Two types of blocks for matrices, float32 for all else, as llama.cpp stores it."""
-    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
-        return "F32"
-    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
 
 
 def logits(module: Any) -> torch.Tensor:
@@ -74,6 +66,22 @@ def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path:
     for name, buffer in module.named_buffers():  # such as the frequencies of the rotation
         if "original" not in name:
             torch.testing.assert_close(ours[name], buffer, rtol=1e-6, atol=0)
+
+
+def check_size(path: Path, model: LoadedModel, count: int) -> None:
+    """What is said of a file with so many weights, before it is loaded, is so once it is."""
+    shape = shape_of_gguf(path)
+    assert shape.stays_packed
+    assert shape.context_length == model.context_length
+    assert shape.row_elements is not None
+    assert shape.row_elements * 2 == model.row_bytes  # float16
+    assert stored_weights(path).count == pytest.approx(count, abs=20)  # factors of a rotation
+    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
+    tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
+    held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+    assert said == pytest.approx(sum(held.values()), rel=0.02)
 
 
 def unpacked(layer: PackedLinear) -> torch.Tensor:
@@ -104,14 +112,16 @@ def stored_weights_of(module: Any, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", sorted({*SIZED, *EXPERTS}))
-def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
+def test_matrices_of_few_bits_stay_packed_as_in_the_file_and_in_the_size_that_was_said(
     case: str, tmp_path: Path
 ) -> None:
     module = random_model(case).requires_grad_(False)
     linear = {n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
     linear = {name for name in linear if not name.endswith("router.proj")}  # it chooses experts
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
-    found = load_model(str(path), device="cpu", quantize="packed").module
+    count = sum(one.numel() for one in module.parameters())
+    check_size(path, model := load_model(str(path), device="cpu"), count)
+    found = model.module
     packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}
     assert packed.keys() >= linear
     assert any(".experts." in name for name in packed) == (case in EXPERTS)
@@ -191,6 +201,8 @@ def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "key", "value"),
     [
+        ("llama", "llama.rope.scaling.type", 1),
+        ("llama", "llama.expert_used_count", 1),
         ("gemma3", "gemma3.rope.freq_base", None),
         ("gemma3-long", "gemma3.rope.scaling.type", "longrope"),
         ("gemma4-experts", "gemma4.expert_used_count", None),
@@ -221,51 +233,24 @@ def test_a_file_of_falcon_with_biases_is_refused(tmp_path: Path) -> None:
         load_model(str(path), device="cpu")
 
 
-@pytest.mark.parametrize("case", SIZED)
-def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> None:
-    module = random_model(case)
-    path = write_model(tmp_path / "model.gguf", module, case, few_bits)
-    shape, weights = shape_of_gguf(path), stored_weights(path)
-    model = load_model(str(path), device="cpu")
-    assert shape.stays_packed
-    assert shape.context_length == model.context_length
-    assert shape.row_elements is not None
-    assert shape.row_elements * 2 == model.row_bytes  # float16
-    count = sum(one.numel() for one in module.parameters())
-    assert weights.count == pytest.approx(count, abs=20)  # factors of a rotation
-    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
-    tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
-    tensors = [*model.module.parameters(), *model.module.buffers()]
-    tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
-    held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
-    assert said == pytest.approx(sum(held.values()), rel=0.02)
-
-
-BYTE_PAIRS = ["llama", "smollm3", "olmo2", "granite", "qwen3moe", "glm4", "gpt-oss", "lfm2"]
 TEXT = "hello world  (hello), it's 12:30 — naïve!\n\n  x"
 
 
-def vocabulary(path: Path, architecture: str, pre: str = "") -> Any:
-    """The tokenizer of a file that has nothing else."""
-    writer = gguf.GGUFWriter(path, architecture)
-    if pre:
-        add_byte_pairs(writer, VOCABULARY, pre)
+@pytest.mark.parametrize("kind", ["bytes", "llama", "gemma4"])
+def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
+    kind: str, tmp_path: Path
+) -> None:
+    """From a file that has nothing but a vocabulary."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    if kind == "bytes":
+        add_byte_pairs(writer, VOCABULARY)
     else:
-        kind = "gemma4" if architecture == "gemma4" else "llama"
         add_sentence_pieces(writer, VOCABULARY, kind)
     writer.add_context_length(8)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return load_tokenizer(parse_gguf(path).metadata)
-
-
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gemma4", "phi3", *BYTE_PAIRS])
-def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
-    architecture: str, tmp_path: Path
-) -> None:
-    pre = "llama-bpe" if architecture in BYTE_PAIRS else ""
-    tokenizer = vocabulary(tmp_path / "model.gguf", architecture, pre)
+    tokenizer: Any = load_tokenizer(parse_gguf(tmp_path / "model.gguf").metadata)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert max(ids) < VOCABULARY
     assert tokenizer.decode(ids) == TEXT

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 gguf = pytest.importorskip("gguf")
 
 from attacking import attack  # noqa: E402
-from gguf_models import MODELS, VOCABULARY, config_of, random_model, write_model  # noqa: E402
+from gguf_models import MODELS, VOCABULARY, config_of, floats_only, random_model, write_model  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.model import load_module  # noqa: E402
@@ -121,7 +121,7 @@ def keys_of(architecture: str) -> list[str]:
 def base_of(case: str) -> Base:
     with TemporaryDirectory() as folder:
         module = random_model(case)
-        path = write_model(Path(folder) / "model.gguf", module, case, lambda name, shape: "F32")
+        path = write_model(Path(folder) / "model.gguf", module, case, floats_only)
         file = parse_gguf(path)
         tensors = {
             name: type(one)(one.shape, one.type, one.data.copy())

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_models import random_model, write_model  # noqa: E402
+from gguf_models import floats_only, random_model, write_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models import hub  # noqa: E402
@@ -26,10 +26,6 @@ from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.names import locate  # noqa: E402
 
 PARTS = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-
-
-def floats_only(name: str, shape: tuple[int, ...]) -> str:
-    return "F32"
 
 
 @pytest.fixture

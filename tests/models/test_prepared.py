@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 import gguf_models
-from gguf_models import MODELS, add_settings, random_model, write_model
+from gguf_models import MODELS, add_settings, few_bits, random_model, write_model
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.cli.models import models_prepared
 from sirchat.config.profile import Profile
@@ -44,12 +44,6 @@ PAGE = 4096
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "LEAST", 0)
-
-
-def few_bits(name: str, shape: tuple[int, ...]) -> str:
-    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
-        return "F32"
-    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:

@@ -179,9 +179,14 @@ def test_changes_at_the_same_time_are_made_one_after_another(
         assert not {"Zebulon", "Oslo"} & set(held_text(memory(server, ident)).split())
 
 
-def test_the_page_allows_its_own_script_and_style_alone_and_names_no_other_place() -> None:
-    with served(max_new_tokens=4) as server:
+def test_the_page_needs_no_key_allows_its_own_script_and_style_and_names_no_other_place() -> None:
+    with served(key="secret", max_new_tokens=4) as server:
         response = server.client.get("/")
+        assert server.client.get("/v1/sirchat/sessions").status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        listed = server.client.get("/v1/sirchat/sessions", headers=key).json()
+    assert listed["data"] == []
+    assert "salience" in listed["policies"]
     assert response.headers["content-type"].startswith("text/html")
     policy = response.headers["content-security-policy"]
     for tag in ("script", "style"):
@@ -203,16 +208,6 @@ def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
     for control in ("\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u200f", "\u202e", "\u2066"):
         assert re.search(controls, control)
     assert "made.textContent = text.replace(CONTROLS" in page
-
-
-def test_the_page_needs_no_key_but_what_it_shows_does() -> None:
-    with served(key="secret", max_new_tokens=4) as server:
-        assert server.client.get("/").status_code == 200
-        assert server.client.get("/v1/sirchat/sessions").status_code == 401
-        own = {"Authorization": "Bearer secret"}
-        listed = server.client.get("/v1/sirchat/sessions", headers=own).json()
-    assert listed["data"] == []
-    assert "salience" in listed["policies"]
 
 
 def test_another_site_can_not_change_a_memory() -> None:

@@ -10,7 +10,7 @@ import pytest
 from serving import cached, served, user
 from template_shapes import script, tool_tiny
 
-CALLS, BUDGET, TIMES = 12, 128, 10
+CALLS, BUDGET, TIMES = 8, 128, 6
 TOOL = {
     "type": "function",
     "function": {

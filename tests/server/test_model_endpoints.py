@@ -138,16 +138,6 @@ def test_ollama_clients_load_and_unload_by_asking_nothing(server: Served, path: 
     assert server.client.post(path, json={"model": "gone"}).status_code == 404
 
 
-def test_a_kept_response_is_shown_until_it_is_deleted(server: Served) -> None:
-    first = server.send("/v1/responses", input=ANNA)
-    path = f"/v1/responses/{first['id']}"
-    assert server.client.get(path).json() == first
-    assert server.client.delete(path).json()["deleted"]
-    assert refusal(server.client.get(path), 404)
-    body = {"input": "And you?", "previous_response_id": first["id"]}
-    assert refusal(server.client.post("/v1/responses", json=body), 404)
-
-
 def test_only_pages_of_sites_that_were_named_may_ask() -> None:
     site, other = {"Origin": "https://chat.example"}, {"Origin": "https://evil.example"}
     with served(max_new_tokens=2, cors=["https://chat.example"], key="key") as server:

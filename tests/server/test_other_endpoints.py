@@ -126,9 +126,13 @@ def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
     )
 
 
-def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None:
-    unstored = server.send(RESPONSES, input=ANNA, store=False)["id"]
-    for ident in ("resp_0", unstored):
+def test_a_response_that_is_not_there_or_not_any_more_can_t_be_continued(server: Served) -> None:
+    unstored, deleted = (server.send(RESPONSES, input=ANNA, store=kept) for kept in (False, True))
+    path = f"{RESPONSES}/{deleted['id']}"
+    assert server.client.get(path).json() == deleted
+    assert server.client.delete(path).json()["deleted"]
+    assert refusal(server.client.get(path), 404)
+    for ident in ("resp_0", unstored["id"], deleted["id"]):
         body = {"input": NAME, "previous_response_id": ident}
         error = refusal(server.client.post("/v1/responses", json=body), 404)
         assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")

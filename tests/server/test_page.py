@@ -80,7 +80,7 @@ def test_a_conversation_of_another_program_is_shown_and_left_alone() -> None:
 
 def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
     with page(model=babbler(), max_new_tokens=1500, compile="off") as do:
-        shown = do(type="Go on.", stop_after=400)
+        shown = do(type="Go on.", stop=True)
         assert len(shown["talk"][-1][1]) > 0
         assert shown["said"] == ""
         assert shown["hash"]

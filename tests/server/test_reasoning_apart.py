@@ -36,6 +36,9 @@ def test_usage_counts_the_reasoning_and_the_answer_sent_back_goes_on(server: Ser
     assert message == {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
     thought = usage["completion_tokens_details"]["reasoning_tokens"]
     assert len(THOUGHT.split()) < thought < usage["completion_tokens"]
+    deltas = [c["choices"][0]["delta"] for c in server.chunks([user(QUESTION)], model="heart")]
+    for field in ("content", "reasoning_content"):
+        assert "".join(delta.get(field) or "" for delta in deltas) == message[field]
     for sent in (message, {"role": "assistant", "content": ANSWER}):
         after = server.ask([user(QUESTION), sent, user(NAME)], model="heart")
         assert after["choices"][0]["message"]["content"] == GREETING

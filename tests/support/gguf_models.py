@@ -39,6 +39,19 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def floats_only(name: str, shape: tuple[int, ...]) -> str:
+    return "F32"
+
+
+def few_bits(name: str, shape: tuple[int, ...]) -> str:
+    """Two types of blocks for matrices, float32 for all else, as llama.cpp stores it."""
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
+        return "F32"
+    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
+
+
 _WORDS = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld"]
 _MERGES = [*_WORDS, "( hello", "1 2", "12 3", "123 4", "Ġ Ġ"]
 _PIECES = ["▁he", "▁hello", "llo", "▁wo", "▁world", "ld", "ll", "he", "wo", "or", "rld", "lo"]
@@ -98,6 +111,12 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def tensors_of(module: Any, architecture: str) -> dict[str, Tensor]:
+    """The weights of a model under their GGUF names, and as they are stored."""
+    pieces = _pieces(module, architecture)
+    return {one.name: one.parameter.data.view(-1)[one.places] for one in pieces}
 
 
 class _Piece(NamedTuple):

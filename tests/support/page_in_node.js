@@ -39,13 +39,13 @@ class Element extends EventTarget {
   vm.runInContext(page.split("<script>")[1].split("</script>")[0], context);
   const wait = (ms) => new Promise((done) => setTimeout(done, ms));
   for await (const line of require("readline").createInterface({input: process.stdin})) {
-    const {type, press, stop_after} = JSON.parse(line);
+    const {type, press, stop} = JSON.parse(line);
     if (press) found[press].dispatchEvent(new Event("click"));
     if (type) {
       found.text.value = type;
       found.box.requestSubmit();
-      if (stop_after) {
-        await wait(stop_after);
+      if (stop) {
+        while (!found.talk.children[1]?.textContent) await wait(20); // the reply has begun
         found.stop.dispatchEvent(new Event("click"));
       }
       while (!found.stop.hidden) await wait(20);

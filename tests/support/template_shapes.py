@@ -105,25 +105,26 @@ def with_template(source: str, shape: str = "qwen3") -> Any:
     return made
 
 
+def byte_level(words: str, corpus: Sequence[str], size: int) -> Tokenizer:
+    """A tokenizer of bytes and merges of bytes, within the words that a pattern finds."""
+    backend = Tokenizer(models.BPE())
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(corpus, trainer)
+    return backend
+
+
 @cache
 def tokenizer(shape: str) -> Any:
     """A byte-level tokenizer with the shape's template and control tokens."""
     source, control = TEMPLATES[shape]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(_CORPUS, trainer)
     bos = next((t for t in control if t in ("<s>", "<bos>", "<|begin_of_text|>")), None)
     built = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=byte_level(_WORDS, _CORPUS, 400),
         bos_token=bos,
         eos_token=control[0],
         extra_special_tokens=control[1:],

@@ -119,9 +119,8 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2])
-def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) -> None:
-    result = found().settings[number]
+def test_agreement_is_the_divergence_from_a_pass_without_a_cache() -> None:
+    result = found().settings[2]
     ids, logits = logits_under(result.setting)
     with torch.inference_mode():
         whole = tiny().module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
@@ -221,14 +220,14 @@ def test_turns_are_paired() -> None:
         rounds_of([], "x")
 
 
-def short(setting: Profile) -> Profile:
-    return setting.model_copy(update={"max_new_tokens": 4})
+# Of both kinds, with short replies.
+BRIEF = tuple(one.model_copy(update={"max_new_tokens": 4}) for one in (FULL, SINK))
 
 
 @cache
 def hostile() -> dict[str, Any]:
     asked = transcript([(HOSTILE, HOSTILE), ("b", None)])
-    comparison = compare(babbler(), (short(FULL), short(SINK)), asked, file=HOSTILE)
+    comparison = compare(babbler(), BRIEF, asked, file=HOSTILE)
     return record_of(comparison, provenance(babbler(), "compare", HOSTILE))
 
 
@@ -248,7 +247,7 @@ def test_a_page_has_the_record_and_loads_nothing_else() -> None:
 
 def test_nothing_shown_steers_the_terminal() -> None:
     asked = transcript([(HOSTILE + "[bold]", HOSTILE)])
-    comparison = compare(babbler(), (short(FULL), short(SINK)), asked)
+    comparison = compare(babbler(), BRIEF, asked)
     console = Console(width=100, record=True, color_system=None)
     with console.capture() as captured:
         for part in draw(comparison, displayable):
@@ -291,14 +290,10 @@ ROLES = ("user", "assistant")
 
 def test_where_nothing_was_evicted_a_note_says_that_nothing_could_differ() -> None:
     assert has_evicted(found())
-    roomy = compare(tiny(), (FULL, replace_budget(SINK, 512)), transcript(TALK[:2]))
+    roomy = compare(tiny(), (FULL, SINK.model_copy(update={"budget": 512})), transcript(TALK[:2]))
     assert not has_evicted(roomy)
     assert "could not differ" in with_notes(roomy).notes[-1]
     assert with_notes(found()).notes == found().notes
-
-
-def replace_budget(setting: Profile, budget: int) -> Profile:
-    return setting.model_copy(update={"budget": budget})
 
 
 @pytest.mark.slow

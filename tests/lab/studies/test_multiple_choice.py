@@ -145,6 +145,9 @@ def test_released_files_are_read_whole(data: Path) -> None:
         assert asked.group == sirllm_files.GROCERY
         wanted = request.text.partition("[")[2].partition("]")[0]
         assert f"({asked.answer}) {wanted}" in asked.text
+        for one in (*between, asked):
+            assert f"({one.answer}) {one.unlisted.answer}" in one.text
+            assert one.text.startswith(f"{one.unlisted.text}\n")
     assert len(sirllm_files.moves(data / "rock_paper_scissors_dominant_paper.jsonl")) == 1_000
 
 
@@ -276,14 +279,6 @@ def test_by_text_the_report_has_a_column_by_the_mean(tmp_path: Path) -> None:
     table = study.report(found).tables[0]
     assert table.columns == ("setting", "ACCg", "ACCg - sink 64", "ACCg by mean")
     assert len(table.rows[0]) == 4
-
-
-def test_released_questions_have_the_papers_letters_and_the_texts(data: Path) -> None:
-    for talk in sirllm_files.grocery(data / "grocery_keys.jsonl")[:20]:
-        for one in talk[1:]:
-            text = one.unlisted
-            assert f"({one.answer}) {text.answer}" in one.text
-            assert one.text.startswith(f"{text.text}\n")
 
 
 def _log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> list[float]:
