@@ -1,6 +1,5 @@
 """The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
-import atexit
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -219,15 +218,12 @@ def ask(
             screen.note("the running server calls no tools of --tools: this process answers")
     with without_garbage_collection(), interruptible_imports():
         from sirchat.chat.retry import temporarily
-        from sirchat.models.compiling import compile_for_later
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
         from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
         session = _open_saved(profile, trust, report, store, {})
-    if profile.compile == "auto":
-        atexit.register(compile_for_later, session.model)  # it costs the reply nothing
     with tools_of(servers, session, screen):
         if store is None:
             print_reply(session, text, screen, as_json=json, holds_all=holds_all)
@@ -269,7 +265,6 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = one_conversation(iter_turns(stream, name, format), name)
-        from sirchat.models.compiling import compile_in_background
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
@@ -278,8 +273,6 @@ def replay(
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
-        if profile.compile == "auto":
-            compile_in_background(session.model)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with tools_of(servers, session, screen):
             replay.replay(session, turns, screen, options)

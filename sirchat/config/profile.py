@@ -89,9 +89,8 @@ class Profile(BaseModel):
     """Number type of keys and values in the cache; auto is that of dtype. If the weights are
     packed, auto on a CPU is bfloat16."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether a CPU generates tokens with a compiled program: auto uses one that exists; if there
-    is none, a chat compiles it in the background; on compiles it before the start. On a GPU, off
-    prevents CUDA graphs."""
+    """Whether a CPU generates tokens in C++, which is compiled at the first start: auto if that is
+    possible, on always, off never. On a GPU, off prevents CUDA graphs."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of CPU threads; 0 takes one for each free core."""
     policy: str = "salience"

@@ -44,11 +44,6 @@ def lock(name: str) -> int | None:
     return None
 
 
-def lock_of(path: Path) -> str:
-    """The lock of the process that makes this file, and perhaps waits until others end."""
-    return f"{BACKGROUND}-{path.stem}"
-
-
 def is_running(name: str = BACKGROUND) -> bool:
     """Whether a process in the background has this lock; by default, whether one works now."""
     if (descriptor := lock(name)) is not None:

@@ -1,38 +1,32 @@
-"""Finds or makes a model's compiled decode step.
+"""Compiles the decode step and the products in C++, while a model loads, and finds them again.
 
-Programs are kept for the next start. They are machine code, so a file is loaded only if no other
-user could have written it.
+The library is kept for later starts. It is machine code, so it is loaded only if no other user
+could have written it.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from sirchat.errors import ModelError
-from sirchat.models import background
-from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
-from sirchat.models.compiled_step import pickle_without_weights, program_name, without_weights
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
-from sirchat.models.packed import ANY_ROWS, matmul_method_of, set_matmul_method
+from sirchat.models.native_step import NativeStep
+from sirchat.models.packed import matmul_method_of, set_matmul_method
 from sirchat.models.processor import own_rows
 from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
+    build_library,
     compiler,
     library_name,
     load_library,
@@ -47,54 +41,36 @@ from sirchat.paths import (
     write_private,
 )
 
-# `auto` uses a compiled program that exists; if there is none, a chat makes it in the background.
-# `on` makes it before the chat starts.
+# `auto` compiles where that is possible, `on` or fails; `off` uses torch's operations alone.
 Compile = Literal["auto", "on", "off"]
 
-_LOOK = 0.5  # seconds between two looks whether something was compiled
-_LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
+_UNFINISHED = "making-"  # the prefix of the temporary folders in which libraries are compiled
+_LEFT_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
+
+# Errors that may not recur at a later start
+_TEMPORARY = (
+    *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
+    *("Killed signal", "allocate memory", "out of memory", "memory exhausted"),
+)
+
+
+def compile_meanwhile() -> None:
+    """Begin to compile the library in a thread, for which `use_compiled` waits."""
+    threading.Thread(target=make_library, name="compiling", daemon=True).start()
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Make a model use its compiled or captured decode step, if the setting `compile` allows it.
+    """Let a model read single tokens in C++, or by a graph captured on a GPU, as `how` says.
 
-    Raises ModelError if `how` is `on` and there is no such step, or it can't be loaded.
+    Raises ModelError if `how` is `on` and that is impossible.
     """
     if model.device.type == "cuda":
         _use_captured(model, how, progress)
-        return
-    if how == "off":
-        return
-    _delete_leftovers(compiled_dir())
-    if how == "on" and _wants_products(model) and has_compiler():
-        if progress is not None:
-            progress("compiling products of packed weights, some seconds", 0, None)
-        _compile(compiled_dir() / library_name(), b"")
-    _use_products(model)
-    step = _step_of(model)
-    if how == "auto":
-        if step is not None:
-            _use_program(step, _program_path(step))
-        return
-    if step is None:
+    elif how != "off" and (problem := _use_library(model, progress)) and how == "on":
         raise ModelError(
-            f"--compile on: sirchat can't compile model {model.name!r}",
+            f"--compile on: {problem}",
             hint="choose --compile auto, which compiles only if possible",
         )
-    path = _program_path(step)
-    problem = _use_program(step, path)
-    if step.compiled is None and not path.exists():
-        if not has_compiler():
-            raise ModelError(
-                "--compile on needs a C++ compiler (g++), and there is none",
-                hint="install a compiler, or choose --compile auto",
-            )
-        if progress is not None:
-            progress("compiling the model's decode step, about a minute", 0, None)
-        pickled = pickle_without_weights(step.graph)
-        problem = _compile(path, pickled) or _use_program(step, path)
-    if problem:
-        raise ModelError(f"--compile on: {problem}")
 
 
 def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -> None:
@@ -110,281 +86,117 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
         )
 
 
-class _Missing(NamedTuple):
-    """The files that are to be compiled for a model: library, program, or both; and its graph."""
-
-    paths: list[Path]
-    pickled: bytes
-
-    @property
-    def is_being_made(self) -> bool:
-        return background.is_running(background.lock_of(self.paths[-1]))
-
-
-def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Let another process compile products and decode step of a model, and use them once they are.
-
-    Returns the thread that looks for them; None if `compile_for_later` would do nothing.
-    """
-    if not _lacks_something(model):
-        return None
-    step = _step_of(model)
-
-    def work() -> None:
-        missing = _missing_of(model)
-        process = _begin_compiling(missing) if missing is not None else None
-        while process and missing and (process.poll() is None or missing.is_being_made):
-            time.sleep(_LOOK)
-            _use_products(model)
-        _use_products(model)
-        if step is not None and step.compiled is None:
-            _use_program(step, _program_path(step))
-
-    thread = threading.Thread(target=work, name="compiling", daemon=True)
-    thread.start()
-    return thread
-
-
-def compile_for_later(model: LoadedModel) -> None:
-    """Let another process, which may outlive this one, compile for later starts with a model.
-
-    Does nothing if there is no compiler, or if all is compiled, can't be, or failed before.
-    """
-    if _lacks_something(model) and (missing := _missing_of(model)) is not None:
-        _begin_compiling(missing)
-
-
-def _begin_compiling(missing: _Missing) -> subprocess.Popen[bytes] | None:
-    """Begin the process, which ends at once if another one compiles the same; None if it can't."""
-    with suppress(OSError), tempfile.TemporaryFile() as pickled:  # a pipe could end too early
-        pickled.write(missing.pickled)
-        pickled.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "sirchat.models.compile_later", *map(str, missing.paths)],
-            stdin=pickled,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return None
-
-
-def compile_missing(paths: Sequence[Path], pickled: bytes) -> None:
-    """Compile the pickled graph to the last of `paths`, unless it is empty; products to others."""
-    for path in paths:
-        if _compile(path, pickled if path == paths[-1] else b"", background.LOWEST):
-            return  # without the products, another step is compiled at a later start
-
-
-def _missing_of(model: LoadedModel) -> _Missing | None:
-    """What is to be compiled; the model, which may compute in another thread, stays as it is."""
-    step, how, library = _step_of(model), matmul_method_of(model.module), _missing_library(model)
-    paths, pickled = [library] if library else [], b""
-    if step is not None and (library or _is_step_to_be_made(step)):
-        graph = without_weights(step.graph)
-        if library and how is not None:  # the step is compiled for it, though it is not loaded yet
-            set_matmul_method(graph, how._replace(own=own_rows()))
-        if _is_to_be_made(path := compiled_dir() / program_name(graph)):
-            paths.append(path)
-            pickled = pickle.dumps(graph)
-    return _Missing(paths, pickled) if paths else None
-
-
-def _missing_library(model: LoadedModel) -> Path | None:
-    library = compiled_dir() / library_name()
-    return library if _wants_products(model) and _is_to_be_made(library) else None
-
-
-def _lacks_something(model: LoadedModel) -> bool:
-    if model.device.type == "cuda" or not has_compiler():
-        return False
-    return _missing_library(model) is not None or _is_step_to_be_made(_step_of(model))
-
-
-def has_compiler() -> bool:
-    """Whether this machine has a C++ compiler, and can compile as `compile_worker` does."""
-    return sys.platform != "win32" and compiler() is not None
-
-
 def compiled_in_words(model: LoadedModel) -> str:
     """Whether the model uses a compiled or captured decode step, as text; if not, why not."""
     if model.device.type == "cuda":
-        return _captured_in_words(model)
-    step = _step_of(model)
-    if step is None:
-        return "no: this model has no decode step that can be compiled on this machine"
-    path = _program_path(step)
-    return "yes" if step.compiled else _use_in_words(path, lambda: _use_program(step, path))
+        step, problems = model.captured
+        if step is None:
+            return f"no: {problems}"
+        return f"a CUDA graph of {step.body.about}" + (f" ({problems})" if problems else "")
+    problem = _use_library(model, None)
+    return f"no: {problem}" if problem else "yes"
 
 
-def products_in_words(model: LoadedModel) -> str:
-    """Whether packed weights are multiplied by the library of `products.py`; if not, why not."""
-    if not suits_processor():
-        return "no: they need a processor with AVX2, AVX-512, or 64-bit ARM"
-    said = _use_in_words(compiled_dir() / library_name(), lambda: _use_products(model))
-    how = matmul_method_of(model.module)
-    if said != "yes" or how is None or how.own >= ANY_ROWS:
-        return said
-    return f"yes, of up to {how.own} tokens at once" if how.own else "no: torch's are faster"
+def make_library() -> str:
+    """Compile the library, unless it exists; returns why that fails, or "".
 
-
-def _use_in_words(path: Path, use: Callable[[], str]) -> str:
-    if problem := _read_failure(path):
-        return f"no: {problem} (delete {abbreviated(_failure_file(path))} to try again)"
-    if path.exists():
-        problem = use()
-        return f"no: {problem}" if problem else "yes"
-    return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
-
-
-def _step_of(model: LoadedModel) -> DecodeStep | None:
-    return model.decode_step if isinstance(model.decode_step, DecodeStep) else None
-
-
-def _captured_in_words(model: LoadedModel) -> str:
-    step, problems = model.captured
-    if step is None:
-        return f"no: {problems}"
-    return f"a CUDA graph of {step.body.about}" + (f" ({problems})" if problems else "")
-
-
-def _is_to_be_made(path: Path) -> bool:
-    """Whether a file does not exist, and did not fail to be compiled before."""
-    return not path.exists() and not _read_failure(path)
-
-
-def _is_step_to_be_made(step: DecodeStep | None) -> bool:
-    return step is not None and step.compiled is None and _is_to_be_made(_program_path(step))
-
-
-def _wants_products(model: LoadedModel) -> bool:
-    """Whether a model has packed weights that `products.cpp` can multiply, and does not yet."""
-    how = matmul_method_of(model.module)
-    return how is not None and not how.own and suits_processor()
-
-
-def _use_products(model: LoadedModel) -> str:
-    """Multiply a model's packed weights by our library, where that is faster, if it exists."""
-    how, path = matmul_method_of(model.module), compiled_dir() / library_name()
-    if how is None or not _wants_products(model):
-        return ""
-    problem = _load(path, lambda: load_library(path))
-    if not problem and path.exists():
-        set_matmul_method(model.module, how._replace(own=own_rows()))
-    return problem
-
-
-def _program_path(step: DecodeStep) -> Path:
-    return compiled_dir() / program_name(step.graph)
-
-
-def _use_program(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the program in `path`, if it exists; returns why that fails, or ""."""
-    return _load(path, lambda: step.use_program(path))
-
-
-def _load(path: Path, load: Callable[[], None]) -> str:
-    """Load the machine code in `path`, if it exists; returns why that fails, or "".
-
-    A damaged or wrong program is deleted. After any other error the next start may succeed.
+    Waits for another thread or process that does. An error that would recur is kept in a file, so
+    that no later start tries it again.
     """
-    try:
-        if not path.exists():
-            return ""
-        if foreign := changeable_by_others(path):
-            return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
-        load()
-    except DamagedProgramError:
-        with suppress(OSError):
-            path.unlink()
-        return "its program was damaged and has been deleted; it will be compiled again"
-    except WrongProgramError as error:
-        _record_failure(path, error)
-        return str(error)
-    except Exception as error:  # torch raises all kinds of errors
-        return f"its program can't be loaded now: {_first_line(error)}"
-    return ""
-
-
-def _compile(path: Path, pickled: bytes, niceness: int = 0) -> str:
-    """Compile a graph to `path`, or wait for a process that does; returns an error or ""."""
+    path = compiled_dir() / library_name()
+    if path.exists():
+        return ""
+    if not suits_processor():
+        return "it needs a processor with AVX2, AVX-512, or 64-bit ARM"
+    if not compiler():
+        return "there is no C++ compiler (g++, clang++, or pip install 'sirchat[fast]')"
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:  # another chat is making it now
-            lock.acquire()
-        else:
-            _failure_file(path).unlink(missing_ok=True)
-        try:
-            if path.exists():
-                return ""
-            return _read_failure(path) or _run_worker(pickled, path, niceness)
-        finally:
-            Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
+        with lock:
+            try:
+                return "" if path.exists() else _read_failure(path) or _build(path)
+            finally:
+                Path(lock.lock_file).unlink(missing_ok=True)
     except OSError as error:
         return f"compiling fails: {error.strerror or error}"
 
 
-def _run_worker(pickled: bytes, path: Path, niceness: int) -> str:
-    worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
-    process = subprocess.Popen(
-        [sys.executable, *worker, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def _build(path: Path) -> str:
+    _delete_leftovers(path.parent)
+    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        try:
+            build_library(made)
+        except RuntimeError as error:
+            problem = f"compiling fails: {_last_line(error)}"
+            if not any(text in str(error) for text in _TEMPORARY):
+                _record_failure(path, problem)
+            return problem
+        made.chmod(0o600)
+        os.replace(made, path)
+    return ""
+
+
+def _use_library(model: LoadedModel, progress: Progress | None) -> str:
+    """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
+    step, how = model.decode_step, matmul_method_of(model.module)
+    if step is None and how is None:
+        return f"sirchat can't compile model {model.name!r}"
+    path = compiled_dir() / library_name()
+    if progress is not None and not path.exists():
+        progress("compiling the decode step, some seconds", 0, None)
+    if problem := make_library():
+        return problem
     try:
-        _, stderr = process.communicate(pickled)
-    except BaseException:  # Ctrl-C: the process removes its files
-        process.terminate()
-        process.wait()
-        raise
-    if process.returncode == 0 and path.exists():
-        return ""
-    code = process.returncode if process.returncode < 128 else 128 - process.returncode
-    ended_from_outside = code in (-9, -15)  # SIGKILL, which Windows lacks, and SIGTERM
-    if code < 0 and not ended_from_outside:
-        said = [f"the process crashed ({signal.Signals(-code).name})"]
-    else:
-        said = stderr.decode(errors="replace").strip().splitlines()
-    problem = f"compiling fails: {said[-1] if said else f'exit status {code}'}"
-    if code != TEMPORARY and not ended_from_outside:
-        _record_failure(path, problem)
-    return problem
+        if foreign := changeable_by_others(path):
+            return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
+        library = load_library(path)
+        if how is not None:
+            set_matmul_method(model.module, how._replace(own=own_rows()))
+        if isinstance(step, DecodeStep) and step.native is None:
+            step.native = NativeStep(library, step.graph, model.module)
+    except DamagedProgramError:
+        path.unlink(missing_ok=True)
+        return _use_library(model, progress)
+    except WrongProgramError as error:
+        _record_failure(path, str(error))
+        return str(error)
+    except ValueError as error:
+        return f"the decode step has {error}"
+    except Exception as error:  # whatever hinders that machine code is loaded
+        return f"it can't be loaded now: {_last_line(error)}"
+    return ""
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete what processes that were killed have left, and programs of an older format."""
-    for left in folder.glob(f"{UNFINISHED}*"):
+    """Delete what processes that were killed have left, and programs of older formats."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - left.stat().st_mtime > _LEFT_AFTER:
                 shutil.rmtree(left, ignore_errors=True)
-    for old in folder.glob("*.pt2"):
-        with suppress(OSError):
-            old.unlink(missing_ok=True)
+    for old in folder.iterdir():
+        if old.suffix in (".so", ".pt2", ".failed") and not old.name.startswith("step-"):
+            with suppress(OSError):
+                old.unlink(missing_ok=True)
 
 
-def _failure_file(path: Path) -> Path:
-    return path.with_suffix(".failed")
-
-
-def _record_failure(path: Path, error: object) -> None:
-    """Delete a program and write its error to a file, so that no later start compiles it again."""
+def _record_failure(path: Path, problem: str) -> None:
+    """Delete a library and write its error to a file, so that no later start compiles it again."""
+    failure = path.with_suffix(".failed")
+    about = f"{problem} (delete {abbreviated(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
-        write_private(_failure_file(path), _first_line(error), replaces=True)
-
-
-def _first_line(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:500]
+        write_private(failure, about, replaces=True)
 
 
 def _read_failure(path: Path) -> str:
     try:
-        return _failure_file(path).read_text(encoding="utf-8")
+        return path.with_suffix(".failed").read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def _last_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[-1] if lines else type(error).__name__)[:500]

@@ -7,8 +7,7 @@ mask, no expanded heads and no batch, so half of them are enough, with the model
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import e, log2, sqrt
-from pathlib import Path
+from math import sqrt
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import Decoder, gated, signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LLAMA_KINDS, sliding_window
+from sirchat.models.native_step import MOST, NativeStep, Read
 from sirchat.models.packed import Int8Head, PackedLinear
 
 _FEW = 8  # most rows that the kernels of packed weights multiply at a time
@@ -33,14 +32,14 @@ class DecodeStep:
     """Reads single tokens with the weights of a Llama-like model on a CPU, faster than the model.
 
     `supports` must be true for the module. `dtype` is the cache's number type; `wanted` are the
-    layers, counted from 1, whose hidden states are returned; `compiled` is used once it is set.
+    layers, counted from 1, whose hidden states are returned; `native` is used once it is set.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()) -> None:
         self._embeddings = module.get_input_embeddings()
         self._rotary = module.model.rotary_emb
         self.graph = StepGraph(module, dtype, wanted).eval()
-        self.compiled: CompiledStep | None = None
+        self.native: NativeStep | None = None
 
     @staticmethod
     def supports(module: Any) -> bool:
@@ -58,36 +57,32 @@ class DecodeStep:
             and module.dtype in (torch.float32, torch.bfloat16)
         )
 
-    def use_program(self, program: Path) -> None:
-        """Read tokens with a compiled program from now on; raises the errors of `CompiledStep`."""
-        with torch.inference_mode():
-            tokens = self._embeddings(torch.arange(1, 5)).float()
-        self.compiled = CompiledStep(program, self.graph, tokens)
-
     @torch.inference_mode()
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
         """Read a token at a rotary position into the cache, which then must be committed.
 
         Returns float32 logits [1, V], and the states [1, layers x d] that an encoder needs.
         """
+        if self.native is not None and self.native.fits(token_id, cache):
+            return self.native([(token_id, position, cache)])
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [kinds, 1, D]
-        x, cos, sin = x[0].float(), cos.float(), signed(sin.float())
-        if self.compiled is not None and self.compiled.fits(cache):
-            logits, states = self.compiled(x, cos, sin, cache)
-        else:
-            logits, states = self.graph(x, cos, sin, _writer_of(cache))
+        cos, sin = cos.float(), signed(sin.float())
+        logits, states = self.graph(x[0].float(), cos, sin, _writer_of(cache))
         return logits[None], states[None]
 
     @torch.inference_mode()
-    def read_together(
-        self, tokens: Sequence[tuple[int, int, BoundedCache]]
-    ) -> tuple[Tensor, Tensor]:
+    def read_together(self, tokens: Sequence[Read]) -> tuple[Tensor, Tensor]:
         """Read one token (id, position, cache) in each of B conversations, the weights only once.
 
-        Returns logits [B, V] and states [B, layers x d]; they differ from those of `read` by
-        rounding if the weights are not packed, or if `read` uses a compiled program.
+        Returns logits [B, V] and states [B, layers x d]; by torch's operations they differ from
+        those of `read` by rounding if the weights are not packed.
         """
+        native = self.native
+        if native is not None and all(native.fits(one, cache) for one, _, cache in tokens):
+            parts = [native(tokens[at : at + MOST]) for at in range(0, len(tokens), MOST)]
+            logits, states = zip(*parts, strict=True)
+            return torch.cat(logits), torch.cat(states)
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]
         turns = self._rotary(x, torch.tensor([positions]))  # each [kinds, B, D]
@@ -97,7 +92,7 @@ class DecodeStep:
 
 
 class StepGraph(nn.Module):
-    """The whole decode step, from a token's embedding to its logits, for `torch.export`.
+    """The whole decode step by torch's operations, from a token's embedding to its logits.
 
     It also returns the states after the layers in `wanted`, counted from 1.
     """
@@ -106,8 +101,6 @@ class StepGraph(nn.Module):
         super().__init__()
         self.wanted = tuple(wanted)
         self.layers = nn.ModuleList(_StepLayer(layer, dtype) for layer in module.model.layers)
-        # How many kinds of layers there are, each with a rotation of its own.
-        self.kinds = 1 + max(getattr(one.self_attn, "turn", 0) for one in module.model.layers)
         self.norm = _StepNorm(module.model.norm)
         head = module.get_output_embeddings()
         self.head = head if isinstance(head, Int8Head) else _Product([head])
@@ -144,9 +137,6 @@ class StepGraph(nn.Module):
             return head.forward_batch(h), torch.cat(states, 1)
         logits = [head.logits_of_states(rows) for rows in torch.split(h, _FEW)]
         return torch.cat(logits), torch.cat(states, 1)
-
-    def extra_repr(self) -> str:
-        return f"wanted={self.wanted}, kinds={self.kinds}"
 
 
 class _StepLayer(nn.Module):
@@ -229,23 +219,10 @@ class _StepLayer(nn.Module):
         rows = update(number, new[0].to(self.dtype), new[1].to(self.dtype))
         keys, values = map(self._near, rows)
         queries = turned[:count]
-        if torch.compiler.is_exporting() and self._uses_own_attention:
-            scaled = queries.view(heads, -1, size) * (self.scale * log2(e))
-            attended = torch.ops.sirchat.attend(scaled, keys[0], values[0])
-        elif torch.compiler.is_exporting():
-            attended = _attention(queries.view(heads, -1, size), keys[0], values[0], self.scale)
-        else:
-            queries = queries.view(1, -1, self.shared, size).to(self.dtype)
-            attended = self._attention(queries, keys, values)
+        queries = queries.view(1, -1, self.shared, size).to(self.dtype)
+        attended = self._attention(queries, keys, values)
         added: Tensor = self.output(attended.flatten())
         return added
-
-    @property
-    def _uses_own_attention(self) -> bool:
-        """Whether the attention of `products.cpp` fits; its library is loaded for the weights."""
-        part = next(iter(self.output.parts))
-        has_library = isinstance(part, PackedLinear) and part.own_rows > 0
-        return has_library and self.dtype == torch.bfloat16 and self.size % 64 == 0
 
     def _turned(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Split heads [..., H_q + 2 H, D]; returns queries and keys, rotated (RoPE), and values."""
@@ -260,22 +237,12 @@ class _StepLayer(nn.Module):
         """Those of a layer's rows [1, H, n, D] that its window has."""
         if self.window is None:
             return rows
-        count = rows.shape[2]
-        # also where a program leaves n open
-        start = torch.sym_max(count - self.window, 0)  # type: ignore[no-untyped-call]
-        return rows.narrow(2, start, count - start)
+        return rows[:, :, -self.window :]
 
     def _attention(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         is_grouped = self.heads > keys.shape[1] * self.shared
         return F.scaled_dot_product_attention(
             queries, keys, values, scale=self.scale, enable_gqa=is_grouped
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, shared={self.shared}, size={self.size}, scale={self.scale}, "
-            f"dtype={self.dtype}, window={self.window}, turn={self.turn}, gelu={self.has_gelu}, "
-            f"epsilon={self.epsilon}"
         )
 
 
@@ -288,17 +255,12 @@ class _StepNorm(nn.Module):
         self.epsilon: float = norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
-            return F.rms_norm(x, (len(x),), self.weight, self.epsilon)
         mean = torch.dot(x, x).item() / len(x)  # half the time of `rms_norm`
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
     def forward_batch(self, x: Tensor) -> Tensor:
         """Normalize each vector in x [B, d], with exactly the result that each has alone."""
         return torch.stack([self(row) for row in x])
-
-    def extra_repr(self) -> str:
-        return f"epsilon={self.epsilon}"
 
 
 class _Product(nn.Module):
@@ -336,9 +298,6 @@ class _Product(nn.Module):
         y = torch.cat([_multiply_batch(part, rows) for part in self.parts], 1).float()
         return y if self.bias is None else y.add_(self.bias)
 
-    def extra_repr(self) -> str:
-        return f"dtype={self.dtype}"
-
 
 def _multiply_batch(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]
     if not isinstance(layer, PackedLinear):
@@ -350,18 +309,6 @@ def _multiply_batch(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]
         if len(few) == 1
         else torch.cat([layer.multiply_few(part) for part in few])
     )
-
-
-def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """One token's attention of queries [H, G, D] to [H, n, D]; float32 [H, G, D].
-
-    Compiled, it needs only the vector instructions that every processor has. Without AMX, it takes
-    a third of the time of torch's attention in bfloat16, and a seventh of that in float16.
-    """
-    # `as_strided` makes the compiler compute the queries once, and not anew for each of the n keys.
-    once = (queries * scale).as_strided(queries.shape, queries.stride())
-    weights = (once[:, :, None] * keys[:, None].float()).sum(-1).softmax(-1)  # [H, G, n]
-    return (weights[..., None] * values[:, None].float()).sum(2)
 
 
 def _writer_of(cache: BoundedCache) -> Update:

@@ -19,7 +19,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import compiled_in_words, products_in_words, use_compiled
+from sirchat.models.compiling import compiled_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.model import LoadedModel, no_attention_reason
@@ -140,7 +140,6 @@ def _choices(model: LoadedModel) -> Iterator[Finding]:
     how = matmul_method_of(model.module)
     if how is None:
         return
-    yield Finding("compiled products", products_in_words(model))
     most = max(how.few_4, how.own)
     reading = "not to read" if most >= ANY_ROWS else f"to read more than {most} tokens at once"
     yield Finding("unpacked weights", f"{how.dtype}, {reading}")

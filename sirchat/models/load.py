@@ -17,7 +17,7 @@ from torch import nn
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, no_panic
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.compiling import use_compiled
+from sirchat.models.compiling import compile_meanwhile, use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
 from sirchat.models.devices import (
@@ -80,6 +80,8 @@ def load_model_of(
     """
     name = profile.recall_encoder
     own = None if name == "auto" else SentenceEncoder(name)
+    if profile.compile != "off" and pick_device(profile.device).type == "cpu":
+        compile_meanwhile()
     model = load_model(
         profile.model,
         device=profile.device,

@@ -68,8 +68,12 @@ class PackedLinear(nn.Module, ABC):
     @property
     def own_rows(self) -> int:
         """Up to how many rows `products.cpp` multiplies with these weights."""
-        fits = self.in_features % GROUP == 0 and self.out_features >= _LANES
-        return self.matmul_method.own if fits else 0
+        return self.matmul_method.own if self.fits_own_products else 0
+
+    @property
+    def fits_own_products(self) -> bool:
+        """Whether `products.cpp` can multiply with weights of this shape."""
+        return self.in_features % GROUP == 0 and self.out_features >= _LANES
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -337,7 +341,7 @@ class SharedEmbedding(nn.Module):
         self._head = (head,)  # not a submodule, whose buffers would count twice
         self._dtype = dtype
         scale = getattr(before, "scalar_embed_scale", 1.0)  # as in Gemma
-        self._scale = float(torch.tensor(scale, dtype=dtype))
+        self.scale = float(torch.tensor(scale, dtype=dtype))
 
     @property
     def head(self) -> Int8Linear:
@@ -345,7 +349,7 @@ class SharedEmbedding(nn.Module):
         return self._head[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        return (self._head[0].rows(ids) * self._scale).to(self._dtype)
+        return (self._head[0].rows(ids) * self.scale).to(self._dtype)
 
 
 def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

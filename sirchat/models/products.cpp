@@ -2,14 +2,12 @@
 //
 // x is rounded to 8 bits in groups of 32. A thread multiplies all rows of x with some rows of the
 // weights, which it reads once. Each number of y is computed by the same operations in one order,
-// whatever M and the number of threads are. Attention of one token is here, too, for the compiled
-// decode step. `products.py` builds this file.
+// whatever M and the number of threads are. `attention.cpp` includes this file.
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -61,11 +59,14 @@ inline I add16(I x, I y) { return _mm512_add_epi16(x, y); }
 inline I pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
 inline I times(I x, short y) { return _mm512_madd_epi16(x, _mm512_set1_epi16(y)); }
 #endif
+// Four columns of 32 rows each; `__builtin_shuffle` is GCC's alone.
+#define ROW(i) i, i + 32, i + 64, i + 96
+#define ROWS4(i) ROW(i), ROW(i + 1), ROW(i + 2), ROW(i + 3)
+#define ROWS16(i) ROWS4(i), ROWS4(i + 4), ROWS4(i + 8), ROWS4(i + 12)
 inline void columns4(const uint8_t* p, I& left, I& right) {
   using Bytes = uint8_t __attribute__((vector_size(64)));
-  Bytes x = (Bytes)load(p), y = (Bytes)load(p + 64), every32;
-  for (int i = 0; i < 64; i++) every32[i] = i / 4 + i % 4 * 32;
-  left = (I)__builtin_shuffle(x, y, every32), right = (I)__builtin_shuffle(x, y, every32 + 16);
+  const Bytes x = (Bytes)load(p), y = (Bytes)load(p + 64);
+  left = (I)__builtin_shufflevector(x, y, ROWS16(0)), right = (I)__builtin_shufflevector(x, y, ROWS16(16));
 }
 inline I low32(I x, I y) { return _mm512_unpacklo_epi32(x, y); }
 inline I high32(I x, I y) { return _mm512_unpackhi_epi32(x, y); }
@@ -161,20 +162,21 @@ inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 
 // Rows of x, rounded to 8 bits: x = q * scale in each group. `sums` are scale times the sum of q.
 struct Rounded {
   int64_t rows, groups;
-  std::unique_ptr<char[]> memory;
-  int8_t* q;           // [M, K]
+  int8_t* q;             // [M, K]
   float *scales, *sums;  // [M, K / 32]
-  int32_t* starts;     // - center times the sum of q: the weights are w - center
+  int32_t* totals;       // the sums of q
 
-  Rounded(int64_t m, int64_t k) : rows(m), groups(k / GROUP), memory(new char[m * (k + 12 * groups)]) {
-    scales = (float*)memory.get(), sums = scales + m * groups;
-    starts = (int32_t*)(sums + m * groups), q = (int8_t*)(starts + m * groups);
+  static int64_t size(int64_t m, int64_t k) { return m * (k + 12 * (k / GROUP)); }
+  Rounded(int64_t m, int64_t k, char* memory) : rows(m), groups(k / GROUP) {
+    scales = (float*)memory, sums = scales + m * groups;
+    totals = (int32_t*)(sums + m * groups), q = (int8_t*)(totals + m * groups);
   }
 
-  void round(const float* x, int64_t row, int center) {
+  void round(const float* x, int64_t row, int64_t from, int64_t to) {  // these groups of a row
     // Tiles of 8 rows; in each, the rows' first groups, then their second ones, and so on.
     const int64_t tile = row & -TILE, apart = std::min<int64_t>(rows - tile, TILE);
-    for (int64_t g = 0; g < groups; g++, x += GROUP) {
+    x += from * GROUP;
+    for (int64_t g = from; g < to; g++, x += GROUP) {
       float numbers[GROUP], scale;
       int32_t bits[GROUP], most = 0, sum = 0;
       memcpy(bits, x, sizeof(bits));
@@ -191,7 +193,7 @@ struct Rounded {
       for (int i = 0; i < GROUP; i++) sum += rounded[i];
       const int64_t at = tile * groups + g * apart + row - tile;
       memcpy(q + at * GROUP, rounded, GROUP);
-      scales[at] = scale, sums[at] = scale * sum, starts[at] = -center * sum;
+      scales[at] = scale, sums[at] = scale * sum, totals[at] = sum;
     }
   }
 };
@@ -203,7 +205,7 @@ struct Four {
   static constexpr bool HAS_ZEROS = true;
   const uint8_t* packed;
   const uint16_t* scales;  // bfloat16 [K / 32, N, 2]
-  int64_t n, k;
+  int64_t n, k, apart;  // N, K, and from a row of y to the next
 
   struct Group {  // the weights of a block in one group of columns
     const uint8_t* packed;
@@ -231,7 +233,7 @@ struct Four {
     scale = bits(up(pairs)), zero = bits(pairs & all((int32_t)0xffff0000));
   }
   static I add_dot(I sum, I w, I x) { return dot4(sum, w, x); }
-  static I end(I sum, int32_t start) { return add(end4(sum), all(start)); }
+  static I end(I sum, int32_t total) { return add(end4(sum), all(-CENTER * total)); }
   void finish(int64_t, F&) const {}
 };
 
@@ -241,7 +243,7 @@ struct Eight {
   static constexpr bool HAS_ZEROS = false;
   const uint8_t* packed;
   const uint16_t* scales;
-  int64_t n, k;
+  int64_t n, k, apart;  // N, K, and from a row of y to the next
 
   struct Group {
     I columns[CHUNKS];
@@ -271,7 +273,7 @@ struct Eight {
     scale = all(1.0f);
   }
   static I add_dot(I sum, I w, I x) { return dot8(sum, w, x); }
-  static I end(I sum, int32_t start) { return add(sum, all(start)); }
+  static I end(I sum, int32_t total) { return add(sum, all(-CENTER * total)); }
   void finish(int64_t row, F& sum) const { sum *= halves(scales + row); }
 };
 
@@ -294,7 +296,7 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
     {
       F scale, zero;
       weights.factors(row + s * L, g, scale, zero);
-      sums[s] = fma(wide(W::end(dots[s], x.starts[g])), scale * all(x.scales[g]), sums[s]);
+      sums[s] = fma(wide(W::end(dots[s], x.totals[g])), scale * all(x.scales[g]), sums[s]);
       if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
     }
   }
@@ -319,13 +321,13 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
     F scale, zero;
     weights.factors(row, g, scale, zero);
     for (int i = 0; i < M; i++) {
-      sums[i] = fma(wide(W::end(dots[i], x.starts[at + i])), scale * all(x.scales[at + i]), sums[i]);
+      sums[i] = fma(wide(W::end(dots[i], x.totals[at + i])), scale * all(x.scales[at + i]), sums[i]);
       if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
     }
   }
   for (int i = 0; i < M; i++) {
     weights.finish(row, sums[i]);
-    store(y + (m + i) * weights.n + row, sums[i]);
+    store(y + (m + i) * weights.apart + row, sums[i]);
   }
 }
 
@@ -348,6 +350,31 @@ void many_rows(const W& weights, const Rounded& x, int64_t row, float* y, I* unp
       tile[std::min<int64_t>(x.rows - m, TILE) - 1](weights, unpacked + s * size, x, m, row + s * L, y);
 }
 
+// Numbers of y from block `from` to before block `to` of the weights' rows.
+template <class W>
+void multiply_blocks(const W& weights, const Rounded& x, int64_t from, int64_t to, float* y, I* unpacked) {
+  for (int64_t at = from; at < to; at++) {
+    const int64_t row = std::min<int64_t>(at * W::ROWS, weights.n - W::ROWS);
+    if (x.rows < 2) one_row(weights, x, row, y);
+    else many_rows(weights, x, row, y, unpacked);
+  }
+}
+
+template <class W>
+int64_t count_blocks(const W& weights) { return (weights.n + W::ROWS - 1) / W::ROWS; }
+
+template <class W>
+int64_t unpacked_size(const W& weights) { return W::STRIPS * weights.k / 4 * (int64_t)sizeof(I); }
+
+struct Memory {  // aligned for vectors
+  std::unique_ptr<char[]> bytes;
+  int64_t size = 0;
+  char* of(int64_t wanted) {
+    if (wanted > size) bytes.reset(new char[(size = wanted) + 64]);
+    return (char*)(((uintptr_t)bytes.get() + 63) & -64);
+  }
+};
+
 template <class Work>
 void in_parallel(Work& work, int64_t count) {
   auto call = [](int64_t from, int64_t to, void* w) { (*(Work*)w)(from, to); };
@@ -356,133 +383,19 @@ void in_parallel(Work& work, int64_t count) {
 
 template <class W>
 void multiply(const W& weights, const float* x, int64_t m, float* y) {
-  Rounded rounded(m, weights.k);
+  Memory memory;
+  Rounded rounded(m, weights.k, memory.of(Rounded::size(m, weights.k)));
   auto round = [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i++) rounded.round(x + i * weights.k, i, W::CENTER);
+    for (int64_t i = from; i < to; i++) rounded.round(x + i * weights.k, i, 0, rounded.groups);
   };
   auto part = [&](int64_t from, int64_t to) {
-    I* unpacked = m < 2 ? nullptr : (I*)aligned_alloc(64, W::STRIPS * weights.k / 4 * sizeof(I));
-    for (int64_t at = from; at < to; at++) {
-      const int64_t row = std::min<int64_t>(at * W::ROWS, weights.n - W::ROWS);
-      if (m < 2) one_row(weights, rounded, row, y);
-      else many_rows(weights, rounded, row, y, unpacked);
-    }
-    free(unpacked);
+    Memory unpacked;
+    multiply_blocks(weights, rounded, from, to, y, m < 2 ? nullptr : (I*)unpacked.of(unpacked_size(weights)));
   };
   if (m < 4) round(0, m);
   else in_parallel(round, m);
-  in_parallel(part, (weights.n + W::ROWS - 1) / W::ROWS);
+  in_parallel(part, count_blocks(weights));
 }
-
-// Attention of one token's queries q [H, G, D], times log2(e), to keys and values [H, n, D] of
-// bfloat16: y [H, G, D]. Each `SPLIT` rows are computed apart, and then put together in order.
-struct Attention {
-  static constexpr int SPLIT = 128, MOST = 4, WIDE = L == 4 ? 4 : 64 / L;
-  const float* q;
-  const uint16_t *keys, *values;
-  int64_t heads, group, n, size, keys_apart, values_apart;
-  int64_t splits = (n + SPLIT - 1) / SPLIT, length = size + 2;
-  // for each split of each query: sum of its weighted values [D], largest q k, sum of its weights
-  std::unique_ptr<float[]> parts{new float[heads * group * splits * length]};
-
-  static float power(float x) {  // 2^x for x <= 0
-    x = std::max(x, -126.0f);
-    const float whole = x + 0x1.8p23f, t = (x - (whole - 0x1.8p23f)) * 0.693147181f;
-    float y = 1 + t * (1 + t * (1 / 2.f + t * (1 / 6.f + t * (1 / 24.f + t * (1 / 120.f + t / 720)))));
-    int32_t exponent, bits;
-    memcpy(&exponent, &whole, 4), memcpy(&bits, &y, 4);
-    bits += exponent << 23;
-    memcpy(&y, &bits, 4);
-    return y;
-  }
-
-  static F sum_each(const F x[L]) {  // the sums of L vectors
-    F sums[L / 4];
-    for (int i = 0; i < L / 4; i++, x += 4) {
-      F ab = (F)low32((I)x[0], (I)x[1]) + (F)high32((I)x[0], (I)x[1]);
-      F cd = (F)low32((I)x[2], (I)x[3]) + (F)high32((I)x[2], (I)x[3]);
-      sums[i] = (F)low64((I)ab, (I)cd) + (F)high64((I)ab, (I)cd);
-    }
-    for (int left = L / 8; left; left /= 2)
-      for (int i = 0; i < left; i++) {
-        I a = (I)sums[2 * i], b = (I)sums[2 * i + 1];
-        sums[i] = (F)lanes02(a, b) + (F)lanes13(a, b);
-      }
-    return sums[0];
-  }
-
-  template <int G>
-  void some_queries(int64_t head, int64_t first, int64_t split) const {
-    const int64_t start = split * SPLIT, count = std::min<int64_t>(n - start, SPLIT);
-    const float* q = this->q + (head * group + first) * size;
-    float* part = parts.get() + ((head * group + first) * splits + split) * length;
-    float weights[G][SPLIT];
-    for (int64_t at = 0; at < count; at += L) {
-      F products[G][L];
-      for (int64_t i = 0; i < L; i++) {
-        const int64_t row = start + std::min(at + i, count - 1);
-        const uint16_t* k = keys + head * keys_apart + row * size;
-        F sums[G];
-        for (F& sum : sums) sum = all(0.0f);
-        for (int64_t d = 0; d < size; d += L) {
-          const F key = halves(k + d);
-          for (int g = 0; g < G; g++) sums[g] = fma(key, (F)load(q + g * size + d), sums[g]);
-        }
-        for (int g = 0; g < G; g++) products[g][i] = sums[g];
-      }
-      for (int g = 0; g < G; g++) store(weights[g] + at, sum_each(products[g]));
-    }
-    for (int g = 0; g < G; g++) {
-      float* w = weights[g];
-      F most = (F)load(w), sum = all(0.0f);
-      for (int64_t i = L; i < count; i += L) most = most < (F)load(w + i) ? (F)load(w + i) : most;
-      const float largest = *std::max_element((float*)&most, (float*)(&most + 1));
-      for (int64_t i = 0; i < count; i++) w[i] = power(w[i] - largest);
-      std::fill(w + count, w + (count + L - 1) / L * L, 0.0f);
-      for (int64_t i = 0; i < count; i += L) sum += (F)load(w + i);
-      float* of = part + g * splits * length + size;
-      of[0] = largest, of[1] = std::accumulate((float*)&sum, (float*)(&sum + 1), 0.0f);
-    }
-    for (int64_t d = 0; d < size; d += WIDE * L) {
-      F sums[G][WIDE];
-      for (auto& of : sums) for (F& sum : of) sum = all(0.0f);
-      const uint16_t* v = values + head * values_apart + start * size + d;
-      for (int64_t i = 0; i < count; i++, v += size)
-        for (int w = 0; w < WIDE; w++) {
-          const F value = halves(v + w * L);
-          for (int g = 0; g < G; g++) sums[g][w] = fma(value, all(weights[g][i]), sums[g][w]);
-        }
-      for (int g = 0; g < G; g++)
-        for (int w = 0; w < WIDE; w++) store(part + g * splits * length + d + w * L, sums[g][w]);
-    }
-  }
-
-  void put_together(int64_t query, float* y) const {
-    const float *part = parts.get() + query * splits * length, *end = part + splits * length;
-    float most = part[size], sum = 0;
-    for (auto p = part; p < end; p += length) most = std::max(most, p[size]);
-    std::fill(y, y + size, 0.0f);
-    for (auto p = part; p < end; p += length) {
-      const float share = power(p[size] - most);
-      for (int64_t d = 0; d < size; d++) y[d] += share * p[d];
-      sum += share * p[size + 1];
-    }
-    for (int64_t d = 0; d < size; d++) y[d] /= sum;
-  }
-
-  void compute(float* y) const {
-    constexpr decltype(&Attention::some_queries<1>) some[] = {
-        &Attention::some_queries<1>, &Attention::some_queries<2>,
-        &Attention::some_queries<3>, &Attention::some_queries<4>};
-    auto work = [&](int64_t from, int64_t to) {
-      for (int64_t at = from; at < to; at++)
-        for (int64_t g = 0; g < group; g += MOST)
-          (this->*some[std::min<int64_t>(group - g, MOST) - 1])(at / splits, g, at % splits);
-    };
-    in_parallel(work, heads * splits);
-    for (int64_t i = 0; i < heads * group; i++) put_together(i, y + i * size);
-  }
-};
 
 template <class T>
 T* data(AtenTensorHandle tensor) {
@@ -504,20 +417,8 @@ AOTITorchError product(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHa
   aoti_torch_get_sizes(packed, &sizes);
   const int64_t shape[] = {m, sizes[0]}, strides[] = {sizes[0], 1};
   if (auto error = empty(shape, strides, 2, y)) return error;
-  const W weights{data<uint8_t>(packed), data<uint16_t>(scales), shape[1], k};
+  const W weights{data<uint8_t>(packed), data<uint16_t>(scales), shape[1], k, shape[1]};
   multiply(weights, data<float>(x), m, data<float>(*y));
-  return 0;
-}
-
-AOTITorchError attend(AtenTensorHandle q, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle* y) {
-  int64_t *shape, *sizes, *apart, *values_apart;
-  aoti_torch_get_sizes(q, &shape), aoti_torch_get_sizes(keys, &sizes);
-  aoti_torch_get_strides(keys, &apart), aoti_torch_get_strides(values, &values_apart);
-  const int64_t strides[] = {shape[1] * shape[2], shape[2], 1};
-  if (auto error = empty(shape, strides, 3, y)) return error;
-  const Attention attention{data<float>(q), data<uint16_t>(keys), data<uint16_t>(values), shape[0],
-                            shape[1], sizes[1], shape[2], apart[0], values_apart[0]};
-  attention.compute(data<float>(*y));
   return 0;
 }
 
@@ -536,20 +437,8 @@ const int registered = [] {
   aoti_torch_library_init_impl("sirchat", "CPU", __FILE__, __LINE__, &kernels);
   aoti_torch_library_def(definitions, "multiply_4(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   aoti_torch_library_def(definitions, "multiply_8(Tensor x, Tensor packed, Tensor scales) -> Tensor");
-  aoti_torch_library_def(definitions, "attend(Tensor q, Tensor keys, Tensor values) -> Tensor");
   torch_library_impl(kernels, "multiply_4", boxed<product<Four>>, TORCH_ABI_VERSION);
-  torch_library_impl(kernels, "multiply_8", boxed<product<Eight>>, TORCH_ABI_VERSION);
-  return torch_library_impl(kernels, "attend", boxed<attend>, TORCH_ABI_VERSION);
+  return torch_library_impl(kernels, "multiply_8", boxed<product<Eight>>, TORCH_ABI_VERSION);
 }();
 
 }  // namespace
-
-// For compiled programs, which call them without torch's dispatcher.
-#define FOR_PROGRAMS(name, function)                                                        \
-  extern "C" AOTITorchError aoti_torch_cpu_##name(AtenTensorHandle a, AtenTensorHandle b,   \
-                                                  AtenTensorHandle c, AtenTensorHandle* y) { \
-    return function(a, b, c, y);                                                            \
-  }
-FOR_PROGRAMS(multiply_4, product<Four>)
-FOR_PROGRAMS(multiply_8, product<Eight>)
-FOR_PROGRAMS(attend, attend)

@@ -1,7 +1,7 @@
-"""Builds and loads `products.cpp`: products of packed weights that are never unpacked, attention.
+"""Builds and loads the library of `step.cpp` and `products.cpp`.
 
-It becomes a library of machine code beside the compiled decode steps, and defines operators of
-torch, which the compiled steps can call, too.
+It has the decode step, and products of packed weights, which are never unpacked, for texts: these
+are operators of torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from functools import cache
+from importlib.util import find_spec
 from itertools import product
-from math import log
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from sirchat.models.packed import (
     GROUP,
@@ -35,9 +32,8 @@ from sirchat.models.packed import (
 )
 from sirchat.models.processor import cpuinfo, processor
 
-SOURCE = Path(__file__).with_name("products.cpp")
-
-_OPERATORS = ("multiply_4", "multiply_8", "attend")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_MAIN = Path(__file__).with_name("step.cpp")  # it includes the others
 _DIGEST = 32  # bytes of the SHA-256 at the end of a file of machine code
 _TOLERANCE = 0.03  # eight bits of the inputs err by 0.005
 
@@ -50,9 +46,15 @@ class WrongProgramError(Exception):
     """Machine code computes something else than it should."""
 
 
-def compiler() -> str | None:
-    """The path of this machine's C++ compiler."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+def compiler() -> list[str]:
+    """The command of this machine's C++ compiler: $CXX, or g++, clang++, or zig; [] without one."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "clang++"]:
+        if (path := shutil.which(name)) is not None:
+            return [path]
+    if not wanted and find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++"]
+    return []
 
 
 def suits_processor() -> bool:
@@ -64,66 +66,47 @@ def suits_processor() -> bool:
 
 def library_name() -> str:
     """The name of the library's file: a hash of all that it depends on."""
-    made_by = None
-    if (path := compiler()) is not None:
-        with suppress(OSError):
-            about = os.stat(path)
-            made_by = (path, about.st_size, about.st_mtime_ns)
+    made_by: list[object] = [*compiler()]
+    with suppress(OSError, IndexError):
+        about = os.stat(compiler()[0])
+        made_by += [about.st_size, about.st_mtime_ns]
     machine = (torch.__version__, processor(), cpuinfo("flags", "Features"), *_flags())
-    all_of_it = repr((SOURCE.read_bytes(), made_by, machine))
-    return f"products-{hashlib.sha256(all_of_it.encode()).hexdigest()[:24]}.so"
+    all_of_it = repr(([source.read_bytes() for source in _SOURCES], made_by, machine))
+    return f"step-{hashlib.sha256(all_of_it.encode()).hexdigest()[:24]}.so"
 
 
 def build_library(path: Path) -> None:
     """Compile the library into the file `path`, some seconds; RuntimeError has the compiler's."""
-    include, lib = Path(torch.__file__).parent / "include", _torch_library().parent
-    folders = [f"-I{include}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
-    command = [compiler() or "g++", *_flags(), *folders, str(SOURCE), "-ltorch_cpu", "-o"]
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    folders = [f"-I{include}", f"-L{lib}"]
+    if sys.platform != "win32":
+        folders.append(f"-Wl,-rpath,{lib}")
+    command = [*compiler(), *_flags(), *folders, str(_MAIN), "-ltorch_cpu", "-o"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
-    sign(path)
-
-
-def sign(path: Path) -> None:
-    """Append its SHA-256 to a file of machine code."""
     code = path.read_bytes()
     path.write_bytes(code + hashlib.sha256(code).digest())
 
 
 def refuse_damaged(path: Path) -> None:
-    """Raise DamagedProgramError if a file is not as `sign` left it."""
+    """Raise DamagedProgramError if a file is not as `build_library` left it."""
     written = path.read_bytes()  # loading an incomplete file can kill the process
     if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
         raise DamagedProgramError
 
 
-def load_library(path: Path) -> None:
-    """Load the library, once in a process, and compare its products with torch's.
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load the library, and at its first use in a process compare its products with torch's.
 
     Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
     """
-    if not has_own_products():
+    if is_new := not has_own_products():
         refuse_damaged(path)
-        # so that the library, and then compiled programs, find the functions that they call
-        for library in (_torch_library(), path):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    _compare_with_torch()
-
-
-def declarations() -> dict[Any, list[str]]:
-    """The C functions of the operators, for programs that call them without torch's dispatcher.
-
-    From then on torch can export graphs with them.
-    """
-    if not has_own_products():
-        return {}
-    _tell_shapes()
-    inputs, found = ", ".join(["AtenTensorHandle"] * 3), dict[Any, list[str]]()
-    for name in _OPERATORS:
-        function = f"AOTITorchError aoti_torch_cpu_{name}({inputs}, AtenTensorHandle*)"
-        found[getattr(torch.ops.sirchat, name).default] = [function]
-    return found
+    library = ctypes.CDLL(str(path))
+    if is_new:
+        _compare_with_torch()
+    return library
 
 
 @torch.inference_mode()
@@ -142,37 +125,11 @@ def _compare_with_torch() -> None:
         layer.matmul_method = MatmulMethod()
         if not error < _TOLERANCE:  # NaN, too
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
-    keys, values = torch.linspace(-9, 9, 2 * 2 * 150 * 64).sin_().view(2, 2, 150, 64).bfloat16()
-    queries = torch.linspace(3, -2, 2 * 5 * 64).view(2, 5, 64)
-    weights = (queries @ keys.float().mT * log(2)).softmax(-1)
-    wanted = weights @ values.float()
-    error = (torch.ops.sirchat.attend(queries, keys, values) - wanted).norm() / wanted.norm()
-    if not error < _TOLERANCE:
-        raise WrongProgramError(f"attention of the compiled library errs by {error:.2g}")
-
-
-@cache
-def _tell_shapes() -> None:
-    for name in _OPERATORS:  # a tenth of a second each, which only compiling needs
-        shape = _shape_of_attention if name == "attend" else _shape_of_product
-        torch.library.register_fake(f"sirchat::{name}", shape)
-
-
-def _shape_of_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(len(x), len(packed), dtype=torch.float32)
-
-
-def _shape_of_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return torch.empty_like(queries)
-
-
-def _torch_library() -> Path:
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
 
 
 def _flags() -> list[str]:
-    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+    flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"]
+    flags += ["-shared", "-fPIC", "-pthread"]
     if platform.machine().lower() in ("arm64", "aarch64"):
         return [*flags, "-mcpu=native"]
     flags.append("-march=native")

@@ -29,7 +29,6 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.memory.policies import is_path
-from sirchat.models.compiling import compile_in_background
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
@@ -99,8 +98,6 @@ def open_server(
     """
     own = with_model_defaults(profile, model)
     check_profile(own, model)
-    if own.compile == "auto":
-        compile_in_background(model)
     disk = SavedConversations(model, own, limits.saved, folder) if own.save else None
     conversations = ConversationPool(model, own, limits.conversations, disk)
     return ChatServer(conversations, queue=limits.queue, host=host, key=key, cors=cors)

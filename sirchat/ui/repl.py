@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from threading import Thread
 
 from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
@@ -12,7 +11,6 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.compiling import compile_in_background
 from sirchat.models.devices import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -45,7 +43,6 @@ from sirchat.ui.typed_input import Keyboard, LineInput
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
 
-UNFINISHED = "faster code for this model is being compiled, which goes on without the chat"
 
 PANEL_ROWS = 24  # least rows of a window for the panel above the prompt
 
@@ -92,7 +89,6 @@ class Chat:
             lambda: self._session.profile.tool_timeout,
         )
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
-        self._compiling: Thread | None = None
         self._switch_to(session)
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
@@ -111,8 +107,6 @@ class Chat:
                         line = self._prompt.read()
                     goes_on = line is not None and self._act_on(line)
                 if not goes_on:
-                    if self._compiling is not None and self._compiling.is_alive():
-                        self._screen.remark(UNFINISHED)
                     return
                 with Interrupt():  # ends only at the third Ctrl-C
                     self.saved_chat.save()
@@ -159,8 +153,6 @@ class Chat:
             session, self._screen, self._history, self.saved_chat, self._trusted, self._models
         )
         self._screen.use_theme(session.profile.theme)
-        if session.profile.compile == "auto":
-            self._compiling = compile_in_background(session.model) or self._compiling
 
     def _act_on(self, line: Line) -> bool:
         """Run `line` as a command or send it, and print any error; False if the user leaves."""

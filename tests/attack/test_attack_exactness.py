@@ -32,7 +32,7 @@ from sirchat.chat.state import Reply, reply_at_end
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role
-from sirchat.models.compiling import has_compiler, use_compiled
+from sirchat.models.compiling import use_compiled
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
@@ -74,8 +74,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
         patch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)  # a short chat fills several
         plain = load_model("smollm2", device="cpu") if MANY else small()
         quick = replace(plain)
-        if MANY and has_compiler():
-            use_compiled(quick, "on")
+        if MANY:
+            use_compiled(quick, "auto")
         for one in (plain, quick):  # found out once, for all chats
             _ = one.cache_dtype, one.decode_step, one.exposes_attention, one.row_bytes
         with watching():

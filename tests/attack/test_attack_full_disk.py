@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from filelock import FileLock, Timeout
 
 from command import run
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SessionError, UsageError
 from sirchat.memory.archive import SEGMENT_ROWS
-from sirchat.models import compiling
 from sirchat.paths import data_dir
 from sirchat.saved import index
 from sirchat.saved.database import connect
@@ -209,43 +205,3 @@ def test_an_archive_that_does_not_fit_leaves_no_part_of_a_file(folder: Path) -> 
         assert len(chat.session.engine.store.archive) > SEGMENT_ROWS
         chat.session.engine.store.archive._files.wait()
         assert not [one for one in data_dir().rglob("archives/*/*") if one.is_file()]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_one_of_several_chats_compiles_and_the_others_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    made, told, waiting = list[Path](), list[str](), threading.Semaphore(0)
-    path = tmp_path / "compiled" / "program.so"
-
-    class Lock(FileLock):
-        def acquire(self, *arguments: Any, **options: Any) -> Any:
-            try:
-                return super().acquire(*arguments, **options)
-            except Timeout:
-                waiting.release()
-                raise
-
-    def worker(pickled: bytes, path: Path, niceness: int) -> str:
-        made.append(path)
-        for _ in range(3):
-            assert waiting.acquire(timeout=60)
-        if fails:
-            compiling._record_failure(path, "no")
-        else:
-            path.touch()
-        return "no" * fails
-
-    monkeypatch.setattr(compiling, "_run_worker", worker)
-    monkeypatch.setattr(compiling, "FileLock", Lock)
-    chats = [
-        threading.Thread(target=lambda: told.append(compiling._compile(path, b"", 0)))
-        for _ in range(4)
-    ]
-    for one in chats:
-        one.start()
-    for one in chats:
-        one.join()
-    assert told == ["no" * fails] * 4
-    assert made == [path]
-    assert [file.suffix for file in path.parent.iterdir()] == [".failed" if fails else ".so"]

@@ -86,6 +86,7 @@ def test_the_cache_of_packed_weights_has_two_bytes_a_number_or_what_is_set() -> 
 
 def test_doctor_says_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
+    monkeypatch.setenv("CXX", "no-such-compiler")  # else nothing is unpacked
     model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
 
     def doctor(found: Features) -> dict[str, str]:

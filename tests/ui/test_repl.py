@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
-from contextlib import nullcontext
 from pathlib import Path
-from threading import Event, Thread
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
-import sirchat.ui.repl as repl
-from chatting import session, tiny
+from chatting import tiny
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.ui.commands import GROUPS, Commands, Leave
-from sirchat.ui.prompt import Line
-from sirchat.ui.screen import Screen
-from sirchat.ui.typed_input import InMemory
 from terminal import lines_of
 from typed_chat import TypedChat
 
@@ -312,23 +302,3 @@ def test_a_wrong_line_gets_one_line_that_helps_and_changes_nothing(
     before = chat.session.profile
     assert reported in refusal(chat, line)
     assert (chat.session.seen, chat.session.profile) == (0, before)
-
-
-def test_a_chat_that_ends_while_its_code_is_compiled_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    is_done, err = Event(), io.StringIO()
-    thread = Thread(target=is_done.wait, daemon=True)
-    thread.start()
-    monkeypatch.setattr("sirchat.ui.repl.compile_in_background", lambda model: thread)
-    ctrl_c = SimpleNamespace(raises=nullcontext)
-    entry: Any = SimpleNamespace(
-        keyboard=None, history=InMemory(), prompt=MagicMock(), ctrl_c=ctrl_c
-    )
-    screen = Screen(io.StringIO(), err)
-    chat = repl.Chat(session(compile="auto", save=False), screen, entry, None, False, ())
-    chat.run(Line("/exit", is_command=True))
-    is_done.set()
-    thread.join()
-    chat.run(Line("/exit", is_command=True))
-    assert err.getvalue().count("is being compiled, which goes on without the chat") == 1

@@ -170,7 +170,7 @@ def bench_decode(
     yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
     step = model.decode_step
-    if isinstance(step, DecodeStep) and step.compiled is not None:
+    if isinstance(step, DecodeStep) and step.native is not None:
         compiled = "decode with the compiled step against without"
         yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
     sampled = partial(ours, sampling=Sampling(**SOUND))
@@ -203,11 +203,11 @@ def bench_decode(
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
     """Run the timed blocks with the compiled decode step switched off; yield the time of each."""
     while True:
-        program, step.compiled = step.compiled, None
+        native, step.native = step.native, None
         try:
             seconds = next(blocks)
         finally:
-            step.compiled = program
+            step.native = native
         yield seconds
 
 

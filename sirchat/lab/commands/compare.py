@@ -13,7 +13,7 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.declared_flags import declared, with_flags
-from sirchat.lab.commands.study_flags import command_line, repeatable, settings_of
+from sirchat.lab.commands.study_flags import command_line, settings_of
 from sirchat.paths import open_private
 from sirchat.ui.text import displayable, displayable_line
 
@@ -50,16 +50,12 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    profile = repeatable(profile_from_flags(flags))
+    profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format)
     if html is not None:
         _write(html, "", "a")  # an unwritable path fails before the run
     model = load(profile, trust_remote_code)
-    if profile.compile == "auto":
-        from sirchat.models.compiling import compile_for_later
-
-        compile_for_later(model)  # a run that changed to faster code would compare that, too
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
         raise KeyboardInterrupt

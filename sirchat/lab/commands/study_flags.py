@@ -53,7 +53,7 @@ def add_study(
     def command(flags: dict[str, Any], **values: Any) -> None:
         how = {key: values.pop(key) for key in (*common, *trusted)}
         cells = {key: values.pop(key) for key in grid}
-        profile = repeatable(profile_from_flags(flags))
+        profile = profile_from_flags(flags)
         compared = _compared(profile, **cells) if grid else {"profile": profile}
         options = {key: _parsed(one, values[key]) for key, one in own.items()}
         made = _maker(makes)(**compared, **options, **(fixed or {}))
@@ -73,16 +73,6 @@ def add_study(
         run.__doc__ = help
         if called:
             app.command(called, hidden=called == former)(with_settings(run))
-
-
-def repeatable(profile: Profile) -> Profile:
-    """Switch the setting `compile` off, unless the user has set it.
-
-    Its default compiles depending on earlier chats, and a compiled step rounds differently.
-    """
-    if "compile" in profile.model_fields_set:
-        return profile
-    return profile.model_copy(update={"compile": "off"})
 
 
 def settings_of(
@@ -210,10 +200,6 @@ def _run(
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote = None
-    if profile.compile == "auto":
-        from sirchat.models.compiling import compile_for_later
-
-        compile_for_later(model)  # a run that changed to faster code could not be repeated
     if workers is not None:
         again = partial(_load_again, typed, profile, trust_remote_code)
         remote = partial(run_in_processes, load=again, workers=workers)

@@ -77,7 +77,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
     They are the first entries of the evaluation's JSON record.
     """
     step = model.decode_step
-    is_compiled = isinstance(step, DecodeStep) and step.compiled is not None
+    is_compiled = isinstance(step, DecodeStep) and step.native is not None
     return {
         "task": task,
         "command": command,

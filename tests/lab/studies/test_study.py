@@ -21,7 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.lab.commands.study_flags import repeatable, settings_of
+from sirchat.lab.commands.study_flags import settings_of
 from sirchat.lab.studies.intervals import hierarchical_mean, paired_interval
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity, conversation, round_ids
@@ -125,10 +125,7 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
         assert part in text.splitlines()[0]
 
 
-def test_whether_an_earlier_chat_compiled_the_model_changes_no_study() -> None:
-    assert Profile().compile == "auto"
-    assert repeatable(Profile()).compile == "off"
-    assert [repeatable(Profile(compile=how)).compile for how in ("auto", "on")] == ["auto", "on"]
+def test_a_report_says_whether_the_step_was_compiled() -> None:
     head = provenance(tiny(), "test", "")
     assert head["compiled"] is False
     assert "compiled step" not in markdown(REPORT, head)

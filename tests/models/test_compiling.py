@@ -1,0 +1,268 @@
+"""The library is compiled while a model loads, kept safely, and used by the next start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from native_library import built_library, has_library
+from recall_rounds import memory, say
+from sirchat.config.profile import Profile
+from sirchat.engine.engine import Engine
+from sirchat.engine.generation import Generation
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
+from sirchat.errors import ModelError
+from sirchat.memory.policies import policy_class
+from sirchat.models import products
+from sirchat.models.compiling import compiled_in_words, make_library, use_compiled
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.load import load_model, load_model_of
+from sirchat.models.model import LoadedModel
+from sirchat.models.native_step import NativeStep
+from sirchat.models.packed import matmul_method_of
+from sirchat.models.processor import own_rows
+from sirchat.paths import compiled_dir
+
+pytestmark = has_library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_library(tmp_path_factory)
+
+
+def compile_by(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
+    """Make a script the C++ compiler, which gets where to write as $out; returns its log."""
+    compiler, log = folder / "compiler", folder / "log"
+    text = f"#!/bin/sh\necho x >> {log}\nfor out; do :; done\n{script}\n"
+    compiler.write_text(text, encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return log
+
+
+@pytest.fixture
+def copying(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, library: Path
+) -> Path:
+    """A compiler that copies the library; its log has a line for each time."""
+    code = tmp_path_factory.mktemp("code") / "code"
+    code.write_bytes(library.read_bytes()[:-32])  # less the digest, which is appended
+    return compile_by(monkeypatch, own_home, f'cp {code} "$out"')
+
+
+def step_of(model: LoadedModel) -> DecodeStep:
+    assert isinstance(model.decode_step, DecodeStep)
+    return model.decode_step
+
+
+def lines(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def small() -> LoadedModel:
+    return load_model("tiny", device="cpu")
+
+
+def test_the_first_start_compiles_it_and_the_first_reply_and_later_starts_have_it(
+    copying: Path,
+) -> None:
+    for _ in range(2):
+        model = load_model_of(Profile(model="tiny", device="cpu", compile="auto"))
+        assert step_of(model).native is not None
+        assert compiled_in_words(model) == "yes"
+        assert lines(copying) == 1
+    (made,) = compiled_dir().iterdir()
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert compiled_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_off_compiles_nothing(copying: Path) -> None:
+    model = load_model_of(Profile(model="tiny", device="cpu", compile="off"))
+    assert (step_of(model).native, lines(copying)) == (None, 0)
+
+
+def test_packed_weights_are_multiplied_by_it(copying: Path) -> None:
+    for how, rows in (("off", 0), ("auto", own_rows())):
+        model = load_model("tiny", quantize="int4", device="cpu")
+        use_compiled(model, how)  # type: ignore[arg-type]
+        method = matmul_method_of(model.module)
+        assert method is not None
+        assert method.own == rows
+
+
+def test_several_threads_and_processes_compile_it_once(copying: Path) -> None:
+    threads = [threading.Thread(target=make_library) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert lines(copying) == 1
+    assert make_library() == ""
+
+
+def test_a_damaged_library_is_made_again(
+    copying: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as in a process that has not loaded it yet
+    monkeypatch.setattr(products, "has_own_products", lambda: False)
+    assert make_library() == ""
+    (path,) = compiled_dir().iterdir()
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
+        path.unlink()
+        path.write_bytes(damaged)
+        path.chmod(0o600)
+        model = small()
+        use_compiled(model, "on")
+        assert step_of(model).native is not None
+        assert path.read_bytes() == content
+    assert lines(copying) == 4
+
+
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_what_others_could_have_written_is_not_loaded_and_doctor_says_so(
+    copying: Path, whose: str
+) -> None:
+    assert make_library() == ""
+    (path,) = compiled_dir().iterdir()
+    changed, mode = (path, 0o600) if whose == "file" else (path.parent, 0o700)
+    changed.chmod(mode | 0o020)
+    model = small()
+    try:
+        use_compiled(model, "auto")
+        assert step_of(model).native is None
+        assert "could have been changed by others" in compiled_in_words(model)
+        with pytest.raises(ModelError, match=r"--compile on: .*changed by others"):
+            use_compiled(model, "on")
+    finally:
+        changed.chmod(mode)
+
+
+def test_what_can_not_be_compiled_is_tried_once_and_auto_goes_on_without(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'echo "step.cpp:1: error: no such thing" >&2; exit 1'
+    log = compile_by(monkeypatch, own_home, script)
+    model = small()
+    for _ in range(2):
+        use_compiled(model, "auto")
+        said = compiled_in_words(model)
+        assert "no: compiling fails: step.cpp:1: error: no such thing (delete " in said
+    assert lines(log) == 1
+    with pytest.raises(ModelError, match="--compile on: compiling fails"):
+        use_compiled(model, "on")
+    assert [path.suffix for path in compiled_dir().iterdir()] == [".failed"]
+
+
+@pytest.mark.parametrize("said", ["No space left on device", "Killed signal terminated cc1plus"])
+def test_a_full_disk_or_too_little_memory_is_no_reason_not_to_try_again(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    log = compile_by(monkeypatch, own_home, f'echo half > "$out"; echo "{said}" >&2; exit 1')
+    for count in (1, 2):
+        assert said in make_library()
+        assert lines(log) == count
+    assert not list(compiled_dir().iterdir())
+
+
+def test_without_a_compiler_auto_goes_on_and_on_says_so(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model = small()
+    use_compiled(model, "auto")
+    assert step_of(model).native is None
+    assert compiled_in_words(model).startswith("no: there is no C++ compiler")
+    with pytest.raises(ModelError, match="--compile on: there is no C"):
+        use_compiled(model, "on")
+
+
+def test_the_first_compiler_that_is_there_is_used(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(own_home))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(products, "find_spec", lambda name: None)
+    assert products.compiler() == []
+    monkeypatch.setattr(products, "find_spec", lambda name: name)
+    assert products.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    for name in ("clang++", "g++", "other"):
+        (own_home / name).write_text("#!/bin/sh\n", encoding="utf-8")
+        (own_home / name).chmod(0o755)
+        if name == "other":
+            monkeypatch.setenv("CXX", name)
+        assert products.compiler() == [str(own_home / name)]
+
+
+def test_a_library_with_wrong_products_is_not_tried_again(
+    copying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "has_own_products", lambda: False)
+    monkeypatch.setattr(products, "_TOLERANCE", 0.0)
+    model = small()
+    use_compiled(model, "auto")
+    assert step_of(model).native is None
+    assert "err by" in compiled_in_words(model)
+    assert lines(copying) == 1
+
+
+def test_what_killed_processes_and_older_versions_left_is_deleted(copying: Path) -> None:
+    old, young = compiled_dir() / "making-old", compiled_dir() / "making-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "half").write_bytes(b"x")
+    for name in ("former.pt2", "0123.so", "0123.failed"):
+        (compiled_dir() / name).touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert make_library() == ""
+    assert sorted(path.name[:5] for path in compiled_dir().iterdir()) == ["makin", "step-"]
+
+
+def test_a_session_of_evictions_switches_recall_and_undo_is_the_same_with_it(
+    copying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+    run = NativeStep.__call__
+
+    def counted(self: NativeStep, tokens: Any) -> Any:
+        calls.append(len(tokens))
+        return run(self, tokens)
+
+    def conversation(model: LoadedModel) -> list[Any]:
+        settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**20)
+        engine, events = Engine(model, settings), list[Any]()
+        sampler = Sampler(Sampling(temperature=1.0))
+        for turn in range(12):
+            if turn == 3:
+                sink = CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
+                engine.evictor.switch(sink)
+            if turn == 6:
+                engine.evictor.switch(memory("salience"))
+            point = engine.checkpoint()
+            for again in range(2 if turn == 9 else 1):
+                if again:
+                    engine.undo(point)
+                say(engine, model, turn)
+                for record in Generation(
+                    engine, sampler, TurnRef(turn, turn), stop_ids=frozenset(), max_new_tokens=40
+                ):
+                    if isinstance(record, GeneratedToken):
+                        events.append(record.id)
+                    elif isinstance(record, EvictedRows):
+                        events.append(record.positions.tolist())
+        return events
+
+    wanted, model = conversation(small()), small()
+    use_compiled(model, "on")
+    monkeypatch.setattr(NativeStep, "__call__", counted)
+    assert conversation(model) == wanted
+    assert sum(isinstance(event, list) for event in wanted) >= 30
+    assert len(calls) == 13 * 40
