@@ -6,6 +6,7 @@ could have written it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -138,11 +139,14 @@ def _build(path: Path) -> str:
     return ""
 
 
-def _use_library(model: LoadedModel, progress: Progress | None) -> str:
-    """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
-    step, how = model.decode_step, matmul_method_of(model.module)
-    if step is None and how is None:
-        return f"sirchat can't compile model {model.name!r}"
+def library_when_made() -> ctypes.CDLL | None:
+    """The library, once it is compiled; None if it can't be used."""
+    library = _open_library(None)
+    return None if isinstance(library, str) else library
+
+
+def _open_library(progress: Progress | None) -> ctypes.CDLL | str:
+    """The library, which is compiled if it does not exist; or why it can't be used."""
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
@@ -151,21 +155,32 @@ def _use_library(model: LoadedModel, progress: Progress | None) -> str:
     try:
         if foreign := changeable_by_others(path):
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
-        library = load_library(path)
-        if how is not None:
-            set_matmul_method(model.module, how._replace(own=own_rows()))
-        if isinstance(step, DecodeStep) and step.native is None:
-            step.native = NativeStep(library, step.graph, model.module)
+        return load_library(path)
     except DamagedProgramError:
         path.unlink(missing_ok=True)
-        return _use_library(model, progress)
+        return _open_library(progress)
     except WrongProgramError as error:
         _record_failure(path, str(error))
         return str(error)
-    except ValueError as error:
-        return f"the decode step has {error}"
     except Exception as error:  # whatever hinders that machine code is loaded
         return f"it can't be loaded now: {_last_line(error)}"
+
+
+def _use_library(model: LoadedModel, progress: Progress | None) -> str:
+    """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
+    step, how = model.decode_step, matmul_method_of(model.module)
+    if step is None and how is None:
+        return f"sirchat can't compile model {model.name!r}"
+    library = _open_library(progress)
+    if isinstance(library, str):
+        return library
+    if how is not None:
+        set_matmul_method(model.module, how._replace(own=own_rows()))
+    try:
+        if isinstance(step, DecodeStep) and step.native is None:
+            step.native = NativeStep(library, step.graph, model.module)
+    except ValueError as error:
+        return f"the decode step has {error}"
     return ""
 
 

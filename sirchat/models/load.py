@@ -17,7 +17,7 @@ from torch import nn
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, no_panic
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.compiling import compile_meanwhile, use_compiled
+from sirchat.models.compiling import compile_meanwhile, library_when_made, use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, make_spread
 from sirchat.models.devices import (
@@ -80,8 +80,6 @@ def load_model_of(
     """
     name = profile.recall_encoder
     own = None if name == "auto" else SentenceEncoder(name)
-    if profile.compile != "off" and pick_device(profile.device).type == "cpu":
-        compile_meanwhile()
     model = load_model(
         profile.model,
         device=profile.device,
@@ -95,6 +93,7 @@ def load_model_of(
         for_hub=for_hub,
         device_map=profile.device_map,
         rows=max(profile.budget, MOST_ROWS),
+        compiles=profile.compile != "off",
     )
     model = replace(model, sentence_encoder=own)
     use_compiled(model, profile.compile, progress)
@@ -117,11 +116,13 @@ def load_model(
     for_hub: bool = False,
     device_map: str = "off",
     rows: int = 0,
+    compiles: bool = False,
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file, or a hub id.
 
     With `for_hub`, module and tokenizer are those of transformers, which can generate and be saved.
-    A device map leaves room for the KV cache of `rows` tokens; the rest are settings of `Profile`.
+    A device map leaves room for the KV cache of `rows` tokens. `compiles`: for a CPU, the library
+    in C++ is compiled meanwhile, and packs a file's weights. The rest are settings of `Profile`.
     Raises ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
     target, spread = pick_device(device), None
@@ -131,12 +132,15 @@ def load_model(
     if target.type == "cpu" or spread is not None:
         agree_on_instructions()
         use_threads(threads)
+    if compiles := compiles and target.type == "cpu":
+        compile_meanwhile()
     source, gguf = locate(name)
     try:
         torch_dtype, parts = pick_dtype(dtype, target), None
         if gguf:
             path, packs = Path(source) / gguf["gguf_file"], _stays_packed(quantize, dtype, target)
             options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
+            options["compiles"] = compiles
             parts = load_gguf_parts(path, target, torch_dtype, progress, **options)
         elif quantize == "packed":
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
@@ -176,6 +180,7 @@ def load_gguf_parts(
     packs: bool | None,
     for_hub: bool = False,
     spread: Spread | None = None,
+    compiles: bool = False,
 ) -> tuple[Any, Any]:
     """Load module and tokenizer of a GGUF file.
 
@@ -183,6 +188,7 @@ def load_gguf_parts(
     Packed weights are on `device`, all else on the CPU or where `spread` says.
     """
     from sirchat.models.gguf import model, prepared, vocabulary
+    from sirchat.models.gguf.blocks import NativePacking
 
     is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
     way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
@@ -207,6 +213,8 @@ def load_gguf_parts(
         with ThreadPoolExecutor(1, "tokenizer") as threads:
             making = threads.submit(vocabulary.load_tokenizer, file.metadata, kept)
             try:
+                if compiles and packs and (library := library_when_made()) is not None:
+                    how["native"] = NativePacking(library)
                 module = model.load_module(file, dtype, progress, **how)
             finally:
                 tokenizer = making.result()

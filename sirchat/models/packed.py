@@ -8,7 +8,7 @@ On a GPU weights are unpacked for each product, some rows at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
@@ -32,6 +32,7 @@ _MANY_PASSES = 10  # so many passes over the same weights make up for arranging 
 ANY_ROWS = 2**30  # a limit to a number of rows that is none
 
 Unpacked = Literal["bfloat16", "float32"]
+Empty = Callable[..., Tensor]  # as `torch.empty`, with a shape, `dtype` and `device`
 
 # The unpacked weights that forward passes share; None outside `SharedWeights`.
 _SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
@@ -109,10 +110,19 @@ class PackedLinear(nn.Module, ABC):
         return x.reshape(-1, self.in_features).to(dtype)
 
     @classmethod
-    def join_layers(cls, parts: Sequence[Self]) -> Self:
-        """Make one layer without bias whose rows are those of all `parts`, one after the other."""
-        buffers = cls.row_dims.items()
-        return cls(*(torch.cat([getattr(part, name) for part in parts], d) for name, d in buffers))
+    def join_layers(cls, parts: Sequence[Self], empty: Empty = torch.empty) -> Self:
+        """Make one layer without bias whose rows are those of all `parts`, one after the other.
+
+        `empty` makes the tensors for its weights, on the device of `parts`.
+        """
+        joined = list[Tensor]()
+        for name, dim in cls.row_dims.items():
+            each = [getattr(part, name) for part in parts]
+            shape = list(each[0].shape)
+            shape[dim] = sum(one.shape[dim] for one in each)
+            out = empty(shape, dtype=each[0].dtype, device=each[0].device)
+            joined.append(torch.cat(each, dim, out=out))
+        return cls(*joined)
 
     def take_rows(self, layer: Self, start: int) -> None:
         """Use rows of a joined layer, from `start` on, as this layer's weights."""
@@ -441,12 +451,12 @@ def four_bit_block() -> int:
 
     Each byte has a row in its low four bits and one in the others (`_halve_blocks`).
     """
-    return _four_bit_layout()[0]
+    return four_bit_layout()[0]
 
 
 @cache
-def _four_bit_layout() -> tuple[int, bool]:
-    """`four_bit_block`, and whether a byte has two rows that follow one another."""
+def four_bit_layout() -> tuple[int, bool]:
+    """What `four_bit_block` says, and whether a byte has two rows that follow one another."""
     # 64 rows with AVX-512, 32 with AVX2, each byte from both halves of them; 16 (32 with wider
     # vectors) on ARM, and 32 on other processors, each byte with an even row and the next.
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
@@ -461,7 +471,7 @@ def _four_bit_layout() -> tuple[int, bool]:
 
 def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -> Tensor:
     """View a dimension of N rows as [N / block, 2, block / 2]: in low four bits, in high ones."""
-    block, follow = layout or _four_bit_layout()
+    block, follow = layout or four_bit_layout()
     pair = (block // 2, 2) if follow else (2, block // 2)
     blocks = x.view(*x.shape[:dim], -1, *pair, *x.shape[dim + 1 :])
     return blocks.transpose(dim + 1, dim + 2) if follow else blocks
@@ -469,7 +479,7 @@ def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -
 
 def packing_layout() -> str:
     """A name of how packed weights lie in memory here; those of another name can't be used."""
-    block, follow = _four_bit_layout()
+    block, follow = four_bit_layout()
     return f"blocks of {block}" + (", pairs of rows" if follow else "")
 
 

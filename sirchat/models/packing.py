@@ -79,7 +79,7 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
         for layer in packed:
             store.move(layer)
         return
-    joined = packed[0].join_layers(packed)
+    joined = packed[0].join_layers(packed, store.empty)
     store.move(joined)
     start = 0
     for layer in packed:
@@ -97,12 +97,19 @@ class WeightStore:
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._used = 0
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor without values in the block, or beside it if it has no room."""
-        place = self._place(prod(shape) * dtype.itemsize)
-        if place is None:
-            return torch.empty(shape, dtype=dtype, device=self._bytes.device)
-        return place.view(dtype).view(shape)
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        """Make a tensor without values in the block, or beside it if it has no room.
+
+        It has none for a tensor on another `device`.
+        """
+        own = self._bytes.device
+        if device is None or device == own:
+            place = self._place(prod(shape) * dtype.itemsize)
+            if place is not None:
+                return place.view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device or own)
 
     def move(self, layer: nn.Module) -> None:
         """Move a layer's buffers into the block, or beside it where it has no room."""

@@ -16,6 +16,8 @@ inline int64_t process() { return 0; }  // there is no fork
 inline int64_t process() { return getpid(); }
 #endif
 
+#include "blocks.cpp"
+
 // What `native_step.py` describes, in fields of 8 bytes.
 enum Kind : int64_t { FOUR, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };
 

@@ -332,7 +332,7 @@ def test_pairs_of_rows_are_packed_as_on_arm() -> None:
 import torch
 from sirchat.models import packed
 from sirchat.models.packed import Int4GpuLinear, Int4Linear
-assert packed._four_bit_layout() == (32, True)
+assert packed.four_bit_layout() == (32, True)
 q = torch.randint(0, 16, (192, 96), dtype=torch.uint8)
 scale, minimum, x = torch.rand(192, 3) * 0.1, -torch.rand(192, 3), torch.randn(3, 96)
 layer, plain = (kind.of_values(q, scale, minimum) for kind in (Int4Linear, Int4GpuLinear))

@@ -139,11 +139,14 @@ def bench_model(
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     quantize: Quantize = "auto",
+    *,
     for_hub: bool = False,
+    compiles: bool = False,
 ) -> LoadedModel:
-    """Load the model for a benchmark, or build it with random weights."""
+    """Load the model for a benchmark, as `load_model` says, or build it with random weights."""
     if name not in SHAPES:
-        return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
+        how: dict[str, Any] = {"for_hub": for_hub, "compiles": compiles}
+        return load_model(name, device=device, dtype=dtype, quantize=quantize, **how)
     where = pick_device(device)
     return random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
 

@@ -93,13 +93,11 @@ def _figures(
     with without_garbage_collection():
         from sirchat.lab.bench.decode import reply_times
         from sirchat.lab.bench.ratio import BenchOptions, bench_model
-        from sirchat.models.compiling import compile_meanwhile, use_compiled
+        from sirchat.models.compiling import use_compiled
 
         options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
         begun = time.perf_counter()
-        if compile != "off" and device in ("auto", "cpu"):
-            compile_meanwhile()
-        model = bench_model(name, device, dtype, quantize)  # type: ignore[arg-type]
+        model = bench_model(name, device, dtype, quantize, compiles=compile != "off")  # type: ignore[arg-type]
         use_compiled(model, compile)  # type: ignore[arg-type]
         loaded = time.perf_counter()
     reply_times(model, options, int(short), 0)

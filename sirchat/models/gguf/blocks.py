@@ -5,16 +5,17 @@ https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import GgufTensor
-from sirchat.models.packed import GROUP
+from sirchat.models.gguf.header import BLOCKS, GgufTensor
+from sirchat.models.packed import GROUP, Empty, Int4Linear, Int8Linear, four_bit_layout
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -43,6 +44,47 @@ def split_four_bit(tensor: GgufTensor) -> FourBit:
     taken = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
     groups = (rows, columns // GROUP)
     return FourBit(taken.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in taken[1:]))
+
+
+class NativePacking:
+    """Packs matrices of a GGUF file by the library of `blocks.cpp`, with the bits of this file's.
+
+    `can_read` says which block formats; row r of a layer is row `order[r]` of the matrix.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        number, address = ctypes.c_int64, ctypes.c_void_p
+        source: list[Any] = [number, address, number, number, address]
+        self._four, self._eight = library.sirchat_pack_four, library.sirchat_pack_eight
+        self._four.argtypes = [*source, number, ctypes.c_bool, address, address, number]
+        self._eight.argtypes = [*source, address, address, number]
+        self._four.restype = self._eight.restype = None
+
+    @staticmethod
+    def can_read(tensor: GgufTensor) -> bool:
+        """Whether it can pack a matrix in eight bits, and one of four bits in four, too."""
+        return tensor.type in _SPLITS
+
+    def four(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int4Linear:
+        """Pack a four-bit matrix without loss; `empty` makes the tensors for it."""
+        rows, columns = tensor.shape
+        packed = empty((rows, columns // 2), dtype=torch.uint8)
+        scales = empty((columns // GROUP, rows, 2), dtype=torch.bfloat16)
+        where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
+        self._four(*_source(tensor, order), *four_bit_layout(), *where)
+        return Int4Linear(packed, scales)
+
+    def eight(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
+        """Round a matrix as `quantize_int8` does; `empty` makes the tensors for it."""
+        q = empty(tensor.shape, dtype=torch.int8)
+        scale = empty((len(q),), dtype=torch.bfloat16)
+        where = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+        self._eight(*_source(tensor, order), *where)
+        return Int8Linear(q, scale)
+
+
+def _source(tensor: GgufTensor, order: Tensor) -> tuple[int, ...]:
+    return (BLOCKS[tensor.type][0], tensor.data.ctypes.data, *tensor.shape, order.data_ptr())
 
 
 def unpack_floats(tensor: GgufTensor) -> Tensor:

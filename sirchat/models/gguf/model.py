@@ -14,7 +14,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
-from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
+from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, target_of
 from sirchat.models.model_config import DecoderConfig
@@ -44,13 +44,16 @@ def load_module(
     keep_packed: bool = False,
     for_hub: bool = False,
     device: torch.device = _CPU,
+    native: NativePacking | None = None,
 ) -> Any:
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
-    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits. With `for_hub`,
-    it is a model of transformers. Raises ModelError if tensors are missing or of a wrong shape.
+    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits, by `native` if
+    it can. With `for_hub`, it is a model of transformers. Raises ModelError if tensors are missing
+    or of a wrong shape.
     """
-    loader = _Loader(file, dtype, keep_packed, for_hub, device)
+    native = native if device.type == "cpu" else None
+    loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
     read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         try:
@@ -75,8 +78,10 @@ class _Loader:
         keep_packed: bool,
         for_hub: bool,
         device: torch.device,
+        native: NativePacking | None,
     ) -> None:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
+        self._native = native
         self._values = config_values(file)
         _check_sizes(file, self._values)
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
@@ -158,7 +163,13 @@ class _Loader:
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
-        if wants_four and not splits_group and self._four.fits(*tensor.shape):
+        wants_four = wants_four and not splits_group and self._four.fits(*tensor.shape)
+        native = self._native if change != "value columns" else None
+        if native is not None and native.can_read(tensor):
+            order = _undo_change(torch.arange(tensor.shape[0]), change, values).contiguous()
+            pack = native.four if wants_four else native.eight
+            return pack(tensor, order, self._store.empty if is_alone else torch.empty)
+        if wants_four:
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
                 self._four.of_nibbles(
