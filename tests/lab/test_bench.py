@@ -32,7 +32,7 @@ def results(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [[], ["decode"]], ids=["alone", "decode"])
 def test_decode_is_measured_by_default(command: list[str], endless: str) -> None:
-    sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,300")
+    sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,300", "--compile", "off")
     found = results(*command, "--model", endless, *sizes)
     kinds = ["decode"] * 5 + ["prefill"] * 2 + ["decode"] * 2
     assert [r["name"].split()[0] for r in found] == kinds
