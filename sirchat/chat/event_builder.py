@@ -36,7 +36,10 @@ _LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes the events of a session from the records that its engine returns."""
+    """Makes the events that need the engine's counts, or the text of tokens.
+
+    Those of a reply's text are made in reply.py, those of progress in turn.py.
+    """
 
     engine: Engine
     texts: Texts

@@ -120,7 +120,11 @@ def install_hook(module: Any) -> bool:
 
 
 def report_attention(call: AttentionCall) -> None:
-    """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
+    """Pass one layer's attention to all observers.
+
+    `call.layer` is its number among all layers of the model; each observer gets the layer's number
+    among those that have keys and values.
+    """
     for observer, numbers in OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
 

@@ -1,11 +1,12 @@
 // Repacks matrices of GGUF files, whose blocks are laid out as in ggml, for `products.cpp`.
 //
-// In groups, each weight is q * scale + minimum. The product is exact in float32: q has at most 8
-// bits, a scale at most 18. So the results have the bits of `gguf/blocks.py`, which does it by torch.
+// In groups, each weight is q * scale + minimum. The product is exact in float32: in each format,
+// q and scale have at most 24 bits together. So the results have the bits of `gguf/blocks.py`, which does it by torch.
 // `step.cpp` includes this file.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -163,9 +164,14 @@ template <class Work>
 void in_parts(int64_t count, int64_t threads, Work work) {
   const int64_t parts = std::max<int64_t>(1, std::min(count, threads));
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < parts; i++)
-    others.emplace_back([=] { work(count * i / parts, count * (i + 1) / parts); });
+  int64_t begun = 1;
+  try {
+    for (; begun < parts; begun++)
+      others.emplace_back([=] { work(count * begun / parts, count * (begun + 1) / parts); });
+  } catch (const std::system_error&) {  // this thread computes what no other could be made for
+  }
   work((int64_t)0, count / parts);
+  work(count * begun / parts, count);
   for (auto& other : others) other.join();
 }
 

@@ -46,6 +46,7 @@ from sirchat.paths import (
 Compile = Literal["auto", "on", "off"]
 
 _UNFINISHED = "making-"  # the prefix of the temporary folders in which libraries are compiled
+_KEPT = 8  # newest libraries, of several compilers, versions of torch and so on
 _LEFT_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
 
 # Errors that may not recur at a later start
@@ -110,7 +111,7 @@ def make_library() -> str:
     if not suits_processor():
         return "it needs a processor with AVX2, AVX-512, or 64-bit ARM"
     if not compiler():
-        return "there is no C++ compiler (g++, clang++, or pip install 'sirchat[fast]')"
+        return "there is no C++ compiler ($CXX, g++, clang++, or pip install 'sirchat[fast]')"
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
@@ -118,7 +119,8 @@ def make_library() -> str:
             try:
                 return "" if path.exists() else _read_failure(path) or _build(path)
             finally:
-                Path(lock.lock_file).unlink(missing_ok=True)
+                with suppress(OSError):  # Windows deletes no file that is open
+                    Path(lock.lock_file).unlink(missing_ok=True)
     except OSError as error:
         return f"compiling fails: {error.strerror or error}"
 
@@ -157,7 +159,10 @@ def _open_library(progress: Progress | None) -> ctypes.CDLL | str:
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
         return load_library(path)
     except DamagedProgramError:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            return f"{abbreviated(path)} is damaged and can't be deleted: {error.strerror}"
         return _open_library(progress)
     except WrongProgramError as error:
         _record_failure(path, str(error))
@@ -185,15 +190,17 @@ def _use_library(model: LoadedModel, progress: Progress | None) -> str:
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete what processes that were killed have left, and programs of older formats."""
+    """Delete what killed processes have left, programs of older formats, and old libraries."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - left.stat().st_mtime > _LEFT_AFTER:
                 shutil.rmtree(left, ignore_errors=True)
-    for old in folder.iterdir():
-        if old.suffix in (".so", ".pt2", ".failed") and not old.name.startswith("step-"):
-            with suppress(OSError):
-                old.unlink(missing_ok=True)
+    programs = [file for file in folder.iterdir() if file.suffix in (".so", ".pt2", ".failed")]
+    former = [file for file in programs if not file.name.startswith("step-")]
+    with suppress(OSError):
+        kept = sorted({*programs} - {*former}, key=lambda file: file.stat().st_mtime)
+        for old in [*former, *kept[: 1 - _KEPT]]:  # one more is being made
+            old.unlink(missing_ok=True)
 
 
 def _record_failure(path: Path, problem: str) -> None:

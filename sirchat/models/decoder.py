@@ -30,7 +30,7 @@ class Logits(NamedTuple):
 class Decoder(nn.Module):
     """A causal language model with layers like Llama's, made without weights: a loader sets them.
 
-    `generation_config` says which ids end a reply; it is `config` if the files have no other.
+    `generation_config` says which ids end a reply; where the files have none, `config` does.
     """
 
     has_own_hook = True  # it reports its attention to observers itself

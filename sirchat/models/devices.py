@@ -82,7 +82,7 @@ def input_device(module: Any) -> torch.device:
     return torch.device(CPU) if device.type == "meta" else device
 
 
-def own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
+def parameters_once(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each parameter of a model, each once."""
     # accelerate lists tied ones, such as a head of the embeddings' weights, twice if on disk.
     tied = getattr(module, "all_tied_weights_keys", None) or {}
@@ -91,7 +91,7 @@ def own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 def stored_weights_of(module: Any) -> Iterator[Tensor]:
     """Yield all parameters of a model; those on disk are read into memory."""
-    for name, parameter in own_parameters(module):
+    for name, parameter in parameters_once(module):
         if not parameter.is_meta:
             yield parameter
             continue
@@ -227,7 +227,7 @@ def weights_by_device(module: Any) -> Counter[str]:
     """The bytes of a model's weights, packed ones too, on each device."""
     sizes, seen = Counter[str](), set[object]()
     placement: Placement = getattr(module, "hf_device_map", {})
-    for name, tensor in chain(own_parameters(module), module.named_buffers()):
+    for name, tensor in chain(parameters_once(module), module.named_buffers()):
         where = str(tensor.device)
         if tensor.is_meta:
             where = next(str(at) for part, at in placement.items() if is_within(name, part))

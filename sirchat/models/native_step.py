@@ -27,7 +27,8 @@ _LANES = 16  # of a head's numbers, which `step.cpp` loads together
 
 # As in `step.cpp`
 _FOUR, _EIGHT = 0, 1
-_KINDS = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
+_KINDS = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}  # the last of a cache alone
+_OF_WEIGHTS = (torch.float32, torch.bfloat16)
 
 Read = tuple[
     int, int, BoundedCache
@@ -183,8 +184,8 @@ class NativeStep:
         )
 
     def _describe(self, about: _Layer, layer: Any, first: Any) -> None:
-        if (layer.size, layer.heads, layer.scale) != (first.size, first.heads, first.scale):
-            raise ValueError("its layers have other heads")
+        if _sizes(layer) != _sizes(first):
+            raise ValueError("layers of other sizes")
         about.attention = self._norm(layer.attention_norm)
         about.network = self._norm(layer.network_norm)
         if layer.has_more_norms:
@@ -204,12 +205,14 @@ class NativeStep:
         described = (_Matrix * 3)(*map(self._matrix, parts))
         if bias is not None:
             bias = bias.detach().float()
+            if len(bias) != sum(part.out_features for part in parts):
+                raise ValueError("a bias of some of the rows")
         return _Product(len(parts), described, None if bias is None else self._address(bias))
 
     def _matrix(self, layer: Any) -> _Matrix:
         shape = layer.out_features, layer.in_features
         if not isinstance(layer, PackedLinear):
-            if layer.out_features < 4 or layer.weight.dtype not in _KINDS:
+            if layer.out_features < 4 or layer.weight.dtype not in _OF_WEIGHTS:
                 raise ValueError(f"weights {list(shape)} of {layer.weight.dtype}")
             return _Matrix(_KINDS[layer.weight.dtype], *shape, self._address(layer.weight), None)
         if not layer.fits_own_products:
@@ -223,6 +226,8 @@ class NativeStep:
         if isinstance(embeddings, SharedEmbedding):
             return self._matrix(embeddings.head)
         weight = embeddings.weight
+        if weight.dtype not in _OF_WEIGHTS:
+            raise ValueError(f"embeddings of {weight.dtype}")
         return _Matrix(_KINDS[weight.dtype], *weight.shape, self._address(weight), None)
 
     def _embedding_scale(self) -> float:
@@ -241,3 +246,9 @@ class NativeStep:
 
 def _rows(product: _Product) -> int:
     return sum(product.parts[at].n for at in range(product.count))
+
+
+def _sizes(layer: Any) -> tuple[float, ...]:
+    """What all layers of a model must have alike."""
+    rows, inner = layer.queries_keys_values.rows, layer.down.parts[0].in_features
+    return layer.size, layer.heads, layer.scale, rows, inner

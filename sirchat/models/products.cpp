@@ -426,8 +426,9 @@ template <AOTITorchError (*F)(AtenTensorHandle, AtenTensorHandle, AtenTensorHand
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   auto tensors = (AtenTensorHandle*)stack;
   AtenTensorHandle y;
-  F(tensors[0], tensors[1], tensors[2], &y);
+  const auto error = F(tensors[0], tensors[1], tensors[2], &y);
   for (int i = 0; i < 3; i++) aoti_torch_delete_tensor_object(tensors[i]);
+  if (error) throw std::bad_alloc();
   tensors[0] = y;
 }
 

@@ -7,9 +7,11 @@ are operators of torch.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,10 +50,10 @@ class WrongProgramError(Exception):
 
 def compiler() -> list[str]:
     """The command of this machine's C++ compiler: $CXX, or g++, clang++, or zig; [] without one."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "clang++"]:
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [wanted] if wanted else [["g++"], ["clang++"]]:
         if (path := shutil.which(name)) is not None:
-            return [path]
+            return [path, *options]
     if not wanted and find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
     return []
@@ -76,13 +78,19 @@ def library_name() -> str:
 
 
 def build_library(path: Path) -> None:
-    """Compile the library into the file `path`, some seconds; RuntimeError has the compiler's."""
+    """Compile the library into the file `path`, some seconds; RuntimeError has the compiler's.
+
+    Raises OSError if the compiler was killed.
+    """
     include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     folders = [f"-I{include}", f"-L{lib}"]
     if sys.platform != "win32":
         folders.append(f"-Wl,-rpath,{lib}")
     command = [*compiler(), *_flags(), *folders, str(_MAIN), "-ltorch_cpu", "-o"]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+    env = {**os.environ, "LC_ALL": "C"}  # errors are told apart by their words
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, env=env)
+    if done.returncode < 0:
+        raise OSError(errno.EINTR, "the compiler was killed")
     if done.returncode:
         raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
     code = path.read_bytes()
@@ -97,15 +105,14 @@ def refuse_damaged(path: Path) -> None:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Load the library, and at its first use in a process compare its products with torch's.
+    """Load the library, and compare its products with torch's.
 
     Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
     """
-    if is_new := not has_own_products():
+    if not has_own_products():
         refuse_damaged(path)
     library = ctypes.CDLL(str(path))
-    if is_new:
-        _compare_with_torch()
+    _compare_with_torch()
     return library
 
 

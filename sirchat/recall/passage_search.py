@@ -106,9 +106,10 @@ class PassageSearch:
     def scores(
         self, message: Sought, generated: Numbers = (), by_words: Scores | None = None
     ) -> Scores:
-        """How well each passage [n] fits the message; `generated` are turns the model wrote.
+        """How well each passage [n] fits the message.
 
-        `by_words` is how it fits the words of the message's sentences, if known.
+        Passages of the turns `generated`, which the model wrote, count less. `by_words` are the
+        scores by the words of the message's sentences alone, if they were computed before.
         """
         scores = self.by_words(message.sentences) if by_words is None else by_words
         if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
@@ -126,7 +127,7 @@ class PassageSearch:
     ) -> Scores:
         """How well each passage [n] fits the words of passage number `first`, less the message's.
 
-        That itself counts 0.
+        The passage `first` has the score 0.
         """
         known, text = set(words_of(message.text)), self.passages.texts(ledger, first, first + 1)[0]
         new = " ".join(word for word in words_of(text) if word not in known)

@@ -206,7 +206,7 @@ class ReplyStream(PartSplitter):
     def dropped(self) -> NDArray[np.int64]:
         """Indices of the reasoning's tokens that the template leaves out of a history.
 
-        None if the reply has no answer, or calls tools: templates keep such reasoning.
+        Empty if the reply has no answer, or calls tools: templates keep such reasoning.
         """
         names, thought = [name for _, name in self.bounds], self.tokens("thinking")
         if "answer" not in names or "call" in names:

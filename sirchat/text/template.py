@@ -118,7 +118,7 @@ class Template:
         ids, others = self._later_user(content), self._later_turns
         if after_user:
             with suppress(ModelError):  # some templates refuse this; then as after a reply
-                ids, *others = [self._second_user(text) for text in (content, *OTHERS)]
+                ids, *others = [self._user_after_user(text) for text in (content, *OTHERS)]
         turn = self._find_content(ids, Role.USER, others, content)
         return self._anchored(turn, content)
 
@@ -507,7 +507,7 @@ class Template:
         ids = self._render([*STUB_HISTORY, _message("user", content)], prompt=True)
         return self._after_answer(ids)[len(self._closing) :]
 
-    def _second_user(self, content: str) -> list[int]:
+    def _user_after_user(self, content: str) -> list[int]:
         """The ids of a user turn after another; ModelError if they change the one before."""
         said = [*STUB_HISTORY, STUB_QUESTION]
         before = self._render(said, prompt=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.processor import own_rows
+from sirchat.models.products import library_name
 from sirchat.paths import compiled_dir
 
 pytestmark = has_library
@@ -127,6 +129,23 @@ def test_a_damaged_library_is_made_again(
     assert lines(copying) == 4
 
 
+def test_a_damaged_library_that_can_not_be_deleted_is_not_used(
+    copying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(products, "has_own_products", lambda: False)
+    assert make_library() == ""
+    (path,) = compiled_dir().iterdir()
+    path.write_bytes(b"")
+    model = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        use_compiled(model, "auto")
+    assert step_of(model).native is None
+
+
 @pytest.mark.parametrize("whose", ["file", "folder"])
 def test_what_others_could_have_written_is_not_loaded_and_doctor_says_so(
     copying: Path, whose: str
@@ -162,11 +181,18 @@ def test_what_can_not_be_compiled_is_tried_once_and_auto_goes_on_without(
     assert [path.suffix for path in compiled_dir().iterdir()] == [".failed"]
 
 
-@pytest.mark.parametrize("said", ["No space left on device", "Killed signal terminated cc1plus"])
-def test_a_full_disk_or_too_little_memory_is_no_reason_not_to_try_again(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch, said: str
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('echo "No space left on device" >&2; exit 1', "No space left on device"),
+        ('echo "Killed signal terminated cc1plus" >&2; exit 1', "Killed signal"),
+        ("kill -INT $$", "the compiler was killed"),  # as by Ctrl-C
+    ],
+)
+def test_what_may_not_recur_is_no_reason_not_to_try_again(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
-    log = compile_by(monkeypatch, own_home, f'echo half > "$out"; echo "{said}" >&2; exit 1')
+    log = compile_by(monkeypatch, own_home, f'echo half > "$out"; {script}')
     for count in (1, 2):
         assert said in make_library()
         assert lines(log) == count
@@ -200,6 +226,8 @@ def test_the_first_compiler_that_is_there_is_used(
         if name == "other":
             monkeypatch.setenv("CXX", name)
         assert products.compiler() == [str(own_home / name)]
+    monkeypatch.setenv("CXX", "g++ -m64")
+    assert products.compiler() == [str(own_home / "g++"), "-m64"]
 
 
 def test_a_library_with_wrong_products_is_not_tried_again(
@@ -222,8 +250,13 @@ def test_what_killed_processes_and_older_versions_left_is_deleted(copying: Path)
     for name in ("former.pt2", "0123.so", "0123.failed"):
         (compiled_dir() / name).touch()
     os.utime(old, (time.time() - 7200,) * 2)
+    for age in range(12):  # libraries of other compilers
+        (compiled_dir() / f"step-{age:02}.so").touch()
+        os.utime(compiled_dir() / f"step-{age:02}.so", (time.time() - age,) * 2)
     assert make_library() == ""
-    assert sorted(path.name[:5] for path in compiled_dir().iterdir()) == ["makin", "step-"]
+    newest = {f"step-{age:02}.so" for age in range(7)}
+    left = {path.name for path in compiled_dir().iterdir()}
+    assert left == {"making-young", library_name(), *newest}
 
 
 def test_a_session_of_evictions_switches_recall_and_undo_is_the_same_with_it(
