@@ -79,15 +79,15 @@ def bench_start(
 ) -> list[StartMeasure]:
     """Measure `rounds` starts of sirchat with a profile's model, each in a new process.
 
-    Each reads texts of `longs` tokens. As many first starts find nothing that others have kept.
-    Raises ModelError, with a message of one line, if the model can't be started.
+    Each reads texts of `longs` tokens. As many first starts find nothing that others have kept,
+    but for the library in C++. Raises ModelError, of one line, if the model can't be started.
     """
     ours, first, other = list[StartFigures](), list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)
     for _ in range(rounds + 1):
         ours.append(_ours((model, *how, profile.compile), longs))
         with fresh_home() as home:
-            first.append(_ours((model, *how, "off"), (), SIRCHAT_HOME=home))
+            first.append(_ours((model, *how, profile.compile), (), SIRCHAT_HOME=home))
         if peer is not None:
             other.append(_other(peer, longs))
     measured = [

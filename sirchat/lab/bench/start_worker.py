@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -27,13 +28,15 @@ StartFigures = dict[str, float]
 
 @contextmanager
 def fresh_home() -> Iterator[str]:
-    """Make a folder for SIRCHAT_HOME in which nothing is kept but the user's own models."""
-    from sirchat.paths import models_dir
+    """Make a folder for SIRCHAT_HOME with the user's own models and the library in C++ alone."""
+    from sirchat.paths import compiled_dir, models_dir
 
     with TemporaryDirectory() as home:
         if models_dir().exists():
             (Path(home) / "data").mkdir()
             (Path(home) / "data" / "models").symlink_to(models_dir())
+        if compiled_dir().exists():
+            shutil.copytree(compiled_dir(), Path(home) / "state" / "compiled")
         yield home
 
 
