@@ -58,7 +58,7 @@ def doctor(
         from sirchat.models.doctor import run_checks
 
     results = []
-    for result in run_checks(model, device_map, profile.recall_encoder):
+    for result in run_checks(model, device_map, profile.recall_encoder, profile.compile):
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

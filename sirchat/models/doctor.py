@@ -19,7 +19,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.model import LoadedModel, no_attention_reason
@@ -50,7 +50,10 @@ class Finding:
 
 
 def run_checks(
-    model_name: str, device_map: str = "off", recall_encoder: str = "auto"
+    model_name: str,
+    device_map: str = "off",
+    recall_encoder: str = "auto",
+    compiles: Compile = "auto",
 ) -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
@@ -64,7 +67,7 @@ def run_checks(
         yield _folder(f"{name} folder", folder)
     if recall_encoder != "auto":
         yield _own_encoder(recall_encoder)
-    yield from _model(model_name, device_map)
+    yield from _model(model_name, device_map, compiles)
 
 
 def _version(distribution: str) -> str:
@@ -99,7 +102,7 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str, device_map: str) -> Iterator[Finding]:
+def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(name, device_map=device_map, rows=MOST_ROWS)
@@ -115,10 +118,12 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)
-    use_compiled(model, "auto")
+    if compiles != "off":
+        use_compiled(model, "auto")
     yield from _choices(model)
     yield from _memory(model)
-    yield Finding("compiled step", compiled_in_words(model))
+    is_off = compiles == "off"
+    yield Finding("compiled step", "no: --compile off" if is_off else compiled_in_words(model))
     yield _speed(model)
 
 
