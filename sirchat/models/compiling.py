@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError
 from sirchat.models.decode_step import DecodeStep
@@ -46,6 +46,7 @@ from sirchat.paths import (
 Compile = Literal["auto", "on", "off"]
 
 _UNFINISHED = "making-"  # the prefix of the temporary folders in which libraries are compiled
+_PATIENCE = 60  # seconds that `auto` waits for the library; zig's first takes longer
 _KEPT = 8  # newest libraries, of several compilers, versions of torch and so on
 _LEFT_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
 
@@ -68,7 +69,9 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
     """
     if model.device.type == "cuda":
         _use_captured(model, how, progress)
-    elif how != "off" and (problem := _use_library(model, progress)) and how == "on":
+    elif how == "auto":
+        _use_library(model, progress, _PATIENCE)
+    elif how == "on" and (problem := _use_library(model, progress)):
         raise ModelError(
             f"--compile on: {problem}",
             hint="choose --compile auto, which compiles only if possible",
@@ -99,11 +102,11 @@ def compiled_in_words(model: LoadedModel) -> str:
     return f"no: {problem}" if problem else "yes"
 
 
-def make_library() -> str:
+def make_library(patience: float = -1) -> str:
     """Compile the library, unless it exists; returns why that fails, or "".
 
-    Waits for another thread or process that does. An error that would recur is kept in a file, so
-    that no later start tries it again.
+    Waits, at most for `patience` seconds if that is not -1, for another thread or process that
+    does. An error that would recur is kept in a file, so that no later start tries it again.
     """
     path = compiled_dir() / library_name()
     if path.exists():
@@ -115,12 +118,14 @@ def make_library() -> str:
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
-        with lock:
+        with lock.acquire(timeout=patience):
             try:
                 return "" if path.exists() else _read_failure(path) or _build(path)
             finally:
                 with suppress(OSError):  # Windows deletes no file that is open
                     Path(lock.lock_file).unlink(missing_ok=True)
+    except Timeout:
+        return "it is still being compiled"
     except OSError as error:
         return f"compiling fails: {error.strerror or error}"
 
@@ -143,16 +148,16 @@ def _build(path: Path) -> str:
 
 def library_when_made() -> ctypes.CDLL | None:
     """The library, once it is compiled; None if it can't be used."""
-    library = _open_library(None)
+    library = _open_library(None, _PATIENCE)
     return None if isinstance(library, str) else library
 
 
-def _open_library(progress: Progress | None) -> ctypes.CDLL | str:
+def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | str:
     """The library, which is compiled if it does not exist; or why it can't be used."""
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
-    if problem := make_library():
+    if problem := make_library(patience):
         return problem
     try:
         if foreign := changeable_by_others(path):
@@ -163,7 +168,7 @@ def _open_library(progress: Progress | None) -> ctypes.CDLL | str:
             path.unlink(missing_ok=True)
         except OSError as error:
             return f"{abbreviated(path)} is damaged and can't be deleted: {error.strerror}"
-        return _open_library(progress)
+        return _open_library(progress, patience)
     except WrongProgramError as error:
         _record_failure(path, str(error))
         return str(error)
@@ -171,12 +176,12 @@ def _open_library(progress: Progress | None) -> ctypes.CDLL | str:
         return f"it can't be loaded now: {_last_line(error)}"
 
 
-def _use_library(model: LoadedModel, progress: Progress | None) -> str:
+def _use_library(model: LoadedModel, progress: Progress | None, patience: float = -1) -> str:
     """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
     step, how = model.decode_step, matmul_method_of(model.module)
     if step is None and how is None:
         return f"sirchat can't compile model {model.name!r}"
-    library = _open_library(progress)
+    library = _open_library(progress, patience)
     if isinstance(library, str):
         return library
     if how is not None:

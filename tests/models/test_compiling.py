@@ -21,7 +21,7 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
-from sirchat.models import products
+from sirchat.models import compiling, products
 from sirchat.models.compiling import compiled_in_words, make_library, use_compiled
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.load import load_model, load_model_of
@@ -108,6 +108,29 @@ def test_several_threads_and_processes_compile_it_once(copying: Path) -> None:
         one.join()
     assert lines(copying) == 1
     assert make_library() == ""
+
+
+def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
+    copying: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_PATIENCE", 0.1)
+    go = own_home / "go"
+    compiler = Path(os.environ["CXX"])
+    text = compiler.read_text().replace("\n", f"\nuntil [ -e {go} ]; do sleep 0.05; done\n", 1)
+    compiler.write_text(text, encoding="utf-8")
+    slow = threading.Thread(target=make_library)
+    slow.start()
+    try:
+        while not list(compiled_dir().glob("making-*")):
+            time.sleep(0.01)
+        model = small()
+        use_compiled(model, "auto")
+        assert step_of(model).native is None
+    finally:
+        go.touch()
+        slow.join()
+    use_compiled(model, "auto")
+    assert step_of(model).native is not None
 
 
 def test_a_damaged_library_is_made_again(
