@@ -6,11 +6,13 @@ ledger, the carried logits. The budget is checked after each forward pass. Half 
 two: in one, tokens are guessed ahead; in the other they are computed one by one.
 
 The model is the bundled one, as a forward pass of the real one takes fifty times as long. With
-`SIRCHAT_ATTACK` it is the real one, as it is shipped, and computes guesses by a compiled program.
+`SIRCHAT_ATTACK` it is the real one, as it is shipped, and reads single tokens by the step in C++;
+with `SIRCHAT_ATTACK_MODEL=tiny` as well, it is the bundled one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -40,7 +42,8 @@ from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
-pytestmark = [pytest.mark.slow, *[pytest.mark.real] * bool(MANY)]
+IS_REAL = bool(MANY) and os.environ.get("SIRCHAT_ATTACK_MODEL") != "tiny"
+pytestmark = [pytest.mark.slow, *[pytest.mark.real] * IS_REAL]
 
 SAYINGS = [
     "My name is Anna and I live in Oslo.",
@@ -72,7 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)  # a short chat fills several
-        plain = load_model("smollm2", device="cpu") if MANY else small()
+        plain = load_model("smollm2", device="cpu") if IS_REAL else small()
         quick = replace(plain)
         if MANY:
             use_compiled(quick, "auto")
