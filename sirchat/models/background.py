@@ -1,4 +1,4 @@
-"""What makes later starts faster runs in processes that outlive a command, one at a time."""
+"""A prepared file may be written by a process that outlives its command, one at a time."""
 
 from __future__ import annotations
 
@@ -13,27 +13,16 @@ from sirchat.paths import private_dir, state_dir
 if sys.platform != "win32":
     import fcntl
 
-LOWEST = 19  # niceness
-BACKGROUND = "background"  # the lock of what runs
+_LOWEST = 19  # niceness
 
 
-def lower_priority(niceness: int) -> None:
-    """Lower the priority of this process, so that a chat's replies stay fast."""
-    if sys.platform != "win32":
-        os.nice(niceness)
-    if niceness and os.path.exists("/proc/self/autogroup"):
-        # Linux shares processors among sessions first, each with a priority of its own.
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
-
-
-def lock(name: str) -> int | None:
+def lock() -> int | None:
     """Lock a file in the folder of states; None if another process has it, or if it can't be made.
 
     It is free once the returned descriptor is closed, here and where it was inherited by a fork.
     """
     with suppress(OSError):
-        path = private_dir(state_dir()) / f"{name}.lock"
+        path = private_dir(state_dir()) / "background.lock"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             if sys.platform != "win32":
@@ -44,9 +33,9 @@ def lock(name: str) -> int | None:
     return None
 
 
-def is_running(name: str = BACKGROUND) -> bool:
-    """Whether a process in the background has this lock; by default, whether one works now."""
-    if (descriptor := lock(name)) is not None:
+def is_running() -> bool:
+    """Whether a process in the background works now."""
+    if (descriptor := lock()) is not None:
         os.close(descriptor)
     return descriptor is None
 
@@ -63,4 +52,8 @@ def leave_parent(lock: int) -> None:
         os.dup2(null, number)
     os.closerange(3, lock)
     os.closerange(lock + 1, 1 << 16)
-    lower_priority(LOWEST)
+    os.nice(_LOWEST)  # so that a chat's replies stay fast
+    if os.path.exists("/proc/self/autogroup"):
+        # Linux shares processors among sessions first, each with a priority of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(_LOWEST), encoding="ascii")

@@ -48,11 +48,10 @@ def load_module(
 ) -> Any:
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
-    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits, by `native` if
-    it can. With `for_hub`, it is a model of transformers. Raises ModelError if tensors are missing
-    or of a wrong shape.
+    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits: on a CPU by
+    `native`, if given. With `for_hub`, it is a model of transformers. Raises ModelError if tensors
+    are missing or of a wrong shape.
     """
-    native = native if device.type == "cpu" else None
     loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
     read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):

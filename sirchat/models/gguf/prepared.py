@@ -94,8 +94,8 @@ class _Writing:
         self.ends, self._lock = Event(), -1
 
     def run(self) -> None:
-        """Write the file, once no other process compiles or writes one, unless that `ends`."""
-        while (lock := background.lock(background.BACKGROUND)) is None:
+        """Write the file, once no other process writes one, unless that `ends`."""
+        while (lock := background.lock()) is None:
             if self.ends.wait(1):
                 return
         self._lock = lock
