@@ -346,9 +346,9 @@ class Session:
         turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
         with self.engine.evictor.recall_ends_at_error():
             yield from turn.read(ids, interrupted, after=closing)
-        stream = self.template.reply_stream(is_given=True)
-        stream.divide(ids.ids if self.seen == at.stop else ())
-        yield from turn.close(closing, stream, at)
+            stream = self.template.reply_stream(is_given=True)
+            stream.divide(ids.ids if self.seen == at.stop else ())
+            yield from turn.close(closing, stream, at)
         thinking, said = split_tagged(text)
         yield turn.finish(said, thinking)
         yield from self._events.take_problems()

@@ -12,6 +12,7 @@ from chatting import answer, session
 from families import HELD, LATENT, loaded
 from recall_rounds import memory, some_ids, talked
 from sirchat.chat.events import Delta, Event, Notice, Recalled, TurnDone
+from sirchat.chat.turn import OpenTurn
 from sirchat.memory.archive import Archive
 from sirchat.models.attention_hook import CallCounter, observed_by
 
@@ -81,6 +82,20 @@ def test_a_search_for_tokens_that_are_lost_ends_with_a_notice_and_the_turn_goes_
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "no token can be restored" in notice.text
     assert answer(events)
+
+
+def test_what_stepped_aside_is_back_if_the_end_of_a_given_reply_is_not_read() -> None:
+    chat = session(policy="sink", budget=64, recall="cosine", recall_n=20)
+    for _ in range(6):
+        list(chat.ask("Tell me a joke."))
+    list(chat.read_user("Tell me a joke."))
+    assert chat.engine.store.has_recall
+    reply = chat.read_reply("No.")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenTurn, "close", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(reply)
+    assert not chat.engine.store.has_recall
 
 
 def notices(events: Iterable[Event]) -> list[str]:

@@ -22,6 +22,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import NewTokens
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
 from sirchat.models import packed
@@ -177,7 +178,7 @@ def _note_rows(cache: BoundedCache, rows: Positions, stream: Positions) -> None:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Context manager: ids, surprisals and logits are noted, too."""
+    """Context manager: ids, surprisals and logits are noted, too, and rows that are read again."""
     recorded = Reader._record
 
     def record(self: Reader, chunk: NewTokens, found: Any, readings: Readings) -> list[float]:
@@ -199,7 +200,20 @@ def watching() -> Iterator[None]:
         shadow.passes.append((found.logits, last))
         return surprisals
 
-    with patch.object(Reader, "_record", record):
+    added = KeyValueStore.add_reread
+
+    def add_reread(self: KeyValueStore, rows: KeyValues) -> None:
+        shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
+        assert len(self.lost(rows.positions)) == len(rows.positions), "read again, but not lost"
+        for number, at in enumerate(rows.positions.tolist()):
+            written = torch.stack([one[:, number] for one in rows.tensors])
+            shadow.rows[at] = int(rows.written_at[number]), written
+        added(self, rows)
+
+    with (
+        patch.object(Reader, "_record", record),
+        patch.object(KeyValueStore, "add_reread", add_reread),
+    ):
         yield
 
 
