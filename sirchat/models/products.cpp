@@ -1,6 +1,6 @@
 // Products of rows of numbers x [M, K] with packed weights [N, K]: y = x W^T, float32 [M, N].
 //
-// x is rounded to 8 bits in groups of 32. A thread multiplies all rows of x with some rows of the
+// x is rounded to 8 bits in groups of 32, or to 16 where one number is far above the others. A thread multiplies all rows of x with some rows of the
 // weights, which it reads once. Each number of y is computed by the same operations in one order,
 // whatever M and the number of threads are. `attention.cpp` includes this file.
 #include <torch/csrc/stable/c/shim.h>
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -89,6 +90,7 @@ inline F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
 #define HAS_DOT 1
 inline I dot(I sum, I w, I x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #else
+#define HAS_SIGN 1
 inline I add16(I x, I y) { return _mm256_add_epi16(x, y); }
 inline I pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
 inline I times(I x, short y) { return _mm256_madd_epi16(x, _mm256_set1_epi16(y)); }
@@ -153,23 +155,31 @@ inline I dot8(I sum, I w, I x) { return dot(sum, w, x); }
 inline I dot4(I sum, I w, I x) { return add16(sum, pairs(w, x)); }
 inline I end4(I sum) { return times(sum, 1); }
 inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 16 bits
+#ifdef HAS_SIGN
+  return add(sum, times(pairs(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), 1));
+#endif
   const I low = all(0x0f0f0f0f);
   sum = add(sum, times(pairs(w & low, x), 1));
   return add(sum, times(pairs(down(w) & low, x), 16));
 }
 #endif
 
-// Rows of x, rounded to 8 bits: x = q * scale in each group. `sums` are scale times the sum of q.
+// Rows of x, rounded to 8 bits: x = q * scale in each group. In a group with an outlier, beside which
+// the others would be rounded to little, what that leaves has 8 bits, too: x = (q + rest / FINE) * scale.
 struct Rounded {
+  static constexpr int FINE = 254;                  // half a step of q is 127 steps of the rest
+  static constexpr int OUTLIER = 127 * GROUP / 12;  // sum of a group whose largest is 12 times the mean
   int64_t rows, groups;
-  int8_t* q;             // [M, K]
-  float *scales, *sums;  // [M, K / 32]
-  int32_t* totals;       // the sums of q
+  int8_t *q, *rest;             // [M, K]; a rest is written and read only where there is one
+  float *scales, *fine, *sums;  // [M, K / 32]; a step of the rest, and the sums of the rounded x
+  int32_t *totals, *rests;      // the sums of q and of the rest
+  int8_t* has_rest;
 
-  static int64_t size(int64_t m, int64_t k) { return m * (k + 12 * (k / GROUP)); }
+  static int64_t size(int64_t m, int64_t k) { return m * (2 * k + 21 * (k / GROUP)); }
   Rounded(int64_t m, int64_t k, char* memory) : rows(m), groups(k / GROUP) {
-    scales = (float*)memory, sums = scales + m * groups;
-    totals = (int32_t*)(sums + m * groups), q = (int8_t*)(totals + m * groups);
+    scales = (float*)memory, fine = scales + m * groups, sums = fine + m * groups;
+    totals = (int32_t*)(sums + m * groups), rests = totals + m * groups;
+    q = (int8_t*)(rests + m * groups), rest = q + m * k, has_rest = rest + m * k;
   }
 
   void round(const float* x, int64_t row, int64_t from, int64_t to) {  // these groups of a row
@@ -177,24 +187,39 @@ struct Rounded {
     const int64_t tile = row & -TILE, apart = std::min<int64_t>(rows - tile, TILE);
     x += from * GROUP;
     for (int64_t g = from; g < to; g++, x += GROUP) {
-      float numbers[GROUP], scale;
-      int32_t bits[GROUP], most = 0, sum = 0;
+      float scale, left[GROUP];
+      int32_t bits[GROUP], most = 0, sizes = 0;
       memcpy(bits, x, sizeof(bits));
       // as whole numbers, so that what is no number is larger than all that are
       for (int i = 0; i < GROUP; i++) most = std::max(most, bits[i] & 0x7fffffff);
       memcpy(&scale, &most, 4);
       scale /= 127;
       const float factor = scale > 1e-37f ? 1 / scale : 0;
-      // at this size, the last bit of a float counts ones
-      for (int i = 0; i < GROUP; i++) numbers[i] = x[i] * factor + 0x1.8p23f;
-      memcpy(bits, numbers, sizeof(bits));
-      int8_t rounded[GROUP];
-      for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)bits[i];
-      for (int i = 0; i < GROUP; i++) sum += rounded[i];
+      for (int i = 0; i < GROUP; i++) left[i] = x[i] * factor;
       const int64_t at = tile * groups + g * apart + row - tile;
-      memcpy(q + at * GROUP, rounded, GROUP);
-      scales[at] = scale, sums[at] = scale * sum, totals[at] = sum;
+      int8_t* steps = q + at * GROUP;
+      totals[at] = to_bytes(left, steps), scales[at] = scale, sums[at] = scale * totals[at];
+      for (int i = 0; i < GROUP; i++) sizes += std::abs(steps[i]);
+      has_rest[at] = 0 < sizes && sizes < OUTLIER;
+      fine[at] = scale / FINE;
+      if (!has_rest[at]) continue;
+      for (int i = 0; i < GROUP; i++) left[i] = (left[i] - steps[i]) * FINE;
+      rests[at] = to_bytes(left, rest + at * GROUP), sums[at] += fine[at] * rests[at];
     }
+  }
+
+ private:
+  static int32_t to_bytes(const float* x, int8_t* y) {  // returns the sum
+    float numbers[GROUP];
+    int32_t bits[GROUP], sum = 0;
+    int8_t bytes[GROUP];
+    // at this size, the last bit of a float counts ones
+    for (int i = 0; i < GROUP; i++) numbers[i] = x[i] + 0x1.8p23f;
+    memcpy(bits, numbers, sizeof(bits));
+    for (int i = 0; i < GROUP; i++) bytes[i] = (int8_t)bits[i];
+    for (int i = 0; i < GROUP; i++) sum += bytes[i];
+    memcpy(y, bytes, GROUP);
+    return sum;
   }
 };
 
@@ -239,7 +264,12 @@ struct Four {
 
 // Eight bits, int8 [N, K], and a scale for each row, bfloat16 [N].
 struct Eight {
-  static constexpr int STRIPS = 1, ROWS = L, CENTER = L == 4 ? 0 : 128;
+#ifdef HAS_SIGN
+  static constexpr int CENTER = 0;
+#else
+  static constexpr int CENTER = L == 4 ? 0 : 128;
+#endif
+  static constexpr int STRIPS = 1, ROWS = L;
   static constexpr bool HAS_ZEROS = false;
   const uint8_t* packed;
   const uint16_t* scales;
@@ -280,29 +310,45 @@ struct Eight {
 // One row of x with all rows of a block.
 template <class W>
 void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
-  F sums[W::STRIPS];
+  constexpr int S = W::STRIPS;
+  F sums[S];
   for (F& sum : sums) sum = all(0.0f);
-  for (int64_t g = 0; g < x.groups; g++) {
-    const int32_t* q = (const int32_t*)(x.q + g * GROUP);
-    I dots[W::STRIPS];
-    for (I& dot : dots) dot = all(0);
+  auto add_group = [&](int64_t g, auto has_rest) {
+    const auto *q = (const int32_t*)(x.q + g * GROUP), *rest = (const int32_t*)(x.rest + g * GROUP);
+    I dots[S], of_rest[S];
+    for (int s = 0; s < S; s++) dots[s] = of_rest[s] = all(0);
     const auto group = weights.group(row, g);
     for (int c = 0; c < CHUNKS; c++) {
-      I w[W::STRIPS];
+      I w[S];
       group.read(c, w);
-      for (int s = 0; s < W::STRIPS; s++) dots[s] = W::add_dot(dots[s], w[s], all(q[c]));
+      for (int s = 0; s < S; s++) dots[s] = W::add_dot(dots[s], w[s], all(q[c]));
+      for (int s = 0; s < S && has_rest; s++) of_rest[s] = W::add_dot(of_rest[s], w[s], all(rest[c]));
     }
-    for (int s = 0; s < W::STRIPS; s++)
-    {
+    for (int s = 0; s < S; s++) {
       F scale, zero;
       weights.factors(row + s * L, g, scale, zero);
       sums[s] = fma(wide(W::end(dots[s], x.totals[g])), scale * all(x.scales[g]), sums[s]);
       if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
+      if (has_rest) sums[s] = fma(wide(W::end(of_rest[s], x.rests[g])), scale * all(x.fine[g]), sums[s]);
     }
-  }
-  for (int s = 0; s < W::STRIPS; s++) {
+  };
+  for (int64_t g = 0; g < x.groups; g++)
+    if (x.has_rest[g]) add_group(g, std::true_type());
+    else add_group(g, std::false_type());
+  for (int s = 0; s < S; s++) {
     weights.finish(row + s * L, sums[s]);
     store(y + row + s * L, sums[s]);
+  }
+}
+
+// The sums of a group w [8] with the rests of `count` rows of x, from `at` on; 0 without one.
+template <class W>
+__attribute__((noinline)) void dots_of_rests(const I* w, const Rounded& x, int64_t at, int count, I* dots) {
+  for (int i = 0; i < count; i++, at++) {
+    dots[i] = all(0);
+    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP);
+    for (int c = 0; c < CHUNKS && x.has_rest[at]; c++) dots[i] = W::add_dot(dots[i], w[c], all(rest[c]));
+    if (x.has_rest[at]) dots[i] = W::end(dots[i], x.rests[at]);
   }
 }
 
@@ -324,6 +370,12 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
       sums[i] = fma(wide(W::end(dots[i], x.totals[at + i])), scale * all(x.scales[at + i]), sums[i]);
       if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
     }
+    int8_t any = 0;
+    for (int i = 0; i < M; i++) any |= x.has_rest[at + i];
+    if (!any) continue;
+    I of_rests[M];
+    dots_of_rests<W>(w, x, at, M, of_rests);
+    for (int i = 0; i < M; i++) sums[i] = fma(wide(of_rests[i]), scale * all(x.fine[at + i]), sums[i]);
   }
   for (int i = 0; i < M; i++) {
     weights.finish(row, sums[i]);
