@@ -29,6 +29,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.recall import Recollection
 from sirchat.text.detokenizer import Texts
+from sirchat.text.template import Template
 from sirchat.version import __version__
 
 _LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
@@ -76,7 +77,7 @@ class EventBuilder:
                 "this model has no chat template: it reads lines that begin with USER: and "
                 "ASSISTANT:, and its reply ends where it writes the next USER:"
             )
-        texts += self._unsuited(model, profile, _LIMITS_RECALL)
+        texts += self._unsuited(model, profile, {*_LIMITS_RECALL, "reasoning"})
         return [opening, *map(Notice, texts)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
@@ -186,6 +187,9 @@ class EventBuilder:
                 "`sirchat train anchor`, or use /policy anchor lazy=true, which evicts tokens "
                 "only when the cache is full"
             )
+        if "reasoning" in changed and profile.reasoning != "auto":
+            problem = Template(model.tokenizer).switches.problem(profile.reasoning)
+            yield from [problem] if problem else []
         counts_attention = settings.attention_stats is not None
         if "policy" in changed and counts_attention and not model.exposes_attention:
             name = type(policy).__name__.lower()

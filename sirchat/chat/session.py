@@ -28,14 +28,7 @@ from sirchat.chat.settings import (
     undone_at_end,
     updated_profile,
 )
-from sirchat.chat.state import (
-    ConversationState,
-    Reply,
-    Turn,
-    TurnStats,
-    UndoPoint,
-    undo_depth,
-)
+from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.statements import StatedFact, facts_in, pin_rules, sentences_at
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
@@ -114,6 +107,15 @@ class Session:
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
         self._last_reply = AfterReply()
+
+    @property
+    def template(self) -> Template:
+        """The chat template, as the setting `reasoning` has it."""
+        return self._template.with_reasoning(self.profile.reasoning)
+
+    @template.setter
+    def template(self, template: Template) -> None:
+        self._template = template
 
     @property
     def turns(self) -> list[Turn]:
@@ -219,7 +221,7 @@ class Session:
 
         The caller generates it by `OpenReply.events`, or by `step` with those of other sessions.
         """
-        turn = turn or self._begin_turn("assistant")
+        turn = turn or self._open_turn("assistant")
         profile, closing = self.profile, self.template.closing
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
@@ -325,7 +327,7 @@ class Session:
         state.in_round, state.header = True, ids.header
         if said is not None:
             state.attempt = 0
-        turn = self._begin_turn(role)
+        turn = self._open_turn(role)
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         return turn
 
@@ -343,7 +345,7 @@ class Session:
         ids = given or self.template.assistant(text, self.state.header)
         closing = self.template.closing if ids.closing is None else ids.closing
         self.engine.require_room(len(ids.ids) + len(closing))
-        turn, at = self._begin_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
+        turn, at = self._open_turn("assistant"), range(self.seen, self.seen + len(ids.ids))
         with self.engine.evictor.recall_ends_at_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(is_given=True)
@@ -560,10 +562,9 @@ class Session:
         self.engine.load(saved, rows, attention, evicted)
         self.state, self.undo_points = state, list(undo_points)
 
-    def _begin_turn(self, role: str) -> OpenTurn:
-        return self._open_turn(self.state.begin(role))
-
-    def _open_turn(self, stats: TurnStats) -> OpenTurn:
+    def _open_turn(self, turn: str | TurnStats) -> OpenTurn:
+        """Go on with a turn, or begin one of this role."""
+        stats = self.state.begin(turn) if isinstance(turn, str) else turn
         return OpenTurn(self.state, self.engine, self._events, stats, self.profile.evict_thinking)
 
     def _read_pending(self) -> list[Event]:
@@ -585,7 +586,7 @@ class Session:
         self.undo_points = [*self.undo_points, point][-depth:]
 
     def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
-        turn, start, state = self._begin_turn("system"), self.seen, self.state
+        turn, start, state = self._open_turn("system"), self.seen, self.state
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
         finally:  # also after an error: the part that was read is pinned, and can be unpinned

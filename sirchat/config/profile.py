@@ -136,6 +136,9 @@ class Profile(BaseModel):
     pin_instructions: bool = True
     """Pin a sentence of yours that sets a rule for later replies, such as 'call me Priya', if the
     model has an encoder."""
+    reasoning: Literal["auto", "on", "off", "low", "medium", "high"] = "auto"
+    """Whether the model reasons before it answers, if its chat template has a switch: auto is as
+    the model has it; low, medium and high say how long, where the template has efforts."""
     evict_thinking: bool = False
     """Evict a reply's reasoning (<think>) when the reply is complete."""
     archive: Literal["ram", "disk", "off"] = "ram"

@@ -81,6 +81,7 @@ class _OllamaAsk(Fields):
     model: str
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     stream: bool = True
     sirchat: MemorySettings = MemorySettings()
 
@@ -91,6 +92,8 @@ class _OllamaAsk(Fields):
             "stream": self.stream,
             "sirchat": self.sirchat,
         }
+        if self.think is not None:
+            fields["think"] = self.think
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:

@@ -133,6 +133,7 @@ def generate_reply(
     with session.temporary_reply_settings(options.settings):
         try:
             _set_template(session, history, options)
+            options.notes.extend(_of_reasoning(session, options))
             allowed = None if options.format is None else options.format(session)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
@@ -178,6 +179,14 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
                     return
                 tools = prompted
             session.template = tools
+
+
+def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:
+    """A note if the reasoning that the request asks for can't be had."""
+    wanted, switches = options.settings.get("reasoning", "auto"), session.template.switches
+    is_usual = wanted in ("off", "medium") and not switches.has_effort
+    if not is_usual and (problem := switches.problem(wanted)):
+        yield problem
 
 
 def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:

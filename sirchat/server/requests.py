@@ -239,6 +239,24 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ThinkingOptions(Fields):
+    """The field `thinking`, as Anthropic has it; the number of tokens is not kept to."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class TemplateOptions(Fields):
+    """The field `chat_template_kwargs`: switches of reasoning, by their names in templates."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
 class MemorySettings(Fields):
     """The field `sirchat`: settings of the conversation's memory, for this reply.
 
@@ -336,11 +354,25 @@ class ChatRequest(ReplyRequest):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
     sirchat_ask: OwnSession | None = None
+    reasoning_effort: Effort | None = None
+    think: bool | Effort | None = None  # as Ollama calls it
+    thinking: ThinkingOptions | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
-        limit = self.max_completion_tokens
-        return super().settings() | ({"max_new_tokens": limit} if limit else {})
+        limit, reasoning = self.max_completion_tokens, sorted(self._reasoning - {"on"}) or ["on"]
+        own = {"max_new_tokens": limit} if limit else {}
+        return super().settings() | own | ({"reasoning": reasoning[0]} if self._reasoning else {})
+
+    @property
+    def _reasoning(self) -> set[str]:
+        """What the fields say for the setting `reasoning`."""
+        options, kind = self.chat_template_kwargs, self.thinking and self.thinking.type
+        given = {self.reasoning_effort, self.think, kind, options.reasoning_effort}
+        given |= {options.enable_thinking, options.thinking}
+        meant = (READ_AS["reasoning"].get(value, value) for value in given)
+        return {value for value in meant if value is not None}
 
     @property
     def called_tools(self) -> list[FunctionFields]:
@@ -393,6 +425,9 @@ class ChatRequest(ReplyRequest):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
+        if len(self._reasoning - {"on"}) > 1 or self._reasoning >= {"on", "off"}:
+            problem = "reasoning is asked for in several ways that differ; give one of them"
+            raise RequestError(problem, param="reasoning_effort")
         if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
 

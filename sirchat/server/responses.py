@@ -22,6 +22,7 @@ from sirchat.server.requests import (
     CallId,
     ChatMessage,
     ChatRequest,
+    Effort,
     Fields,
     FunctionCall,
     FunctionFields,
@@ -135,9 +136,10 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """The field `reasoning` of a request, of which nothing can be had but what is usual."""
+    """The field `reasoning` of a request."""
 
     place = "request"
+    effort: Effort | None = None
 
 
 def _without_reasoning(given: Any) -> Any:
@@ -205,6 +207,7 @@ class ResponsesRequest(Fields):
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
+            "reasoning_effort": self.reasoning.effort,
         }
         return make_request(ChatRequest, fields)
 

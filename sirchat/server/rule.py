@@ -34,12 +34,9 @@ _ROWS: list[tuple[str, str, tuple[Any, ...] | None]] = [
     ("request", "early_stopping ban_eos_token dynamic_temperature", (False,)),
     ("request", "parallel_tool_calls penalize_newline skip_special_tokens", (True,)),
     ("request", "spaces_between_special_tokens add_bos_token do_sample", (True,)),
-    ("request", "reasoning_effort effort", ("none", "medium")),
-    ("request", "chat_template_kwargs", ({}, {"enable_thinking": False})),
     ("request", "function_call", ("none", "auto")),
     ("request", "include", ([], ["reasoning.encrypted_content"])),
     ("request", "modalities", (["text"],)),
-    ("request", "thinking", ({"type": "disabled"},)),
     ("request", "tool_choice truncation", ("auto",)),
     ("request", "verbosity", ("medium",)),
     ("request", "web_search_options", ()),
@@ -57,6 +54,16 @@ READ_AS: dict[str, dict[Any, Any]] = {
     "top_k": {0: None, -1: None},
     "num_predict": {-1: MANY, -2: MANY},
     "repeat_last_n": {-1: MANY},
+    "reasoning": {
+        False: "off",
+        "none": "off",
+        "disabled": "off",
+        True: "on",
+        "enabled": "on",
+        "adaptive": None,
+        "minimal": "low",
+        "xhigh": "high",
+    },
     **{f"max_{kind}tokens": {-1: MANY} for kind in ("", "completion_", "output_")},
 }
 
@@ -83,7 +90,9 @@ def is_taken(place: str, name: str, value: Any) -> bool:
 
 def nearest(name: str, value: Any) -> Any:
     """The value that a setting has, if a request gives it `value`."""
-    least, most = NEAREST.get(name, (value, value))
+    if name not in NEAREST:
+        return value
+    least, most = NEAREST[name]
     if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
         return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, least), most)

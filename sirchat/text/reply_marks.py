@@ -29,6 +29,7 @@ Message = dict[str, Any]
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+_SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 CONTROL = re.compile(f"{START}([^{END}]*){END}")
@@ -79,6 +80,50 @@ class Marks:
         begin = "".join(opening[: shared(opening, answer)])
         is_head = begin and begin != self.answer and opening[-1] == answer[-1]
         return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The variables by which a chat template turns reasoning on or off.
+
+    `thinking` is the name of one that is true or false, "" without; `has_effort`: whether
+    `reasoning_effort` says how long to reason.
+    """
+
+    thinking: str = ""
+    has_effort: bool = False
+
+    def variables(self, wanted: str) -> dict[str, Any]:
+        """The variables for a value of the setting `reasoning`; {} for what is usual."""
+        if wanted == "auto" or (wanted == "medium" and not self.has_effort):
+            return {}
+        found: dict[str, Any] = {self.thinking: wanted != "off"} if self.thinking else {}
+        if self.has_effort and wanted == "off":
+            return found or {_EFFORT: "low"}
+        return found | ({_EFFORT: wanted} if self.has_effort and wanted != "on" else {})
+
+    def problem(self, wanted: str) -> str:
+        """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
+        if wanted == "auto" or self.thinking or (self.has_effort and wanted not in ("on", "off")):
+            return ""
+        if self.has_effort:
+            how = {"off": "be switched off; its effort is low", "on": "be off"}[wanted]
+            return f"this model's reasoning can't {how}"
+        return f"reasoning {wanted} has no effect: the model's chat template has no switch for it"
+
+
+def find_switches(render: Callable[[dict[str, Any]], str | None], source: str) -> Switches:
+    """The switches of a chat template: variables that its `source` names and that change a chat.
+
+    `render` renders a chat with some variables; None if that is refused.
+    """
+
+    def matters(name: str, *values: object) -> bool:
+        texts = {render({name: value}) for value in values if name in source} - {None}
+        return len(texts) > 1
+
+    thinking = next((name for name in _SWITCHES if matters(name, True, False)), "")
+    return Switches(thinking, matters(_EFFORT, "low", "high"))
 
 
 def find_marks(

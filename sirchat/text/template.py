@@ -10,9 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from jinja2.exceptions import TemplateError
 
@@ -20,7 +21,15 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.control_tokens import ControlTokens
-from sirchat.text.reply_marks import IN_REPLIES, KEYS, Marks, find_marks, shared
+from sirchat.text.reply_marks import (
+    IN_REPLIES,
+    KEYS,
+    Marks,
+    Switches,
+    find_marks,
+    find_switches,
+    shared,
+)
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
 
@@ -79,6 +88,8 @@ class Template:
         anchors: Anchors | None = None,
         ends: int | Iterable[int] | None = None,
     ) -> None:
+        self._variables: dict[str, Any] = {}  # which the template gets beside messages and tools
+        self._by_reasoning = {"auto": self}  # shared by all of these
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
         self._template: str | None = None if tokenizer.chat_template else self._plain_template()
@@ -86,6 +97,32 @@ class Template:
         self._control_tokens = ControlTokens(tokenizer)
         self._control_tokens = ControlTokens(tokenizer, self._written_texts(), self.ends)
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
+
+    def with_reasoning(self, wanted: str) -> Self:
+        """The template as the setting `reasoning` wants it; as it is where it has no switch."""
+        known: dict[str, Any] = self._by_reasoning
+        if wanted not in known:
+            switches = self.switches  # which the copy has, too
+            known[wanted] = other = copy(self)
+            other._variables = switches.variables(wanted)
+            for name in set(vars(other)) - {"switches"}:
+                if isinstance(getattr(type(other), name, None), cached_property):
+                    delattr(other, name)  # it was computed without them
+        found: Self = known[wanted]
+        return found
+
+    @cached_property
+    def switches(self) -> Switches:
+        """The variables by which the template turns reasoning on or off."""
+
+        def rendered(variables: dict[str, Any]) -> str | None:
+            other = copy(self)
+            other._variables = variables
+            with suppress(ModelError):
+                return other._render_text([STUB_QUESTION], prompt=True)
+            return None
+
+        return find_switches(rendered, str(self._tokenizer.chat_template or ""))
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
@@ -410,6 +447,7 @@ class Template:
                 tools_in_user_message=False,  # of Llama: they are pinned with the system prompt
                 documents=None,
                 **self._tokenizer.special_tokens_map,
+                **self._variables,
             )
         except TemplateError as error:
             problem = _brief(error)

@@ -97,8 +97,8 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "Settings": {
         "/model NAME": "go on with another model",
         "/policy NAME": "choose how tokens are evicted",
-        "/budget N": "set how many tokens are held",
-        "/decay": "set how fast old tokens lose score",
+        "/budget, /decay": "tokens held; how fast old ones fade",
+        "/reasoning": "let the model reason first, or not",
         "/sinks, /recent": "first, newest tokens to keep",
         "/system TEXT": "set the system prompt",
         "/profile NAME": "apply a set of settings",
@@ -265,6 +265,11 @@ class Commands:
     def do_decay(self, rest: str) -> None:
         """[FACTOR|auto]: set the factor, at most 1, on surprisal and attention after each round."""
         self._switching.change_setting("/decay", "decay", rest)
+
+    def do_reasoning(self, rest: str) -> None:
+        """[auto|on|off|low|medium|high]: let the model reason before it answers, or not; auto is as
+        the model has it, and an effort says how long, where its chat template has these."""
+        self._switching.change_setting("/reasoning", "reasoning", rest)
 
     def do_sinks(self, rest: str) -> None:
         """[TOKENS]: set how many first tokens of the conversation always stay."""

@@ -116,7 +116,7 @@ class SlashCompleter(Completer):
                 yield from _VALUES[name]
             case ["show" | "set"]:
                 yield from self._settings()
-            case ["recall" | "decay" | "thinking" | "theme" as name] | ["set", name]:
+            case ["recall" | "decay" | "reasoning" | "thinking" | "theme" as name] | ["set", name]:
                 yield from self._values(name)
 
     @cached_property

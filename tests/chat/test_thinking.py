@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
 from by_heart import THOUGHT as THOUGHT_OF_FRANCE
-from chatting import session, smallest, tiny
-from sirchat.chat.events import Delta, Evicted
+from chatting import ids_of, session, smallest, tiny
+from sirchat.chat.events import Delta, Evicted, Notice
 from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Sampler
@@ -24,6 +25,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 from speaking import saying
+from template_shapes import template, with_template
 
 THOUGHT = "<think>She is called Anna, so I greet her.</think>"
 
@@ -166,3 +168,83 @@ def test_a_reply_and_its_reasoning_are_saved_as_they_are(tmp_path: Path) -> None
     with SessionStore.create(tmp_path, {}) as store:
         store.append(turns, np.zeros(0), Head(0, np.zeros(0, np.int64), None, {}))
         assert store.turns() == turns
+
+
+_EFFORT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if reasoning_effort %}effort {{ reasoning_effort }}\n{% endif %}{% endif %}"
+)
+_TWO_WAYS = _EFFORT.replace("{% if reasoning", "{% if thinking %}<think>{% endif %}{% if reasoning")
+
+
+def _switchable(source: str) -> Session:
+    model = smallest(f"switchable {hash(source)}", with_template(source))
+    return session(model, policy="full", system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("source", "reasoning", "variables"),
+    [
+        (template("qwen3"), "auto", {}),
+        (template("qwen3"), "on", {"enable_thinking": True}),
+        (template("qwen3"), "off", {"enable_thinking": False}),
+        (template("qwen3"), "low", {"enable_thinking": True}),
+        (_EFFORT, "on", {}),
+        (_EFFORT, "high", {"reasoning_effort": "high"}),
+        (_EFFORT, "off", {"reasoning_effort": "low"}),
+        (_TWO_WAYS, "off", {"thinking": False}),
+        (_TWO_WAYS, "low", {"thinking": True, "reasoning_effort": "low"}),
+    ],
+)
+def test_reasoning_is_switched_by_the_variables_of_the_template(
+    source: str, reasoning: str, variables: dict[str, Any]
+) -> None:
+    chat = _switchable(source)
+    messages = [{"role": "system", "content": "Be brief."}]
+    for number, wanted in enumerate(("auto", reasoning)):  # live
+        chat.switch("/set", reasoning=wanted)
+        messages.append(user(f"Hello {number}."))
+        list(chat.read_user(messages[-1]["content"]))
+        (text,), _ = render_jinja_template(
+            [messages],
+            chat_template=source,
+            add_generation_prompt=True,
+            **({} if wanted == "auto" else variables),
+        )
+        assert ids_of(chat) == chat.model.tokenizer.encode(text, add_special_tokens=False)
+        messages.append(assistant("Yes."))
+        list(chat.read_reply("Yes."))
+
+
+@pytest.mark.parametrize(
+    ("source", "reasoning", "said"),
+    [
+        (template("qwen3"), "off", ""),
+        (template("chatml"), "off", "reasoning off has no effect: the model's chat template has"),
+        (template("chatml"), "auto", ""),
+        (_EFFORT, "off", "can't be switched off; its effort is low"),
+        (_EFFORT, "medium", ""),
+        (_TWO_WAYS, "off", ""),
+    ],
+)
+def test_what_a_template_can_not_switch_is_said(source: str, reasoning: str, said: str) -> None:
+    chat = _switchable(source)
+    events = chat.switch("/set", reasoning=reasoning)
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert len(notices) == bool(said)
+    assert said in "".join(notices)
+    opening = [event.text for event in chat.opening_events() if isinstance(event, Notice)]
+    assert [text for text in opening if "reasoning" in text] == notices
+
+
+def test_a_reply_that_the_template_opens_with_reasoning_has_none_if_that_is_off() -> None:
+    source = template("qwen3").replace(
+        "{% if enable_thinking is defined",
+        "{% if enable_thinking is not defined %}<think>\n"
+        "{% endif %}{% if enable_thinking is defined",
+    )
+    chat = _switchable(source)
+    assert chat.template.marks.is_open
+    chat.switch("/set", reasoning="off")
+    assert not chat.template.marks.is_open

@@ -70,7 +70,7 @@ def model(request: pytest.FixtureRequest, data: Path) -> LoadedModel:
     return smallest(request.param, _tokenizer(data, request.param))
 
 
-def whole(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def whole(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> list[int]:
     """The ids of all messages and of the header of a reply, as transformers renders them.
 
     A template that takes reasoning apart from the text gets it so.
@@ -87,6 +87,7 @@ def whole(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         chat_template=tokenizer.chat_template,
         add_generation_prompt=True,
         **tokenizer.special_tokens_map,
+        **variables,
     )
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
@@ -104,3 +105,16 @@ def test_a_chat_is_read_as_the_whole_conversation_would_be(model: LoadedModel, s
         assert ids_of(chat) == whole(tokenizer, messages), messages
         messages.append(assistant(draw.choice(_REPLIES)))
         list(chat.read_reply(messages[-1]["content"]))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("reasoning", ["on", "off"])
+def test_reasoning_is_switched_as_transformers_switches_it(
+    data: Path, system: str | None, reasoning: str
+) -> None:
+    tokenizer = _tokenizer(data, "qwen3")
+    chat = session(smallest("qwen3", tokenizer), system=system, reasoning=reasoning)
+    messages = [*([{"role": "system", "content": system}] if system else []), user("Hello.")]
+    list(chat.read_user("Hello."))
+    assert ids_of(chat) == whole(tokenizer, messages, enable_thinking=reasoning == "on")
+    assert ("<think>" in tokenizer.decode(ids_of(chat))) == (reasoning == "off")

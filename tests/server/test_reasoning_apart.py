@@ -6,16 +6,19 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from by_heart import ANSWER, GREETING, NAME, QUESTION, SHAPES, THOUGHT, teach, tokenizer, user
-from serving import Served, cached, served
+from chatting import smallest
+from serving import CHAT, Served, cached, served
 from sirchat.models.model import wrap_model
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.text.tool_calls import CallParser
+from template_shapes import template, with_template
 
 _USAGE = ["prompt_tokens", "prompt_tokens_details", "completion_tokens", "total_tokens"]
 _USAGE += ["completion_tokens_details"]
@@ -173,3 +176,54 @@ def test_calls_between_control_tokens_are_read_in_their_form(lead: str, marked: 
         assert [call.id for call in calls] == ["call00003", "call00004"][:count]
     assert CallParser({"weather"}, 0).read(marked.format("weather", "{"), lead) == []
     assert len(CallParser({"weather"}, 0, only_one=True).read(text, lead)) == 1
+
+
+@pytest.fixture(scope="module")
+def switchable() -> Iterator[Served]:
+    """A server of a model whose template reasons unless that is switched off."""
+    model = smallest("switchable", with_template(template("qwen3")))
+    with served(model, max_new_tokens=2) as server:
+        yield server
+
+
+_OFF: list[tuple[str, dict[str, Any]]] = [
+    *((CHAT, {"reasoning_effort": "none"}), (CHAT, {"thinking": {"type": "disabled"}})),
+    *((CHAT, {"chat_template_kwargs": {name: False}}) for name in ("thinking", "enable_thinking")),
+    ("/v1/responses", {"reasoning": {"effort": "none"}}),
+    *((f"/api/{path}", {"think": False}) for path in ("chat", "generate")),
+]
+_READ = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+_AS_IT_IS: list[tuple[str, dict[str, Any]]] = [
+    *((CHAT, {"reasoning_effort": value}) for value in ("medium", "high")),
+    *((CHAT, {}), (CHAT, {"chat_template_kwargs": {"enable_thinking": True}})),
+    ("/v1/responses", {"reasoning": {"effort": "low", "summary": "auto"}}),
+    ("/api/chat", {"think": "high"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_off"),
+    [*((*one, True) for one in _OFF), *((*one, False) for one in _AS_IT_IS)],
+)
+def test_a_request_switches_reasoning_off_by_the_field_of_its_kind(
+    switchable: Served, path: str, fields: dict[str, Any], is_off: bool
+) -> None:
+    asked: dict[str, Any] = {"input": "Hi."} if "responses" in path else {"messages": [user("Hi.")]}
+    asked = {"prompt": "Hi."} if "generate" in path else asked
+    asked |= {"stream": False}
+    response = switchable.client.post(path, json={"model": "switchable", **asked, **fields})
+    assert response.status_code == 200, response.text
+    assert "X-Sirchat-Note" not in response.headers
+    found = response.json()
+    usage = found.get("usage", found)
+    read = next(usage[name] for name in _READ if name in usage)
+    encode = partial(with_template("").encode, add_special_tokens=False)
+    ids = encode("<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n")
+    assert read == len(ids) + is_off * len(encode("<think>\n\n</think>\n\n"))
+
+
+def test_reasoning_that_is_asked_for_in_two_ways_must_be_the_same(switchable: Served) -> None:
+    both = {"reasoning_effort": "none", "think": True}
+    response = switchable.post([user("Hi.")], model="switchable", **both)
+    assert response.status_code == 400
+    assert "in several ways that differ" in response.json()["error"]["message"]

@@ -66,6 +66,7 @@ def strange(**parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "a", "parameters": {"properties": parameters}}}
 
 
+NO_SWITCH = "has no effect: the model's chat template has no switch for it"
 NEUTRAL: list[tuple[str, str, Any]] = [
     *((CHAT, name, None) for name in ("stop", "tools", "logprobs", "seed", "nosuch", "top_k")),
     *((CHAT, name, "x") for name in ("user", "prompt_cache_key", "safety_identifier")),
@@ -130,8 +131,9 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "top_logprobs", 3),
     (CHAT, "modalities", ["text", "audio"]),
     (CHAT, "web_search_options", {}),
-    (CHAT, "reasoning_effort", "high"),
-    (CHAT, "chat_template_kwargs", {"enable_thinking": True}),
+    (CHAT, "reasoning_effort", "much"),
+    (CHAT, "chat_template_kwargs", {"nosuch": True}),
+    (CHAT, "thinking", {"type": "often"}),
     *((CHAT, "temperature", value) for value in ("hot", -1)),
     *((CHAT, "top_p", value) for value in (-1, "all")),
     (CHAT, "seed", 1.5),
@@ -177,11 +179,11 @@ REFUSED: list[tuple[str, str, Any]] = [
     (RESPONSES, "background", True),
     (RESPONSES, "truncation", "disabled"),
     (RESPONSES, "include", ["message.output_text.logprobs"]),
-    (RESPONSES, "reasoning", {"effort": "high"}),
+    (RESPONSES, "reasoning", {"effort": "much"}),
     *((RESPONSES, "tools", [tool]) for tool in ({"type": "x"}, WEATHER)),
     (RESPONSES, "max_output_tokens", 0),
     (RESPONSES, "prompt", {"id": "x"}),
-    (OLLAMA, "think", True),
+    (OLLAMA, "think", "much"),
     (OLLAMA, "format", "xml"),
     (OLLAMA, OPTIONS, {"mirostat": 1}),
     (OLLAMA, OPTIONS, {"num_predict": -3}),
@@ -223,6 +225,11 @@ def test_a_value_that_changes_nothing_is_taken(
         (CHAT, {"top_p": 1.5}, "top_p is 1"),
         (CHAT, {"repeat_penalty": 0}, "repetition_penalty is 0.1"),
         (OLLAMA, {"options": {"num_ctx": 10**6}}, "num_ctx is 2048, the model's context"),
+        (CHAT, {"reasoning_effort": "high"}, f"reasoning high {NO_SWITCH}"),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, f"reasoning on {NO_SWITCH}"),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 9}}, f"reasoning on {NO_SWITCH}"),
+        (RESPONSES, {"reasoning": {"effort": "xhigh"}}, f"reasoning high {NO_SWITCH}"),
+        (OLLAMA, {"think": True}, f"reasoning on {NO_SWITCH}"),
         (
             CHAT,
             {"response_format": form({"enum": ["a"], "format": "password", "uniqueItems": True})},
