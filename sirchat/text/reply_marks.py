@@ -29,6 +29,7 @@ Message = dict[str, Any]
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+_LEAST_STOP = 4  # characters of a text that ends replies
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
@@ -169,7 +170,20 @@ def find_marks(
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
-    return Marks(opening, closing, is_open, answer, end, kept, *call)
+    stop = _text_at_end(tail.partition(_QUESTION)[0])
+    return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
+
+
+def _text_at_end(between: str) -> str:
+    """What ends a reply as text, if what stands `between` reply and question has no control token.
+
+    Such as `<|im_end|>` in a vocabulary that has no such token, or a line `### Instruction:`.
+    """
+    line = between.strip().partition("\n")[0].rstrip()
+    if CONTROL.search(between) or len(line) < _LEAST_STOP or line.isalnum():
+        return ""
+    blanks = between[: len(between) - len(between.lstrip())]
+    return ("\n" if "\n" in blanks else blanks[-1:]) + line
 
 
 def _find_call(

@@ -59,11 +59,43 @@ def test_a_reply_that_is_all_reasoning_says_what_cut_it(monkeypatch: pytest.Monk
     assert why in done.stderr
 
 
-def plain() -> LoadedModel:
-    """The bundled model, as if it had no chat template."""
+def plain(source: str | None = None) -> LoadedModel:
+    """The bundled model, as if it had no chat template, or this one."""
     without = copy.deepcopy(IT)
-    without.chat_template = None
+    without.chat_template = source
     return wrap_model("plain", tiny().module, without)
+
+
+def _template(head: str, end: str) -> str:
+    """A template whose turns have this head, with the role as {}, and this end."""
+    loop = "{% for m in messages %}" + head.format("{{ m.role }}") + "{{ m.content }}" + end
+    asked = head.format("assistant")
+    return f"{loop}{{% endfor %}}{{% if add_generation_prompt %}}{asked}{{% endif %}}"
+
+
+@pytest.mark.parametrize(
+    ("head", "end", "goes_on"),
+    [
+        ("<|im_start|>{}\n", "<|im_end|>\n", "<|im_end|>\n<|im_start|>user\nAnd you?"),
+        ("<|im_start|>{}\n", "<|im_end|>\n", "<|im_end|>"),
+        ("<start_of_turn>{}\n", "<end_of_turn>\n", "<end_of_turn>\n<start_of_turn>user\nAnd you?"),
+        ("### {}:\n", "\n\n", "\n\n### user:\nAnd you?\n\n### assistant:"),
+    ],
+)
+def test_a_reply_ends_where_the_template_s_mark_of_its_end_is_written_as_text(
+    monkeypatch: pytest.MonkeyPatch, head: str, end: str, goes_on: str
+) -> None:
+    said = "I am fine. <|im_e> ## user: 5 < 6\n#"
+    model = plain(_template(head, end))
+    assert len(model.tokenizer.encode(end, add_special_tokens=False)) > 1
+    monkeypatch.setattr(Sampler, "pick", saying(f"{said}{goes_on}"))
+    chat = session(model, max_new_tokens=90)
+    events = list(chat.ask("Hello."))
+    (reply,) = (e for e in events if isinstance(e, TurnDone) and e.role == "assistant")
+    assert (reply.text.rstrip(), reply.finish) == (said, "stop")
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == reply.text
+    held = "".join(row.text for row in chat.snapshot().rows)
+    assert "And you?" not in held
 
 
 @pytest.mark.parametrize("goes_on", ["\nUSER: And you?\nASSISTANT: I", "\nUSER:", "\nUSER: \n" * 9])
