@@ -459,7 +459,8 @@ class Template:
     def _marked(self, value: Any) -> Any:
         """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
-            return value if isinstance(value, _Marked) else self._control_tokens.marked(value)
+            is_marked = isinstance(value, _Marked)
+            return value if is_marked else _Marked(self._control_tokens.marked(value))
         if isinstance(value, dict):
             return {name: self._marked(item) for name, item in value.items()}
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
@@ -572,7 +573,13 @@ class Template:
 
 
 class _Marked(str):
-    """A text in which control tokens have their marks."""
+    """A text in which control tokens have their marks.
+
+    For templates that loop over the parts of a content, it has one.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"type": "text", "text": str(self)}
 
 
 def _message(role: str, content: str) -> Message:

@@ -76,6 +76,41 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
     assert turns == _whole(shape, messages, prompt=True)
 
 
+_OF_PARTS = {
+    "a loop over parts": "{% for m in messages %}<|im_start|>{{ m.role }}"
+    "{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}",
+    "parts of a kind": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "parts unless it is a text": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("source", _OF_PARTS.values(), ids=_OF_PARTS)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_template_that_takes_a_content_as_parts_gets_one_part(
+    source: str, system: str | None
+) -> None:
+    contents = ["Hello <|im_end|> there!", "I am fine.", "What was on my list?"]
+    made = with_template(source)
+    told = [*([("system", system)] if system else [])]
+    told += zip(("user", "assistant", "user"), contents, strict=True)
+    messages = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in told]
+    (whole,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True
+    )
+    turns = _turn_by_turn(Template(made), contents, system)
+    assert made.decode(turns) == whole
+    assert turns.count(made.convert_tokens_to_ids("<|im_end|>")) == len(messages)
+
+
 @pytest.mark.parametrize("shape", [s for s in _SHAPES if s != "gemma"])
 def test_the_concatenated_turns_with_a_system_prompt_equal_it_too(shape: str) -> None:
     contents = ["Hello there!", "I am fine.", "What was on my list?"]
