@@ -239,7 +239,8 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
     """What finds the calls in the next reply; with a begun call, the first one alone."""
     number = sum(turn.role == "tool" for turn in chat.state.turns)
     if not isinstance(chat.template, PromptedTools):
-        return CallParser(box.tools, number)
+        names = {name: tool.parameters for name, tool in box.tools.items()}
+        return CallParser(names, number)
     # Such models invent more and more arguments.
     known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
     return CallParser(box.tools, number, only_one=True, known=known)

@@ -17,7 +17,7 @@ def call_parser_for(asked: ChatRequest) -> CallParser | None:
         return None
     ids = [call.id for message in asked.turns for call in message.tool_calls]
     used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
-    names = {tool.function.name for tool in asked.tools}
+    names = {tool.function.name: tool.function.parameters for tool in asked.tools}
     only_one = not asked.parallel_tool_calls
     return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
 

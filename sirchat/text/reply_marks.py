@@ -24,6 +24,9 @@ KNOWN_MARKS = (
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
 
+# Before calls of LFM2, whose templates write none.
+CALL_BEFORE_PYTHON = "<|tool_call_start|>"
+
 Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
@@ -170,6 +173,8 @@ def find_marks(
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
+    if not call[0] and CALL_BEFORE_PYTHON in added:
+        call = spell(CALL_BEFORE_PYTHON), "", ""
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
 

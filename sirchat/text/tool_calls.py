@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sirchat.text.call_forms import FUNCTION, JSON, Schemas, begins_call, other_calls
+from sirchat.text.reply_marks import CONTROL
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -45,10 +46,10 @@ class CallParser:
     Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
     calls, as with Llama.
 
-    A call without tags must be of a tool in `names`. `number` is that of the next call, from which
-    its id is made. A call of a tool in `known` ends before an argument that is not known.
-    With `only_one`, the reply ends after its first call; `is_cut` is whether this
-    left out text or calls.
+    A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
+    `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
+    before an argument that is not known. With `only_one`, the reply ends after its first call;
+    `is_cut` is whether this left out text or calls.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class CallParser:
         known: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._names = names
+        self._schemas: Schemas = {name: {} for name in names}
+        if isinstance(names, Mapping):
+            self._schemas = names
         self._known = known or {}
         self._number = number
         self._only_one = only_one
@@ -78,7 +82,8 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        if not self._has_begun and (not start or _begins(start, "{") or _begins(start, PYTHON)):
+        openings = ("{", PYTHON, FUNCTION)
+        if not self._has_begun and any(_begins(start, opening) for opening in openings):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
         before = len(self.calls)
@@ -121,11 +126,12 @@ class CallParser:
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
-        calls: list[Any] = []
-        before, at, done = len(self.calls), 0, 0
+        calls: list[Any] = other_calls(CONTROL.sub("", marked).strip(), self._schemas)
+        before = len(self.calls)
+        at = done = len(marked) if calls else 0
         while found := re.compile(r"[{\[]").search(marked, at):
             try:
-                value, end = _JSON.raw_decode(marked, found.start())
+                value, end = JSON.raw_decode(marked, found.start())
             except (ValueError, RecursionError):  # such as for the `[` of a mark
                 at = found.end()
                 continue
@@ -149,10 +155,10 @@ class CallParser:
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
-            inside = _INSIDE.match(self._waiting, len(OPEN)) if CLOSE in self._waiting else None
-            if inside is None or not self._waiting.startswith(CLOSE, inside.end()):
+            inner = self._inside()
+            if inner is None:
                 return None
-            inner, rest = inside[0], self._waiting[inside.end() + len(CLOSE) :]
+            rest = self._waiting[len(OPEN) + len(inner) + len(CLOSE) :]
             is_call = self._add(inner)
             self._waiting = rest.lstrip() if is_call else rest
             return "" if is_call else f"{OPEN}{inner}{CLOSE}"
@@ -161,6 +167,15 @@ class CallParser:
         shown = self._waiting[: len(self._waiting) - size]
         self._waiting = self._waiting[len(shown) :]
         return shown or None
+
+    def _inside(self) -> str | None:
+        """What stands in the tags of the call that waits; None if it has no end yet."""
+        text = self._waiting.removeprefix(OPEN)
+        if begins_call(text):
+            parts = (text[: found.start()] for found in re.finditer(CLOSE, text))
+            return next((part for part in parts if other_calls(part, self._schemas)), None)
+        inside = _INSIDE.match(text) if CLOSE in text else None
+        return inside[0] if inside and text.startswith(CLOSE, inside.end()) else None
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""
@@ -177,11 +192,16 @@ class CallParser:
         """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
         calls: list[ToolCall] = []
         left = written.strip().removeprefix(PYTHON).strip()
+        values: list[Any] = other_calls(left, self._schemas)
+        left = "" if values else left
         while left:
             try:
-                call, end = _JSON.raw_decode(left)
+                value, end = JSON.raw_decode(left)
             except (ValueError, RecursionError):
                 return False
+            values.append(value)
+            left = left[end:].lstrip().removeprefix(";").lstrip()
+        for call in values:
             if is_deep(call):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
@@ -192,10 +212,9 @@ class CallParser:
                 return False
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False
-            written = without_surrogates(json.dumps(arguments, ensure_ascii=False))
-            text = json.dumps(json.loads(written))
+            made = without_surrogates(json.dumps(arguments, ensure_ascii=False))
+            text = json.dumps(json.loads(made))
             calls.append(ToolCall(call_id(self._number + len(calls)), name, text))
-            left = left[end:].lstrip().removeprefix(";").lstrip()
         if self._only_one and len(calls) > 1:
             calls, self.is_cut = calls[:1], True
         self._number += len(calls)
@@ -266,14 +285,6 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-def _finite(written: str) -> float | None:
-    return number if math.isfinite(number := float(written)) else None
-
-
-# JSON has no NaN and no infinite numbers, which models may write; they become null.
-_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
-
-
 def _begins(text: str, opening: str) -> bool:
     return text.startswith(opening) or opening.startswith(text)
 
@@ -281,7 +292,7 @@ def _begins(text: str, opening: str) -> bool:
 def _parse_arguments(arguments: str) -> Any:
     """The arguments of a call; the text itself if it is not valid JSON."""
     try:
-        value = _JSON.decode(arguments) if arguments.strip() else {}
+        value = JSON.decode(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
     return arguments if is_deep(value) else value

@@ -19,7 +19,7 @@ from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.template import Template
 from sirchat.text.template_sandbox import render
 from sirchat.text.transcript import split_tagged
-from template_shapes import template
+from template_shapes import template, with_template
 
 COUNT = int(os.environ.get("SIRCHAT_ATTACK", "100"))
 
@@ -164,6 +164,19 @@ def test_the_marks_are_those_that_the_template_writes(name: str) -> None:
 def test_marks_that_the_tokenizer_alone_has_are_known(pair: tuple[str, str]) -> None:
     marks = marks_of(chatml(), pair)
     assert (plain(marks.opening), plain(marks.closing)) == pair
+
+
+def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply() -> None:
+    it = with_template(template("chatml"), "chatml")
+    marks = ["<|tool_call_start|>", "<|tool_call_end|>"]
+    it.add_special_tokens({"additional_special_tokens": marks})
+    made = Template(it)
+    assert plain(made.marks.call) == marks[0]
+    assert it.convert_tokens_to_ids(marks[0]) not in made.stop_ids(None)
+    stream = made.reply_stream()
+    said = f'Wait.{marks[0]}[weather(city="Oslo")]'
+    stream.divide(it.encode(said, add_special_tokens=False))
+    assert [name for _, name in stream.bounds] == ["answer", "call"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
