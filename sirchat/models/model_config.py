@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,8 @@ REFUSED_LAYERS = {
 }
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_ROTATION = {"rope_theta": "10000", "factor": "4.0"}  # and usual values
+_MOST_ROTATION = 1e15
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
@@ -107,6 +110,21 @@ def context_length(config: Any) -> int | None:
             original = original or positive(getattr(config, _ORIGINAL_LENGTH, None))
             limit = min(limit, original or limit)
     return limit
+
+
+def refuse_odd_rotation(config: Any, name: str) -> None:
+    """Raise ModelError if numbers for rotary positions make no sense: replies wouldn't either.
+
+    `config` is as in `context_length`.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    rope = rope if isinstance(rope, dict) else {}
+    parts = [vars(config), rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for key, part in product(_ROTATION, parts):
+        value = part.get(key)
+        if isinstance(value, int | float) and not 0 < value < _MOST_ROTATION:
+            rule = "its config.json must have a number above 0"
+            raise ModelError(f"{name} has {key} {value:g}; {rule}, such as {_ROTATION[key]}")
 
 
 def sliding_window(config: Any) -> int | None:

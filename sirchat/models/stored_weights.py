@@ -108,15 +108,31 @@ def stored_weights(path: Path) -> StoredWeights:
 def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
     """The weights that a folder's safetensors have: for each name its file, and where it is there.
 
-    Raises ModelError if a file is missing, damaged or of another kind.
+    Raises ModelError if a file is missing, damaged or of another kind, such as MLX's.
     """
     files = _weight_files(folder)
+    _refuse_mlx(folder)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
     return {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
+
+
+def _refuse_mlx(folder: Path) -> None:
+    try:
+        config = load_config(folder / "config.json")
+    except ModelError:
+        return  # what loads it says what is wrong
+    said = config.get("quantization")
+    others = config.get("quantization_config")
+    has_method = isinstance(others, dict) and "quant_method" in others
+    if isinstance(said, dict) and "bits" in said and not has_method:
+        raise ModelError(
+            f"{folder} has weights of {said['bits']} bits as MLX packs them, not read here",
+            hint="take the model's own folder, or a GGUF file of it",
+        )
 
 
 def refuse_larger_config(folder: Path, weights: Mapping[str, tuple[Path, StoredPlace]]) -> None:

@@ -19,6 +19,7 @@ from gguf_models import random_model
 from sirchat.errors import ModelError
 from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
+from sirchat.models.stored_weights import stored_weights
 from sirchat.paths import tiny_dir
 from sirchat.text.control_tokens import ControlTokens
 
@@ -152,6 +153,7 @@ def test_a_file_of_another_kind_or_with_an_error_is_named(
     refused(folder, why)
 
 
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 512}
 NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
 DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
 
@@ -169,6 +171,17 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
             ("config", key, 10**9, rf"config\.json says {key}: 1,000,000,000; the files have")
             for key in ("num_hidden_layers", "vocab_size", "head_dim")
         ),
+        *(
+            (*("config", "rope_parameters", {"rope_type": "default", "rope_theta": theta}), why)
+            for theta, why in (
+                *((0.0, "has rope_theta 0;"), (-5.0, "has rope_theta -5;")),
+                *((float("nan"), "has rope_theta nan;"), (1e300, "above 0, such as 10000")),
+            )
+        ),
+        *(
+            ("config", "rope_parameters", {"rope_theta": 1e4, "factor": by, **YARN}, "has factor")
+            for by in (1e308, 0.0, -1.0)
+        ),
         (
             *("tokenizer", "normalizer", {"type": "Sequence", "normalizers": [DOUBLE] * 12}),
             "makes texts more than 64-fold long",
@@ -184,6 +197,14 @@ def test_a_setting_that_can_not_be_is_named_with_the_reason(
 ) -> None:
     change_json(folder / f"{name}.json", **{key: value})
     refused(folder, why)
+
+
+def test_weights_that_mlx_has_packed_are_refused_by_that_name_and_do_not_fit(folder: Path) -> None:
+    said = {"group_size": 64, "bits": 4}
+    change_json(folder / "config.json", quantization=said, quantization_config=said)
+    refused(folder, "has weights of 4 bits as MLX packs them")
+    with pytest.raises(ModelError, match="as MLX packs them"):
+        stored_weights(folder)
 
 
 def test_a_limit_of_the_tokenizer_that_is_no_number_is_refused(folder: Path) -> None:

@@ -97,6 +97,21 @@ def test_metadata_and_tensors_are_those_that_ggmls_own_package_reads(file: Path)
         )
 
 
+@pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (42, "Q2_0"), (99, "type 99")])
+def test_weights_of_a_later_type_are_refused_by_its_name(
+    file: Path, tmp_path: Path, number: int, name: str
+) -> None:
+    data, tensor = bytearray(file.read_bytes()), b"output_norm.weight"
+    at = data.index(tensor) + len(tensor)
+    dimensions = int.from_bytes(data[at : at + 4], "little")
+    place = at + 4 + 8 * dimensions
+    data[place : place + 4] = number.to_bytes(4, "little")
+    changed = tmp_path / "later.gguf"
+    changed.write_bytes(data)
+    with pytest.raises(ModelError, match=name):
+        load_model(str(changed), device="cpu")
+
+
 def test_a_tensor_that_is_not_understood_is_named(file: Path) -> None:
     read = parse_gguf(file)
     refuse_unsupported(read)

@@ -59,6 +59,8 @@ BLOCKS = {
     "MXFP4": (39, 32, 17),
 }
 
+_NOT_READ = {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # names of later types, for messages
+
 # The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 
@@ -320,7 +322,7 @@ class _Reader:
     def _tensor(self, data: NDArray[np.uint8], start: int, entry: _Entry) -> GgufTensor:
         shape = entry.shape
         if entry.type not in _TYPES:
-            return GgufTensor(shape, f"type {entry.type}", data[:0])
+            return GgufTensor(shape, _NOT_READ.get(entry.type, f"type {entry.type}"), data[:0])
         kind, values, size = _TYPES[entry.type]
         if not shape or shape[-1] % values:
             raise self.broken(f"{kind} blocks do not fit the shape {shape}")
