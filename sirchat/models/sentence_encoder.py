@@ -14,16 +14,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sirchat.errors import ModelError
+from sirchat.models.model_config import load_config
 from sirchat.models.names import cached_folder, snapshot_of
 from sirchat.models.progress import quiet_libraries
 
 _LONGEST = 256  # tokens of a text that are read
 _AT_ONCE = 32  # texts in a pass
+# How a folder may say that vectors are made of a text's states, by the name in its file.
+_POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+_POOLING |= {"pooling_mode_lasttoken": "last"}
 _KEPT = ("config.json", "tokenizer.json")  # files without which a folder is no such encoder
 
 
 class SentenceEncoder:
-    """Makes unit vectors of texts: the mean of a transformer's last states (mean pooling).
+    """Makes unit vectors of texts: the mean of a transformer's last states, or one, as files say.
 
     `name` is a folder, or a model of the hub that is on this machine. Raises ModelError if it is
     neither, or can't be loaded.
@@ -33,6 +37,7 @@ class SentenceEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         folder, self.name = _folder(name), name
+        self._pooling = _pooling_of(folder, name)
         options = {"trust_remote_code": False}  # transformers would ask on standard input
         try:
             with quiet_libraries():
@@ -70,9 +75,30 @@ class SentenceEncoder:
                 return_tensors="pt",
             )
             states = self._module(**inputs).last_hidden_state.float()  # [n, m, D]
-            mask = inputs["attention_mask"][..., None]
-            found[at] = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+            mask = inputs["attention_mask"][..., None]  # [n, m, 1]
+            if self._pooling == "mean":
+                vectors = (states * mask).sum(1) / mask.sum(1)
+            else:  # padding may stand on either side
+                rows = mask[..., 0].cumsum(1)
+                place = (rows == (1 if self._pooling == "first" else rows[:, -1:])).int().argmax(1)
+                vectors = states[torch.arange(len(at)), place]
+            found[at] = F.normalize(vectors, dim=-1)
         return found
+
+
+def _pooling_of(folder: Path, name: str) -> str:
+    """How vectors are made, by a folder's `1_Pooling`; ModelError for a way that is not known."""
+    path = folder / "1_Pooling" / "config.json"
+    said = load_config(path) if path.exists() else {}
+    wanted = [
+        key for key, value in said.items() if key.startswith("pooling_mode_") and value is True
+    ]
+    ways = [_POOLING[key] for key in wanted if key in _POOLING] if wanted else ["mean"]
+    if len(wanted) > 1 or not ways:
+        allowed = ", ".join(_POOLING)
+        said_so = ", ".join(wanted)
+        raise ModelError(f"sentence encoder {name!r} has {said_so}; allowed: one of {allowed}")
+    return ways[0]
 
 
 def _folder(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,25 @@ def test_vectors_are_the_mean_of_each_texts_states_whatever_stands_beside_it(
         wanted = F.normalize(states.mean(0), dim=0).expand(20, SIZE)
         torch.testing.assert_close(vectors, wanted, rtol=1e-4, atol=1e-5)
     assert encoder.vectors([]).shape == (0, SIZE)
+
+
+@pytest.mark.parametrize(("mode", "at"), [("cls_token", 0), ("lasttoken", -1)])
+def test_vectors_are_of_the_state_that_the_files_say(tmp_path: Path, mode: str, at: int) -> None:
+    folder = write_sentence_encoder(tmp_path)
+    (folder / "1_Pooling").mkdir()
+    said = {"word_embedding_dimension": SIZE, f"pooling_mode_{mode}": True}
+    said |= {"pooling_mode_mean_tokens": False, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    encoder = SentenceEncoder(str(folder))
+    tokenizer, module = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+    for text, vector in zip(TEXTS, encoder.vectors(TEXTS), strict=True):
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+        with torch.inference_mode():
+            states = module.eval()(**inputs).last_hidden_state[0]
+        torch.testing.assert_close(vector, F.normalize(states[at], dim=0), rtol=1e-3, atol=1e-4)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(ModelError, match="has pooling_mode_max_tokens; allowed: one of"):
+        SentenceEncoder(str(folder))
 
 
 def test_what_is_no_sentence_encoder_is_named_with_what_to_do(
