@@ -56,9 +56,10 @@ class SentenceEncoder:
 
     @cached_property
     def check_sum(self) -> int:
-        """A check sum of some of the weights of each kind."""
+        """A check sum of the pooling, and of some of the weights of each kind."""
         weights = (one.flatten()[::997].float() for one in self._module.parameters())
-        return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes())
+        how = 0 if self._pooling == "mean" else crc32(self._pooling.encode())
+        return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
 
     @torch.inference_mode()
     def vectors(self, texts: Sequence[str]) -> Tensor:

@@ -26,12 +26,12 @@ _FORMS = [
             r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))\s*",
         ),
         (  # GLM 4.5 to 4.7
-            r"\s*([\w.-]+)\s*(<arg_key>.*|)\Z",
+            r"\s*([\w.-]{1,64}+)\s*(<arg_key>.*|)\Z",
             r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))\s*",
         ),
     )
 ]
-_BEGINNINGS = re.compile(r"\s*(?:<function=|[\w.-]+\s*<arg_key>)")
+_BEGINNINGS = re.compile(r"\s*+(?:<function=|[\w.-]{1,64}+\s*+<arg_key>)")
 
 
 def _finite(written: str) -> float | None:
@@ -69,7 +69,8 @@ def _arguments(
     form: re.Pattern[str], text: str, schema: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call; None if the text has others than these."""
-    found, at, known = dict[str, Any](), 0, schema.get("properties", {})
+    found, at, known = dict[str, Any](), 0, schema.get("properties")
+    known = known if isinstance(known, dict) else {}
     while at < len(text.rstrip()):
         if (argument := form.match(text, at)) is None:
             return None
@@ -80,13 +81,22 @@ def _arguments(
 
 def _typed(text: str, schema: Any) -> Any:
     """The value of a text by its schema: other types are JSON, or as Python writes them."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    if "string" in (kinds if isinstance(kinds, list) else [kinds]):
+    if _may_be_text(schema):
         return text
     try:
         return JSON.decode({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except (ValueError, RecursionError):
         return text
+
+
+def _may_be_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds, values = schema.get("type"), [schema.get("const")]
+    values += schema["enum"] if isinstance(schema.get("enum"), list) else []
+    others = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name) or ()]
+    is_text = "string" in (kinds if isinstance(kinds, list) else [kinds])
+    return is_text or any(isinstance(one, str) for one in values) or any(map(_may_be_text, others))
 
 
 def _python_calls(text: str) -> list[dict[str, Any]]:
@@ -104,7 +114,15 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
 
 def _keywords(call: Any) -> Any:
     """The arguments of a call in Python, as JSON has them; ValueError if one has no name."""
-    if call.args:
+    if call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("an argument without a name")
-    found = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+    found = {one.arg: ast.literal_eval(_FromJson().visit(one.value)) for one in call.keywords}
     return JSON.decode(json.dumps(found))
+
+
+class _FromJson(ast.NodeTransformer):
+    """Takes the names that JSON has for values as those of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node

@@ -32,7 +32,8 @@ Message = dict[str, Any]
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
-_LEAST_STOP = 4  # characters of a text that ends replies
+# A mark such as `<|im_end|>`, or a line such as `### Instruction:`.
+_TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>)|.*\w.*[:\]>]\Z")
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
@@ -108,11 +109,10 @@ class Switches:
 
     def problem(self, wanted: str) -> str:
         """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
-        if wanted == "auto" or self.thinking or (self.has_effort and wanted not in ("on", "off")):
+        if wanted == "auto" or self.thinking or (self.has_effort and wanted != "off"):
             return ""
         if self.has_effort:
-            how = {"off": "be switched off; its effort is low", "on": "be off"}[wanted]
-            return f"this model's reasoning can't {how}"
+            return "this model's reasoning can't be switched off; its effort is low"
         return f"reasoning {wanted} has no effect: the model's chat template has no switch for it"
 
 
@@ -185,10 +185,12 @@ def _text_at_end(between: str) -> str:
     Such as `<|im_end|>` in a vocabulary that has no such token, or a line `### Instruction:`.
     """
     line = between.strip().partition("\n")[0].rstrip()
-    if CONTROL.search(between) or len(line) < _LEAST_STOP or line.isalnum():
+    if CONTROL.search(between) or not (mark := _TEXT_AT_END.match(line)):
         return ""
-    blanks = between[: len(between) - len(between.lstrip())]
-    return ("\n" if "\n" in blanks else blanks[-1:]) + line
+    begins_line = "\n" in between[: len(between) - len(between.lstrip())]
+    if mark[1]:  # it stands for itself wherever it is
+        return mark[1]
+    return f"\n{line}" if begins_line else ""
 
 
 def _find_call(

@@ -58,6 +58,7 @@ class PartSplitter:
         self._waiting, self._at = "", 0  # the text not divided yet, and its index
         self._count = 0  # characters before it, without those of private use
         self.bounds: list[tuple[int, _Next]] = []
+        self.end_as_text = plain(marks.stop).strip()
 
     @property
     def has_ended(self) -> bool:

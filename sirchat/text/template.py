@@ -459,10 +459,11 @@ class Template:
     def _marked(self, value: Any) -> Any:
         """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
-            is_marked = isinstance(value, _Marked)
-            return value if is_marked else _Marked(self._control_tokens.marked(value))
+            return value if isinstance(value, _Marked) else self._control_tokens.marked(value)
         if isinstance(value, dict):
-            return {name: self._marked(item) for name, item in value.items()}
+            marked = {name: self._marked(item) for name, item in value.items()}
+            is_text = isinstance(marked.get("content"), str)
+            return marked | ({"content": _Marked(marked["content"])} if is_text else {})
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _after_answer(self, ids: list[int]) -> list[int]:
@@ -573,10 +574,7 @@ class Template:
 
 
 class _Marked(str):
-    """A text in which control tokens have their marks.
-
-    For templates that loop over the parts of a content, it has one.
-    """
+    """A text with marks of control tokens; templates that loop over a content's parts find one."""
 
     def __iter__(self) -> Iterator[Any]:
         yield {"type": "text", "text": str(self)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirchat.text.call_forms import FUNCTION, JSON, Schemas, begins_call, other_calls
+from sirchat.text.control_tokens import START
 from sirchat.text.reply_marks import CONTROL
 from sirchat.text.text_file import without_surrogates
 
@@ -69,6 +70,7 @@ class CallParser:
         self._only_one = only_one
         self.is_cut = False
         self._waiting = ""
+        self._tried = 0  # up to where in the call that waits its end was sought
         self._marked: str | None = ""
         self._has_begun = False
         self.calls: list[ToolCall] = []
@@ -116,7 +118,8 @@ class CallParser:
         if self._marked and not self.read(self._marked, lead) and not is_short:
             left += self._marked
         begun = left.strip()
-        is_bare = not self._has_begun and _begins(begun.removeprefix(PYTHON).strip(), _BARE)
+        is_bare = _begins(begun.removeprefix(PYTHON).strip(), _BARE) or _begins(begun, FUNCTION)
+        is_bare = is_bare and not self._has_begun
         if is_short and begun and (_begins(begun, OPEN) or is_bare):
             left = ""
         return left, self.calls[before:]
@@ -126,7 +129,8 @@ class CallParser:
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
-        calls: list[Any] = other_calls(CONTROL.sub("", marked).strip(), self._schemas)
+        parts = CONTROL.sub(START, marked).split(START)  # between control tokens
+        calls: list[Any] = [c for part in parts for c in other_calls(part.strip(), self._schemas)]
         before = len(self.calls)
         at = done = len(marked) if calls else 0
         while found := re.compile(r"[{\[]").search(marked, at):
@@ -172,8 +176,16 @@ class CallParser:
         """What stands in the tags of the call that waits; None if it has no end yet."""
         text = self._waiting.removeprefix(OPEN)
         if begins_call(text):
-            parts = (text[: found.start()] for found in re.finditer(CLOSE, text))
-            return next((part for part in parts if other_calls(part, self._schemas)), None)
+            while (end := text.find(CLOSE, self._tried)) >= 0:
+                if other_calls(text[:end], self._schemas):
+                    self._tried = 0
+                    return text[:end]
+                self._tried = end + 1
+            call, _, others = text.partition(CLOSE)
+            if OPEN not in others:
+                return None
+            self._tried = 0  # the next call begins: this is none
+            return call
         inside = _INSIDE.match(text) if CLOSE in text else None
         return inside[0] if inside and text.startswith(CLOSE, inside.end()) else None
 

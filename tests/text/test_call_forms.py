@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         }
     },
     "time": {"properties": {}},
+    "free": {
+        "properties": {
+            "a": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "c": {"enum": ["01234", "5"]},
+        }
+    },
+    "odd": {"properties": None},
 }
 # Texts like marks, and what JSON or Python would read as other values.
 _TEXTS = st.one_of(
@@ -120,6 +129,11 @@ def test_calls_in_a_list_of_python_between_control_tokens_come_back(calls: Any) 
         ("<tool_call>\n<function=weather>\n<parameter=city>\nOs", []),
         ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os", []),
         ("It is <function=time></function>.", []),
+        ("<tool_call>\n<function=free>\n<parameter=a>\n123\n</parameter>\n<parameter=b>\nNone\n"
+         "</parameter>\n<parameter=c>\n5\n</parameter>\n<parameter=d>\n5\n</parameter>\n</function>",
+         [("free", {"a": "123", "b": None, "c": "5", "d": 5})]),
+        ("<tool_call>\n<function=odd>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+         [("odd", {"a": 1})]),
     ],
 )  # fmt: skip
 def test_what_is_a_call_and_what_is_text(reply: str, calls: Any) -> None:
@@ -129,9 +143,56 @@ def test_what_is_a_call_and_what_is_text(reply: str, calls: Any) -> None:
     assert shown == ("" if calls else reply)
 
 
+def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
+    parser = CallParser(SCHEMAS, 0)
+    bad = "<tool_call>\n<function=time>\nI do not know</function>\n</tool_call>"
+    shown = parser.push(f"{bad}\nText. {xml('weather', {'city': 'Oslo'})}")[0]
+    assert shown == f"{bad}\nText."
+    assert found(parser) == [("weather", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize("reply", ["<function=time>\n<par", "<tool_call>\n<function=time>\n<par"])
+def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
+    parser = CallParser(SCHEMAS, 0)
+    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == ""
+    assert not parser.calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" + "a" * 40_000,
+        xml("weather", {"city": "</tool_call> word " * 500}),
+        pairs("weather", {"city": "</tool_call> word " * 500}),
+    ],
+)
+def test_long_calls_take_no_long_time(text: str) -> None:
+    parser, start = CallParser(SCHEMAS, 0), time.process_time()
+    for at in range(0, len(text), 4):
+        parser.push(text[at : at + 4])
+    parser.rest()
+    assert time.process_time() - start < 10
+    assert len(parser.calls) == text.count("city") > 0 or "aaaa" in text
+
+
+def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
+    parser, end = CallParser(SCHEMAS, 0), f"{START}<|tool_call_end|>{END}"
+    call = f"{START}<|tool_call_start|>{END}[weather(city='Oslo', hot=true)]{end}"
+    parser.read(f"{call}Checking.{call}", "")
+    assert found(parser) == [("weather", {"city": "Oslo", "hot": True})] * 2
+
+
 @pytest.mark.parametrize(
     "marked",
-    ["[weather('Oslo')]", "[1, 2]", "[" * 5000, "[weather(city=open('x'))]", "[weather(", ""],
+    [
+        "[weather('Oslo')]",
+        "[1, 2]",
+        "[" * 5000,
+        "[weather(city=open('x'))]",
+        "[weather(**{'a': 1})]",
+        "[weather(",
+        "",
+    ],
 )
 def test_python_that_is_no_list_of_calls_is_none(marked: str) -> None:
     parser = CallParser(SCHEMAS, 0)
