@@ -1,8 +1,9 @@
 // Products of rows of numbers x [M, K] with packed weights [N, K]: y = x W^T, float32 [M, N].
 //
-// x is rounded to 8 bits in groups of 32, or to 16 where one number is far above the others. A thread multiplies all rows of x with some rows of the
-// weights, which it reads once. Each number of y is computed by the same operations in one order,
-// whatever M and the number of threads are. `attention.cpp` includes this file.
+// x is rounded to 8 bits in groups of 32, or to 16 where one number is far above the others. A thread
+// multiplies all rows of x with some rows of the weights, which it reads once. Each number of y is
+// computed by the same operations in one order, whatever M and the number of threads are.
+// `attention.cpp` includes this file.
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>

@@ -94,7 +94,8 @@ def _may_be_text(schema: Any) -> bool:
         return False
     kinds, values = schema.get("type"), [schema.get("const")]
     values += schema["enum"] if isinstance(schema.get("enum"), list) else []
-    others = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name) or ()]
+    parts = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
+    others = [part for some in parts if isinstance(some, list) for part in some]
     is_text = "string" in (kinds if isinstance(kinds, list) else [kinds])
     return is_text or any(isinstance(one, str) for one in values) or any(map(_may_be_text, others))
 

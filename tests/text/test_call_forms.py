@@ -34,6 +34,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "a": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "c": {"enum": ["01234", "5"]},
+            "d": {"anyOf": 5, "oneOf": None, "enum": "x"},
         }
     },
     "odd": {"properties": None},
