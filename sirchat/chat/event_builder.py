@@ -51,7 +51,7 @@ class EventBuilder:
         scores = policy_scores(self.engine, positions)
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
-    def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
+    def started(self, model: LoadedModel, profile: Profile, template: Template) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
         opening = Started(
             version=__version__,
@@ -77,7 +77,7 @@ class EventBuilder:
                 "this model has no chat template: it reads lines that begin with USER: and "
                 "ASSISTANT:, and its reply ends where it writes the next USER:"
             )
-        texts += self._unsuited(model, profile, {*_LIMITS_RECALL, "reasoning"})
+        texts += self._unsuited(model, profile, {*_LIMITS_RECALL, "reasoning"}, template)
         return [opening, *map(Notice, texts)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
@@ -141,7 +141,12 @@ class EventBuilder:
         )
 
     def switched(
-        self, model: LoadedModel, before: Profile, after: Profile, restored: int
+        self,
+        model: LoadedModel,
+        before: Profile,
+        after: Profile,
+        restored: int,
+        template: Template,
     ) -> list[Event]:
         """An event for each changed setting, and notices of those that do not suit model or policy.
 
@@ -161,14 +166,14 @@ class EventBuilder:
                 options = after.policy_options
                 policy = f"{after.policy} with {as_typed(options)}" if options else after.policy
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
-        return [*events, *map(Notice, self._unsuited(model, after, changed))]
+        return [*events, *map(Notice, self._unsuited(model, after, changed, template))]
 
     def take_problems(self) -> list[Notice]:
         """A notice for each error of the archive since the last call; the chat continues."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _unsuited(
-        self, model: LoadedModel, profile: Profile, changed: Collection[str]
+        self, model: LoadedModel, profile: Profile, changed: Collection[str], template: Template
     ) -> Iterator[str]:
         """Notices of the `changed` settings that do not suit each other or this model."""
         settings, recall_n = self.engine.settings, profile.recall_n
@@ -188,7 +193,7 @@ class EventBuilder:
                 "only when the cache is full"
             )
         if "reasoning" in changed and profile.reasoning != "auto":
-            problem = Template(model.tokenizer).switches.problem(profile.reasoning)
+            problem = template.switches.problem(profile.reasoning)
             yield from [problem] if problem else []
         counts_attention = settings.attention_stats is not None
         if "policy" in changed and counts_attention and not model.exposes_attention:

@@ -424,7 +424,7 @@ class Session:
             state.system, state.prompt = range(0), None
         events = self._events.moved(state.last_turn, moves)
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
-        events += self._events.switched(self.model, before, profile, restored)
+        events += self._events.switched(self.model, before, profile, restored, template)
         if prompt is not None:
             events += [*self._read_pending(), *self._read_system(prompt, interrupted)]
         return events
@@ -534,7 +534,7 @@ class Session:
 
     def opening_events(self) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
-        return self._events.started(self.model, self.profile)
+        return self._events.started(self.model, self.profile, self.template)
 
     def closing_event(self) -> Ended:
         """The event that ends the session."""
