@@ -29,7 +29,7 @@ from sirchat.chat.settings import (
     updated_profile,
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import StatedFact, facts_in, pin_rules, sentences_at
+from sirchat.chat.statements import StatedFact, facts_in, pin_rules, rules_in, sentences_at
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
@@ -43,6 +43,7 @@ from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError, UsageError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.ledger import Flag
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -187,19 +188,18 @@ class Session:
         interrupted: Interrupted = lambda: False,
         *,
         told: str = "",
+        before: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn that is to be answered, with the tools `told`, and pin its rules.
+        """Read a user turn, with the tools `told`, and pin its rules and preferences.
 
-        `given` is as `read_user` says.
+        `before` and `given` are as `read_user` says.
         """
         yield from self._tell_tools(told)
-        yield from self.read_user(text, interrupted, given=given)
-        encoder, policy = self.model.encoder, self.engine.settings.policy
-        if len(encoder.kinds):
-            wanted, chat = self.profile.pin_instructions and policy.honours_pins, self.state
-            engine, texts = self.engine, self._texts
-            yield from pin_rules(engine, texts, encoder, chat, self._vectors, is_wanted=wanted)
+        yield from self.read_user(text, interrupted, before=before, given=given)
+        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
+        chat = self.engine, self._texts, self.model.encoder, self.state, self._vectors
+        yield from pin_rules(*chat, is_wanted=wanted)
 
     def _tell_tools(self, told: str) -> list[Event]:
         """Let the model read of the tools `told`, in place of those that it was told before."""
@@ -451,6 +451,7 @@ class Session:
         """
         positions = self._positions_of(target, self.engine.store.recallable(), around)
         moves = self.engine.evictor.pin(positions, pinned)
+        self.ledger.flag(Flag.RULE, positions, False)  # from now on it is the user's choice
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
         self.state.unpinned = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -486,13 +487,14 @@ class Session:
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """The facts that the user stated, in order; if given, those that have all `words`.
+        """Rules and facts that the user stated, in order; if given, those that have all `words`.
 
-        Raises UsageError if the model has no encoder that tells facts from other sentences.
+        Raises UsageError if there are neither rules nor an encoder that tells facts.
         """
-        model = self.model
-        if not len(model.encoder.kinds):
-            why = f"facts are told from other sentences by an encoder, and {model.name} has none"
+        ledger, texts, model = self.ledger, self._texts, self.model
+        rules = rules_in(ledger, texts, self.turns, words)
+        if not len(model.encoder.kinds) and not rules:
+            why = f"facts are told by an encoder, and {model.name} has none; you set no rules"
             raise UsageError(why, hint=f"train one: sirchat train encoder --model {model.name}")
 
         def vector_of(text: str) -> Tensor:
@@ -502,7 +504,7 @@ class Session:
                 self._vectors[text] = model.encode(turn.ids[:end], start)
             return self._vectors[text]
 
-        return facts_in(self.ledger, self._texts, model.encoder, self.turns, vector_of, words)
+        return rules + facts_in(ledger, texts, model.encoder, self.turns, vector_of, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""

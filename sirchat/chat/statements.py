@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.chat.events import Event, Notice, Pinned
+from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError, format_value
@@ -20,10 +22,11 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.recall.word_index import words_of
-from sirchat.text.detokenizer import Texts, sentence_bounds
+from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_spelling
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MOST_PINNED = 2  # sentences of one message
+_SHARE = 4  # rules pinned by themselves take at most the budget divided by this
 # Least cosine of two statements about the same thing, by SmolLM2's encoder. Of 33 facts and as many
 # corrections without a common word (half b of the questions of `facts-in-dialogue`), 0.52 are as
 # near as this, and 0.015 of the pairs of other facts.
@@ -42,6 +45,7 @@ class StatedFact:
     newer: int | None = None  # index of a later message that states the same thing anew
     newer_text: str = ""
     left: str = ""  # of a text that is held in part: what is held, with … for what is not
+    is_rule: bool = False  # a rule for replies, or a preference, that was pinned when it was said
 
 
 def pin_rules(
@@ -53,23 +57,62 @@ def pin_rules(
     *,
     is_wanted: bool,
 ) -> Iterator[Event]:
-    """Pin the rules that the user's turn just read sets for later replies, if `is_wanted`.
+    """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
 
-    The ledger still has the vectors of the turn's tokens. Those of its sentences are put into
-    `vectors`.
+    Those pinned so have at most a quarter of the budget; the oldest are let go. The ledger still
+    has the vectors of the turn's tokens. Those of its sentences are put into `vectors`.
     """
-    turn, evictor = state.last_turn, engine.evictor
-    for text, positions in _rules_in(engine.ledger, texts, encoder, turn, vectors):
-        if not is_wanted or (turn, text) in state.unpinned:  # before the message was read again
+    turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
+    for text, positions in _rules_in(ledger, texts, encoder, turn, vectors):
+        was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)
+        if not is_wanted or was_unpinned:  # before the message was read again
             continue
         short = format_value(text)
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
+            yield from _let_go(engine, texts, len(positions))
             count = evictor.pin_held(positions)
+            ledger.flag(Flag.RULE, positions, True)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:
             yield Notice(f"your instruction {short} is not pinned: {error}")
+
+
+def rules_of(ledger: Ledger) -> list[Positions]:
+    """The stream positions of each rule or preference that was pinned when it was said, in order.
+
+    Those that the user pinned or unpinned since are left out.
+    """
+    pinned = ledger.pinned_positions
+    rules = pinned[ledger.column("flags")[pinned] & np.uint8(Flag.RULE) != 0]
+    return np.split(rules, np.flatnonzero(np.diff(rules) > 1) + 1) if len(rules) else []
+
+
+def rules_in(
+    ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str = ""
+) -> list[StatedFact]:
+    """The rules and preferences that are pinned, in order; if given, those with all `words`."""
+    found, ids, states = list[StatedFact](), ledger.column("token_id"), ledger.column("state")
+    for at in rules_of(ledger):
+        text = "".join(texts(ids[at].tolist(), at.tolist())).strip()
+        turn, held = int(ledger.column("turn")[at[0]]), int((states[at] == State.HELD).sum())
+        if set(words_of(words)) <= set(words_of(text)):
+            when = turns[turn].time
+            found.append(StatedFact(turn, text, when, len(at), held, is_rule=True))
+    return found
+
+
+def _let_go(engine: Engine, texts: Texts, count: int) -> Iterator[Event]:
+    """Unpin the oldest rules until one more, of `count` tokens, fits into their share."""
+    ledger, rules = engine.ledger, rules_of(engine.ledger)
+    limit = engine.budget // _SHARE if engine.settings.policy.bounded else math.inf
+    while rules and count + sum(map(len, rules)) > limit:
+        at = rules.pop(0)
+        engine.evictor.pin(at, False)
+        text = "".join(texts(ledger.column("token_id")[at].tolist(), at.tolist())).strip()
+        yield Pinned(len(at), False, engine.cache.length)
+        yield Notice(f"let go of {format_value(text)}, for newer instructions: /pin keeps one")
 
 
 def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:
@@ -85,14 +128,21 @@ def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozense
 def _rules_in(
     ledger: Ledger, texts: Texts, encoder: Encoder, turn: int, vectors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Positions]]:
+    """The first rules and preferences of a turn, told by their form, or by the encoder."""
     count = 0
     for text, positions in _sentences(ledger, texts, turn):
+        stated, span = is_rule(text), preference_in(text)
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
-        if mean is None:
-            continue
-        vectors[text] = encoder.pooled(mean).cpu()
-        is_rule = bool(encoder.is_kind("instruction", vectors[text][None])[0])
-        if is_rule and count < _MOST_PINNED:
+        if mean is not None and encoder.size:
+            vectors[text] = encoder.pooled(mean).cpu()
+            stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
+        if span is not None and not stated:  # of a long sentence, only what is preferred
+            pieces = texts(ledger.column("token_id")[positions].tolist(), positions.tolist())
+            before = len("".join(pieces)) - len("".join(pieces).lstrip())
+            ends, (start, end) = np.cumsum([len(piece) for piece in pieces]), span
+            positions = positions[tokens_spelling(ends, start + before, end + before)]
+            text, stated = text[start:end], True
+        if stated and count < _MOST_PINNED:
             count += 1
             yield text, positions
 
@@ -117,7 +167,7 @@ def facts_in(
         for text, positions in _sentences(ledger, texts, index)
         if not text.endswith(("?", "\uff1f"))  # the encoder takes some questions for facts
     ]
-    if not said:
+    if not said or not len(encoder.kinds):
         return []
     vectors = torch.stack([vector_of(text) for _, text, _ in said]).float()
     stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()

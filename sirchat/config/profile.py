@@ -134,8 +134,8 @@ class Profile(BaseModel):
     pin_system: bool = True
     """Pin the system prompt, so that it is never evicted."""
     pin_instructions: bool = True
-    """Pin a sentence of yours that sets a rule for later replies, such as 'call me Priya', if the
-    model has an encoder."""
+    """Pin a sentence of yours that sets a rule for later replies, such as 'call me Priya', or says
+    what you prefer; together at most a quarter of the budget."""
     reasoning: Literal["auto", "on", "off", "low", "medium", "high"] = "auto"
     """Whether the model reasons before it answers, if its chat template has a switch: auto is as
     the model has it; low, medium and high say how long, where the template has efforts."""

@@ -37,6 +37,7 @@ class Flag(IntFlag):
     CONTINUES = 16  # belongs to the same word as the token before it
     EXCLUDED = 32  # evicted and never restored: an old system prompt, or a reply's reasoning
     THINKING = 64  # a reply's reasoning, or a mark around it
+    RULE = 128  # of a rule for replies, or a preference, that was pinned when it was said
 
 
 class State(IntEnum):

@@ -221,7 +221,9 @@ class Recall:
                 of_turn = search.passages.rows["turn"] == turn
                 scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
         best = scores.max(initial=0.0)
+        is_told = message.by_model is not None and len(self._model.encoder.question) > 0
         is_question = bool(asks and focus and best >= LESS * FLOOR)
+        is_question = is_question and (is_told or "?" in message.text)
         if is_question:
             room = min(room, focus)
         near = NEAR if is_question and not at_time else 0.0
@@ -258,11 +260,12 @@ class Recall:
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer it from all that is held."""
         recall, encoder = self._engine.settings.recall, self._model.encoder
-        if not (self.by_meaning and len(encoder.question)) or recall is None:
+        if recall is None:
             return 0
         if recall.focus is not None:
             return recall.focus
-        return FOCUS if encoder.about.get("focus") == "on" else 0
+        tells = self.by_meaning and len(encoder.question) > 0
+        return FOCUS if tells and encoder.about.get("focus") == "on" else 0
 
     def _asks_back(self, message: Sought) -> bool:
         """Whether the message asks for something told before; true if no encoder can tell."""
@@ -297,8 +300,9 @@ class Recall:
         Unless `whole`, of the first one the beginning is taken if it does not fit, and no other.
         """
         taken = dict[int, tuple[Positions, float]]()
-        for number in best_first(scores, floor).tolist():
-            rows = self._can_be_held(rows_of(self.search.passages.rows[number : number + 1]))
+        passages = self.search.passages.rows
+        for number in best_first(scores, floor, passages["turn"]).tolist():
+            rows = self._can_be_held(rows_of(passages[number : number + 1]))
             if len(rows) > room and (taken or whole):
                 continue
             if len(rows):

@@ -140,7 +140,8 @@ def generate_reply(
             ):
                 said, given = _prepared(session, role, text)
                 if role in ("user", "tool"):
-                    read = session.read_user(said, gone, before=following, given=given)
+                    take = session.read_question if role == "user" else session.read_user
+                    read = take(said, gone, before=following, given=given)
                 else:
                     read = session.read_reply(said, gone, given)
                 for _ in read:

@@ -420,8 +420,8 @@ class Commands:
             screen.note("nothing is evicted")
 
     def do_facts(self, rest: str) -> None:
-        """[WORDS]: list what you stated in this chat, of yourself or of your world, when,
-        whether it is held, and which later turn may replace it; with WORDS, only what has all."""
+        """[WORDS]: list your pinned rules, and what you stated of yourself or of your world,
+        when, whether it is held, and which later turn may replace it; with WORDS, what has all."""
         facts = self._session.facts(without_quotes(rest))
         if facts:
             self._screen.page(draw_facts(facts, time(), self._screen.theme))

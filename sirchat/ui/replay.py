@@ -116,7 +116,7 @@ def _events(
             fed = following is not None and following.role == "assistant"
             with Interrupt() as interrupted:
                 if fed:
-                    yield from session.read_user(turn.content, interrupted, before="assistant")
+                    yield from session.read_question(turn.content, interrupted, before="assistant")
                 else:
                     yield from session.ask(turn.content, interrupted)
             _stop_if(interrupted)

@@ -92,12 +92,13 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
-    """Draw a table of the facts that the user stated: when, whether they are held, the text."""
+    """Draw a table of what the user stated: when, whether it is held or a rule, the text."""
     newer = [shorten(displayable_line(fact.newer_text), _NEWER) for fact in facts]
     columns: Columns = {
         "when": [ago(fact.time, now) for fact in facts],
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
+            + ", a rule" * fact.is_rule
             + f'; newer: "{text}"' * bool(text)
             for fact, text in zip(facts, newer, strict=True)
         ],

@@ -84,7 +84,7 @@ def test_the_command_shows_them_in_a_table() -> None:
 
 
 def test_a_model_without_an_encoder_says_how_to_train_one() -> None:
-    with pytest.raises(UsageError, match="facts are told from other sentences") as error:
+    with pytest.raises(UsageError, match="babbler has none; you set no rules") as error:
         session(babbler()).facts()
     assert "sirchat train encoder --model babbler" in str(error.value)
 

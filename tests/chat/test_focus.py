@@ -133,3 +133,17 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     assert found.is_question
     assert set(found.passages) == near
     assert (scores[[n not in near for n in range(len(scores))]] >= LESS * FLOOR).any()
+
+
+def test_without_an_encoder_a_number_says_yes_for_questions() -> None:
+    chat = session(babbler(), policy="sink", budget=1024, recall="words", max_new_tokens=8)
+    for text in (TOLD, *TALK * 4):
+        list(chat.read_user(text, before="assistant"))
+        list(chat.read_reply("Fine."))
+    every = set(range(chat.seen))
+    assert held_in_reply(chat, ASKED)[0] >= every
+    chat.undo()
+    chat.switch("test", focus=32)
+    assert not held_in_reply(chat, ASKED)[0] >= every
+    chat.undo()
+    assert held_in_reply(chat, ASKED.rstrip("?") + ".")[0] >= every

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import sirchat.lab.training
 from chatting import babbler, session
 from saved_chats import Chat
 from sirchat.chat.events import Event, Notice
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.retry import retry_under
+from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
 from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
@@ -19,6 +22,7 @@ from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from statement_telling import OTHERS, RULE, telling
 
+STATEMENTS = Path(sirchat.lab.training.__file__).with_name("statements.yaml")
 LINE = f'pinned your instruction "{RULE}": /unpin "{RULE}" lets go'
 
 
@@ -100,10 +104,7 @@ def test_of_a_rule_that_is_erased_nothing_stays() -> None:
     assert chat.state.unpinned == {(0, "Hello."), (2, "Call me Priya from now on.")}
 
 
-def test_a_chat_without_an_encoder_and_a_policy_without_pins_pin_nothing() -> None:
-    plain = session(babbler(), max_new_tokens=4)
-    assert not ask(plain, RULE)
-    assert not pinned(plain)
+def test_a_policy_without_pins_pins_nothing() -> None:
     window = chat_of(policy="window")
     assert not ask(window, RULE)
     assert not pinned(window)
@@ -157,6 +158,129 @@ def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resume
 def test_a_long_text_has_no_rules_for_the_model() -> None:
     chat = chat_of(budget=600)
     assert not ask(chat, " ".join([RULE, *OTHERS * 3]))
+
+
+def plain_chat(**settings: Any) -> Session:
+    """A chat with a model that has no encoder: rules are told by their form."""
+    given: dict[str, Any] = {"policy": "sink", "budget": 160, "max_new_tokens": 8} | settings
+    return session(babbler(), **given)
+
+
+def test_any_model_pins_what_has_the_form_of_a_rule_or_a_preference() -> None:
+    chat = plain_chat(budget=400)
+    assert ask(chat, f"Hello.\n{RULE}\nTell me a joke.") == [LINE]
+    said = "I'm new to this, so I prefer short, plain answers, how do I cook rice?"
+    (line,) = ask(chat, said)
+    liked = "I prefer short, plain answers"
+    assert line == f'pinned your instruction "{liked}": /unpin "{liked}" lets go'
+    assert pinned(chat).split() == f"{RULE} {liked}".split()
+    for text in OTHERS * 2:
+        assert not ask(chat, text)
+    assert pinned(chat).split() == f"{RULE} {liked}".split()
+    rules = chat.facts()
+    assert [(one.text, one.turn) for one in rules] == [
+        (RULE, 0),
+        (liked, 2),
+    ]
+    assert all(one.is_rule and one.held == one.tokens for one in rules)
+    assert [one.turn for one in chat.facts("plain")] == [2]
+
+
+def test_rules_have_a_quarter_of_the_budget_and_the_oldest_is_let_go() -> None:
+    chat, rules = plain_chat(budget=240), [f"Always use the word {word}." for word in "abcdefghi"]
+    ask(chat, "Hello there.")
+    chat.pin("Hello")
+    kept, dropped = list[str](), list[str]()
+    for rule in rules:
+        lines = ask(chat, rule)
+        assert lines[-1].startswith(f'pinned your instruction "{rule}"')
+        kept.append(rule)
+        for line in lines[:-1]:
+            dropped.append(kept.pop(0))
+            assert line.startswith(f'let go of "{dropped[-1]}", for newer instructions')
+        assert [one.text for one in chat.facts()] == kept
+        assert sum(one.tokens for one in chat.facts()) <= 60
+        assert pinned(chat).split() == ("Hello" + "".join(kept)).split()
+    assert dropped
+
+
+def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
+    chat = plain_chat()
+    ask(chat, RULE)
+    chat.pin(f'"{RULE}"')
+    for number in range(12):
+        ask(chat, f"Always use the word x{number}.")
+    assert pinned(chat).startswith(RULE)
+
+
+def test_undo_brings_back_a_rule_that_was_let_go() -> None:
+    chat, number = plain_chat(), 0
+    ask(chat, RULE)
+    while chat.facts()[0].text == RULE:
+        ask(chat, f"Always use the word x{number}.")
+        number += 1
+    chat.undo()
+    assert chat.facts()[0].text == RULE
+    assert pinned(chat).startswith(RULE)
+
+
+def test_a_preference_that_was_unpinned_is_not_pinned_by_another_try() -> None:
+    chat = plain_chat()
+    ask(chat, "As you know, I prefer tea to coffee, what else is there?")
+    assert pinned(chat) == "I prefer tea to coffee"
+    chat.pin("last", pinned=False)
+    list(chat.retry())
+    assert not pinned(chat)
+
+
+def test_rules_in_turns_with_given_replies_are_pinned() -> None:
+    chat = plain_chat()
+    list(chat.read_question(RULE, before="assistant"))
+    list(chat.read_reply("Fine."))
+    assert pinned(chat) == RULE
+
+
+def test_a_resumed_chat_still_knows_its_rules(folder: Path) -> None:
+    chat = Chat(babbler(), policy="sink", budget=160)
+    chat.say(RULE, "Hello.")
+    chat.saved_chat.close()
+    again = session(babbler(), policy="sink", budget=160)
+    with SessionStore.open(find_session(folder, "last")) as store:
+        resume_session(again, store)
+    assert [one.text for one in again.facts()] == [RULE]
+
+
+def test_forms_tell_rules_from_all_else() -> None:
+    """Of the kept-back sentences: 60 % of the rules, and of the others none but two."""
+    told = yaml.safe_load(STATEMENTS.read_text("utf-8"))
+    assert sum(map(is_rule, told["kept_back"]["instruction"])) >= 24
+    others = [text for kind in ("fact", "other") for text in told["kept_back"][kind]]
+    assert sum(map(is_rule, others)) <= 2
+    others = [text for kind in ("fact", "other", "question", "no_question") for text in told[kind]]
+    assert sum(map(is_rule, others)) <= 1
+    for text in ("I will never answer again.", "Always here to help.", "Should I always use it?"):
+        assert not is_rule(text)
+    for text in (
+        "Call me Ben.",
+        "Always tailor it when I ask about jobs.",
+        "Ab jetzt nur Deutsch.",
+    ):
+        assert is_rule(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("So I prefer simple, minimal dependencies, how do I?", "simple, minimal dependencies"),
+        ("I'd prefer the 2.5 version.", "the 2.5 version"),
+        ("I prefer writing between 7-9 AM, as I'm fresh then.", "writing between 7-9 AM"),
+        ("Which do you prefer?", None),
+        ("I prefer not to say.", None),
+    ],
+)
+def test_of_a_preference_what_is_preferred_is_found(said: str, wanted: str | None) -> None:
+    span = preference_in(said)
+    assert (span and said[slice(*span)].split(" prefer ")[1]) == wanted
 
 
 @pytest.mark.real

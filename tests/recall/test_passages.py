@@ -18,9 +18,15 @@ from torch import Tensor
 from chatting import babbler
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall import passage_search, word_index
-from sirchat.recall.passage_search import PassageSearch, Sought, asked_spans, best_first
+from sirchat.recall.passage_search import (
+    FEW,
+    PassageSearch,
+    Sought,
+    asked_spans,
+    best_first,
+)
 from sirchat.recall.passages import LEAST, MOST, Passages, divided
-from sirchat.recall.word_index import WordIndex, letter_groups, telling_by, words_of
+from sirchat.recall.word_index import LESS, WordIndex, letter_groups, telling_by, words_of
 from sirchat.text.detokenizer import TokenTexts
 
 TEXTS = [
@@ -334,7 +340,32 @@ def test_what_the_model_wrote_itself_comes_after_what_was_told() -> None:
     given, own = made.scores(message), made.scores(message, [1, 3, 5])
     assert np.isfinite(given).all()
     assert own[told].max() > own[wrote].max()
-    assert best_first(np.array([1.0, 3.0, 1.0, 0.0]), 0.5).tolist() == [1, 2, 0]
+
+
+def test_what_was_told_in_several_messages_is_found_before_much_of_a_long_one() -> None:
+    scores = np.array([1.0, 3.0, 1.0, 0.0])
+    assert best_first(scores, 0.5, np.arange(4)).tolist() == [1, 2, 0]  # the newer of equal ones
+    scores = np.array([4.0, 3.9, 3.8, 3.0, 2.5, 1.0])
+    assert best_first(scores, 2.0, np.array([0, 0, 0, 1, 2, 3])).tolist() == [0, 1, 2, 3, 4]
+    scores = np.array([4.0, 3.9, 3.8, 3.7, 3.6, 3.0, 2.5, 1.0])  # a long message, and short ones
+    turns = np.array([0, 0, 0, 0, 0, 1, 2, 3])
+    assert best_first(scores, 2.0, turns).tolist() == [0, 1, 2, 3, 5, 6, 4]
+    # By an oracle: one after another, the best for its turn and for what was taken of it.
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        scores, turns = rng.normal(2, 1, 60), np.sort(rng.integers(0, 6, 60))
+        sizes, left, order = np.bincount(turns), set(np.flatnonzero(scores >= 1).tolist()), []
+        while left:
+            taken = Counter(turns[order].tolist())
+            worth = {
+                n: scores[n]
+                * LESS ** max(0, taken[turns[n]] + 1 - FEW)
+                / math.sqrt(max(1, sizes[turns[n]] / FEW))
+                for n in left
+            }
+            order.append(max(left, key=worth.__getitem__))
+            left.remove(order[-1])
+        assert best_first(scores, 1.0, turns).tolist() == order
 
 
 def test_of_a_long_message_its_questions_are_looked_for() -> None:

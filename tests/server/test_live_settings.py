@@ -217,3 +217,13 @@ def test_another_site_can_not_change_a_memory() -> None:
         response = server.client.post(path, json={"budget": 64}, headers=foreign)
         assert response.status_code == 403
         assert memory(server, ident)["budget"] != 64
+
+
+def test_a_rule_in_a_history_that_is_sent_at_once_is_kept() -> None:
+    rule = "Always answer in one sentence."
+    history = [user(f"Hello. {rule}"), assistant("I will."), *[user(LONG), assistant("Yes.")] * 3]
+    with served(policy="sink", budget=96, max_new_tokens=4) as server:
+        ident = server.ask([*history, user("And now?")])["sirchat"]["id"]
+        assert rule in held_text(memory(server, ident))
+        facts = server.client.get(f"/v1/sirchat/sessions/{ident}/facts").json()["data"]
+        assert [(one["text"], one["is_rule"]) for one in facts] == [(rule, True)]
