@@ -20,6 +20,7 @@ from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Flag
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.tool_calls import ToolCall, call_id
@@ -28,7 +29,7 @@ from sirchat.text.transcript import tagged
 
 @dataclass(frozen=True)
 class PinnedText:
-    """A part of a turn's text that the user pinned: its characters from `start` to `end` - 1.
+    """A part of a turn's text that is pinned: its characters from `start` to `end` - 1.
 
     Blanks are not counted, because chat templates and tokenizers may change them.
     """
@@ -36,6 +37,7 @@ class PinnedText:
     turn: int  # its index
     start: int
     end: int
+    is_rule: bool = False  # pinned by itself, when it was said
 
 
 def read_again(
@@ -166,15 +168,16 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
     """The parts of the text that the tokens at `pinned` spell; by default, those of `_own_pins`."""
     at = _own_pins(session) if pinned is None else pinned
-    parts = []
+    parts, rules = [], np.intersect1d(at, np.concatenate([at[:0], *session.ledger.rules()]))
     for index in np.unique(session.ledger.column("turn")[at]).tolist():
         turn = _SpelledTurn.of(session, index)
-        is_pinned = np.isin(turn.positions, at)
-        edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
-        for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
-            start = _counterpart(turn.spelled[begin:end], turn.spelled, begin, turn.text)
-            if begin < end and start >= 0:
-                parts.append(PinnedText(index, start, start + end - begin))
+        for is_rule, pins in ((False, np.setdiff1d(at, rules)), (True, rules)):
+            is_pinned = np.isin(turn.positions, pins)
+            edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
+            for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
+                start = _counterpart(turn.spelled[begin:end], turn.spelled, begin, turn.text)
+                if begin < end and start >= 0:
+                    parts.append(PinnedText(index, start, start + end - begin, is_rule))
     return parts
 
 
@@ -213,7 +216,11 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
     missing = [part for part, at in zip(parts, positions, strict=True) if not len(at)]
     texts = [turn.text[part.start : part.end] for part in missing]
     lost = sum(len(session.template.as_text(text)) for text in texts)
-    return lost + _pin_newest(session, np.union1d(_own_pins(session), np.concatenate(positions)))
+    lost += _pin_newest(session, np.union1d(_own_pins(session), np.concatenate(positions)))
+    for part, at in zip(parts, positions, strict=True):
+        pinned = np.intersect1d(at, session.ledger.pinned_positions)
+        session.ledger.flag(Flag.RULE, pinned, part.is_rule)
+    return lost
 
 
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:

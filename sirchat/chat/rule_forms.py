@@ -1,74 +1,115 @@
 """Tells by their form sentences that set a rule for later replies, or a preference: any model.
 
-Most are in English; of other languages, those with a phrase for "from now on". Of the 40 kept-back
-rules in `lab/training/statements.yaml` it recognizes 24, and of the 90 other sentences, two.
+Most are in English; of eight other languages, those that say "from now on". Of the 40 kept-back
+rules in `lab/training/statements.yaml` it recognizes 23, and none of the 90 other sentences.
 """
 
 from __future__ import annotations
 
 import re
 
-_OURS = r"(?:answers?|repl(?:y|ies)|responses?|messages?)"
-_LEAD = r"^\W*(?:(?:please|and|also|but|so|ok(?:ay)?|well|note|hey|remember(?: to)?)\b[,:;]?\s+)*"
+_MOST = 400  # characters of a rule; a longer sentence is a text
+
+_OURS = r"(?:answers|repl(?:y|ies)|responses|messages)"
 _ASK = r"(?:ask|mention|say|write|send|tell|want|talk|speak|request|paste|show|type|quote)"
 # What a user tells a model to do, as opposed to "Always here to help", "Never give up"
 _VERB = (
     r"(?:answer|reply|respond|write|use|include|give(?! up)|provide|show|format|report|tell me|"
     r"mention|call me|address|speak|talk|keep|put|list|quote|cite|explain|confirm|highlight|"
-    r"specify|recommend|suggest|ask|start|begin|end|add|assume|treat|round|convert|translate|avoid|"
-    r"apologi[sz]e|repeat|check|maintain|tailor|mark|spell|sign|state|warn|correct)\b"
+    r"specify|recommend|suggest|ask|start|begin|end|add|assume|treat|round|convert|translate|"
+    r"avoid|apologi[sz]e|repeat|check|maintain|tailor|mark|spell|sign|state|warn|correct)\b"
+)
+_MORE_VERBS = (
+    r"(?:act|always|never|be|stop|do|don't|no|only|limit|refer|play|stay|leave|pretend|make|you)\b"
 )
 _EVER = (
-    r"(?:(?:you (?:must|should|are to)|i(?:'d like| would like| want| need| expect) you to|in "
-    r"this (?:chat|conversation)|let's|make sure (?:that )?(?:you|to)),? )?"
-    r"(?:always|never|do not ever|don't ever|only ever)"
+    r"(?:(?:you (?:must|should|are to)|i(?:'d like| would like| want| need| expect) you to|"
+    r"make sure (?:that )?(?:you|to)) )?(?:always|never|do not ever|don't ever|only ever)"
 )
-_FROM_NOW_ON = (
+_WHOLE_CHAT = (
+    r"(?:for|during|throughout) (?:the (?:rest|remainder) of )?(?:our|the|this)(?: whole)? "
+    r"(?:conversation|chat)"
+)
+_LATER = re.compile(
     r"\b(?:from (?:now|here|this (?:point|message|moment|day)|today) on(?:wards?)?|going forward|"
-    r"henceforth|(?:starting|as of) (?:now|today)|(?:un)?til (?:i|we|further)\b[^,]*,|at all times|"
-    r"(?:for|during|throughout|in) (?:(?:the (?:rest|remainder) of )?(?:our|the|this)(?: whole)?) "
-    r"(?:conversation|chat)|in (?:the )?future,|"
-    rf"(?:in|of|begin|start|end|keep|make|give|all|every|each|any)(?: (?:of|in|every|each|all))* "
-    rf"(?:your )?(?:future |further )?{_OURS} ?(?:should|must|with|in|as|have|\W|$)|"
-    rf"your {_OURS} (?:should|must|have to)|ab (?:jetzt|sofort)|von nun an|k\u00fcnftig|"
-    r"\u00e0 partir de maintenant|d\u00e9sormais|de ahora en adelante|a partir de (?:ahora|agora)|"
-    r"d'ora in (?:poi|avanti)|vanaf nu|fr\u00e5n och med nu|od teraz)(?!\w)|"
-    r"\u0441 \u044d\u0442\u043e\u0433\u043e \u043c\u043e\u043c\u0435\u043d\u0442\u0430|"
-    r"\u4ece\u73b0\u5728(?:\u5f00\u59cb|\u8d77)|\u4ee5\u540e|\u3053\u308c\u304b\u3089\u306f"
+    r"henceforth|(?:starting|as of) (?:now|today)|at all times|in (?:the )?future|"
+    rf"{_WHOLE_CHAT}|(?:all|each|every)(?: of)? your (?:future |further )?{_OURS}|"
+    rf"your {_OURS} (?:should|must|have to))\b|"
+    r"^(?:(?:un)?til (?:i|we|further)\b[^,]*|in this (?:chat|conversation)),",
+    re.IGNORECASE,
 )
+_LEAD = re.compile(
+    r"\W*(?:(?:please|and|also|but|so|ok(?:ay)?|well|note|hey|remember(?: to)?|by the way)\b"
+    r"[,:;]?\s+)*",
+    re.IGNORECASE,
+)
+_FIRST = re.compile(rf"(?:please )?(?:{_VERB}|{_MORE_VERBS})", re.IGNORECASE)
 # Somebody speaks of themselves or of others: "I'm going to eat healthier from now on."
 _OF_OTHERS = re.compile(
-    r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was|had|also)|we'(?:re|ll)|"
-    r"(?:he|she|they|my|things) |can only|'ll\b)|\?\W*$",
+    r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was)|we'(?:re|ll)|he|she|they)\b",
     re.IGNORECASE,
 )
 _RULE = re.compile(
-    rf"{_LEAD}{_EVER}\s+(?:\w+ly\s+)?{_VERB}|{_LEAD}{_EVER}\b.*\b(?:when(?:ever)?|if|every time) "
-    rf"(?:i|we) (?:ever )?{_ASK}\b|{_LEAD}(?:whenever|every time|each time|if i ever|when) "
-    rf"(?:i |you )?(?:ever )?{_ASK}\b[^,]*, (?:please |always )*{_VERB}|"
-    rf"{_LEAD}\w+\b.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASK}\b|{_FROM_NOW_ON}",
+    rf"{_EVER}\s+(?:\w+ly\s+)?{_VERB}|{_EVER}\b.*\b(?:when(?:ever)?|if|every time) (?:i|we) "
+    rf"(?:ever )?{_ASK}\b|(?:whenever|every time|each time|if i ever|when) (?:i |you )?(?:ever )?"
+    rf"{_ASK}\b[^,]*, (?:please |always )*{_VERB}|"
+    rf"{_VERB}.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASK}\b",
     re.IGNORECASE,
 )
 _NAME = re.compile(
-    r"\b(?:[Cc]all|[Aa]ddress|[Rr]efer to) me (?:as )?(?:[A-Z]\w+\.? ?){1,3}(?:from now on|instead|"
-    r"please)?\W*$"
+    r"(?i:(?:you (?:can|may|should) |i(?:'d like| want) you to |just )?(?:call|address|refer to) "
+    r"me (?:as )?)(?!Back|Tomorrow|Later|When|If|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)"
+    r"[A-Z]\w*\.?(?: [A-Z]\w*){0,2},?(?: from now on| instead| please)*\W*$"
+)
+# "From now on" and a verb that speaks to the model, in either order
+_ELSEWHERE = tuple(
+    (re.compile(later, re.IGNORECASE), re.compile(rf"\b(?:{verb})", re.IGNORECASE))
+    for later, verb in (
+        (
+            r"\b(?:ab (?:jetzt|sofort)|von nun an|künftig)\b",
+            r"bitte|antworte|schreib|nenn|sprich|"
+            r"verwende|benutze|gib|du\b|nur\b",
+        ),
+        ("à partir de maintenant|désormais", "réponds|écris|utilise|appelle-moi|parle|tutoie"),
+        (
+            "de ahora en adelante|a partir de (?:ahora|agora)",
+            "respond|contesta|escrib|escrev|usa|habla|fala",
+        ),
+        ("d'ora in (?:poi|avanti)", "rispond|scriv|usa|parla|chiama"),
+        (r"\bvanaf nu\b", "antwoord|schrijf|noem|gebruik"),
+        ("från och med nu", "ska|svara|skriv"),
+        (r"\bod teraz\b", "odpowiad|pisz|mów"),
+        ("с этого момента", "отве|пиш"),
+        ("从现在(?:开始|起).*[请用叫]|以后[请叫]|これからは.*(?:ください|して)", ""),
+    )
 )
 _PREFERENCE = re.compile(
-    r"\bi(?:'d| would)?(?: (?:really|always|generally|usually|much))? prefer (?!not to say)"
-    r"(?:[^,;:.!?\n]|\.\d|, (?!how|can|could|would|is|but|so|because|which|considering|and|as|"
-    r"given|since|like|what|do|to)){3,120}",
+    r"(?:^\W*|[,;:.!(]\s*|\b(?:and|so|but|because|since)\s+)(i(?:'d| would)?(?: (?:really|always|"
+    r"generally|usually|much))? prefer (?!not to say|yet)(?:[^,;:.!?\n]|\.\d|, (?!how|can|could|"
+    r"would|is|but|so|because|which|considering|and|as|given|since|like|what|do|to)){3,120})",
     re.IGNORECASE,
 )
 
 
 def is_rule(sentence: str) -> bool:
     """Whether a sentence of a user sets a rule for later replies."""
-    if _NAME.search(sentence):
+    text = sentence.strip().replace("\u2019", "'")
+    if len(text) > _MOST or text.endswith(("?", "\uff1f")):
+        return False
+    lead = _LEAD.match(text)
+    text = text[lead.end() if lead else 0 :]
+    if _RULE.match(text) or _NAME.match(text):
         return True
-    return bool(_RULE.search(sentence)) and not _OF_OTHERS.search(sentence)
+    if any(later.search(text) and verb.search(text) for later, verb in _ELSEWHERE):
+        return True
+    later = _LATER.search(text)
+    if later is None or _OF_OTHERS.search(text):
+        return False
+    first = text[later.end() :].lstrip(" ,:") if later.start() == 0 else text
+    return bool(_FIRST.match(first)) or "your" in later.group().casefold()
 
 
 def preference_in(sentence: str) -> tuple[int, int] | None:
     """Start and end, in characters, of what a sentence says to be preferred; None if nothing."""
-    match = _PREFERENCE.search(sentence)
-    return match and match.span()
+    match = _PREFERENCE.search(sentence.replace("\u2019", "'"))
+    return match and match.span(1)

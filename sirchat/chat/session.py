@@ -29,7 +29,7 @@ from sirchat.chat.settings import (
     updated_profile,
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import StatedFact, facts_in, pin_rules, rules_in, sentences_at
+from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
@@ -40,10 +40,9 @@ from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
-from sirchat.errors import UndoError, UsageError
+from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import Flag
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -198,6 +197,7 @@ class Session:
         yield from self._tell_tools(told)
         yield from self.read_user(text, interrupted, before=before, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
+        wanted = wanted and self.turns[-1].finish != "interrupt"
         chat = self.engine, self._texts, self.model.encoder, self.state, self._vectors
         yield from pin_rules(*chat, is_wanted=wanted)
 
@@ -413,6 +413,7 @@ class Session:
             prompt = template.system(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self.engine):
+            events = fit_rules(self.engine, self._texts, settings)
             if is_replaced or profile.pin_system != before.pin_system:
                 self.ledger.pin(state.system, profile.pin_system and not is_replaced)
             moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
@@ -422,7 +423,7 @@ class Session:
         self.profile, self.template = profile, template
         if is_replaced:
             state.system, state.prompt = range(0), None
-        events = self._events.moved(state.last_turn, moves)
+        events += self._events.moved(state.last_turn, moves)
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
         events += self._events.switched(self.model, before, profile, restored, template)
         if prompt is not None:
@@ -451,7 +452,7 @@ class Session:
         """
         positions = self._positions_of(target, self.engine.store.recallable(), around)
         moves = self.engine.evictor.pin(positions, pinned)
-        self.ledger.flag(Flag.RULE, positions, False)  # from now on it is the user's choice
+        self.ledger.release_rules(positions)  # from now on they are the user's choice
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
         self.state.unpinned = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -487,24 +488,12 @@ class Session:
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """Rules and facts that the user stated, in order; if given, those that have all `words`.
+        """The user's pinned rules, then the facts stated; if given, those that have all `words`.
 
         Raises UsageError if there are neither rules nor an encoder that tells facts.
         """
-        ledger, texts, model = self.ledger, self._texts, self.model
-        rules = rules_in(ledger, texts, self.turns, words)
-        if not len(model.encoder.kinds) and not rules:
-            why = f"facts are told by an encoder, and {model.name} has none; you set no rules"
-            raise UsageError(why, hint=f"train one: sirchat train encoder --model {model.name}")
-
-        def vector_of(text: str) -> Tensor:
-            if text not in self._vectors:
-                turn = self.template.opening(text)[1]
-                start, end = turn.content
-                self._vectors[text] = model.encode(turn.ids[:end], start)
-            return self._vectors[text]
-
-        return rules + facts_in(ledger, texts, model.encoder, self.turns, vector_of, words)
+        chat = self.ledger, self._texts, self.turns, self._vectors
+        return stated_in(self.model, self.template, *chat, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""

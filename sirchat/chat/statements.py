@@ -17,12 +17,15 @@ from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.engine.engine import Engine
-from sirchat.errors import SettingError, format_value
+from sirchat.engine.types import CacheSettings
+from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
+from sirchat.models.model import LoadedModel
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_spelling
+from sirchat.text.template import Template
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MOST_PINNED = 2  # sentences of one message
@@ -67,52 +70,71 @@ def pin_rules(
         was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)
         if not is_wanted or was_unpinned:  # before the message was read again
             continue
-        short = format_value(text)
+        short, count = format_value(text), len(positions)
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
-            yield from _let_go(engine, texts, len(positions))
-            count = evictor.pin_held(positions)
+            _check_size(engine, positions)
+            old = _oldest(ledger, _limit(engine.settings), count)
+            evictor.pin_held(positions, freed=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
+            yield from _let_go(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:
             yield Notice(f"your instruction {short} is not pinned: {error}")
 
 
-def rules_of(ledger: Ledger) -> list[Positions]:
-    """The stream positions of each rule or preference that was pinned when it was said, in order.
-
-    Those that the user pinned or unpinned since are left out.
-    """
-    pinned = ledger.pinned_positions
-    rules = pinned[ledger.column("flags")[pinned] & np.uint8(Flag.RULE) != 0]
-    return np.split(rules, np.flatnonzero(np.diff(rules) > 1) + 1) if len(rules) else []
+def fit_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
+    """Let go of the oldest rules that have no room under the new `settings`."""
+    return list(_let_go(engine, texts, _oldest(engine.ledger, _limit(settings), 0)))
 
 
-def rules_in(
-    ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str = ""
+def _rules_pinned(
+    ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
 ) -> list[StatedFact]:
     """The rules and preferences that are pinned, in order; if given, those with all `words`."""
     found, ids, states = list[StatedFact](), ledger.column("token_id"), ledger.column("state")
-    for at in rules_of(ledger):
-        text = "".join(texts(ids[at].tolist(), at.tolist())).strip()
-        turn, held = int(ledger.column("turn")[at[0]]), int((states[at] == State.HELD).sum())
-        if set(words_of(words)) <= set(words_of(text)):
-            when = turns[turn].time
-            found.append(StatedFact(turn, text, when, len(at), held, is_rule=True))
+    for run in ledger.rules():
+        pieces = texts(ids[run].tolist(), run.tolist())
+        for start, end in pairwise(sentence_bounds(pieces)):
+            text, at = "".join(pieces[start:end]).strip(), run[start:end]
+            turn, held = int(ledger.column("turn")[at[0]]), int((states[at] == State.HELD).sum())
+            if text and set(words_of(words)) <= set(words_of(text)):
+                when = turns[turn].time
+                found.append(StatedFact(turn, text, when, len(at), held, is_rule=True))
     return found
 
 
-def _let_go(engine: Engine, texts: Texts, count: int) -> Iterator[Event]:
-    """Unpin the oldest rules until one more, of `count` tokens, fits into their share."""
-    ledger, rules = engine.ledger, rules_of(engine.ledger)
-    limit = engine.budget // _SHARE if engine.settings.policy.bounded else math.inf
-    while rules and count + sum(map(len, rules)) > limit:
-        at = rules.pop(0)
-        engine.evictor.pin(at, False)
-        text = "".join(texts(ledger.column("token_id")[at].tolist(), at.tolist())).strip()
+def _limit(settings: CacheSettings) -> float:
+    """Most tokens of rules that were pinned when they were said."""
+    return settings.budget // _SHARE if settings.policy.bounded else math.inf
+
+
+def _check_size(engine: Engine, positions: Positions) -> None:
+    """Raise SettingError if a rule's tokens are more than all rules may have, or not all held."""
+    limit = _limit(engine.settings)
+    if len(positions) > limit:
+        raise SettingError(f"it has {len(positions)} tokens, and rules have at most {limit:.0f}")
+    if not np.isin(positions, engine.ledger.held_positions).all():
+        raise SettingError("a part of it is evicted already")
+
+
+def _oldest(ledger: Ledger, limit: float, count: int) -> list[Positions]:
+    """The oldest rules, without which all others and one of `count` tokens fit into the limit."""
+    rules, gone = ledger.rules(), 0
+    while gone < len(rules) and count + sum(map(len, rules[gone:])) > limit:
+        gone += 1
+    return rules[:gone]
+
+
+def _let_go(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
+    """Unpin these rules, which moves no token, and say so."""
+    ids = engine.ledger.column("token_id")
+    for at in rules:
+        engine.evictor.pin_held(at, False)
+        text = format_value("".join(texts(ids[at].tolist(), at.tolist())).strip())
         yield Pinned(len(at), False, engine.cache.length)
-        yield Notice(f"let go of {format_value(text)}, for newer instructions: /pin keeps one")
+        yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
 
 
 def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:
@@ -147,18 +169,44 @@ def _rules_in(
             yield text, positions
 
 
-def facts_in(
+def stated_in(
+    model: LoadedModel,
+    template: Template,
+    ledger: Ledger,
+    texts: Texts,
+    turns: Sequence[Turn],
+    vectors: dict[str, Tensor],
+    words: str = "",
+) -> list[StatedFact]:
+    """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
+
+    Sentences' vectors [D] that are not in `vectors` are put there. Raises UsageError if there are
+    neither rules nor an encoder that tells facts.
+    """
+    encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
+    if not len(encoder.kinds) and not len(ledger.rules()):
+        why = f"facts are told by an encoder, and {model.name} has none; you set no rules"
+        raise UsageError(why, hint=f"train one: sirchat train encoder --model {model.name}")
+
+    def vector_of(text: str) -> Tensor:
+        if text not in vectors:
+            turn = template.opening(text)[1]
+            start, end = turn.content
+            vectors[text] = model.encode(turn.ids[:end], start)
+        return vectors[text]
+
+    return rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
+
+
+def _facts_in(
     ledger: Ledger,
     texts: Texts,
     encoder: Encoder,
     turns: Sequence[Turn],
     vector_of: Callable[[str], Tensor],
-    words: str = "",
+    words: str,
 ) -> list[StatedFact]:
-    """The facts that the user stated in `turns`, in order; if given, those that have all `words`.
-
-    `vector_of` makes the vector [D] of a sentence.
-    """
+    """The facts that are no part of a rule, in order."""
     wanted = set(words_of(words))
     said = [
         (index, text, positions)
@@ -173,9 +221,10 @@ def facts_in(
     stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
     is_same, states = vectors[stated] @ vectors[stated].T >= _SAME_THING, ledger.column("state")
     found = list[StatedFact]()
+    in_rules = np.concatenate([np.zeros(0, np.int64), *ledger.rules()])
     for place, number in enumerate(stated):
         index, text, at = said[number]
-        if not wanted <= set(words_of(text)):
+        if not wanted <= set(words_of(text)) or np.isin(at, in_rules).any():
             continue
         is_held = states[at] == State.HELD
         later = (is_same[place, place + 1 :].nonzero()[:, 0] + place + 1).tolist()

@@ -317,15 +317,17 @@ class Evictor:
             raise
         return self._place(chosen)
 
-    def pin_held(self, positions: Positions) -> int:
-        """Pin those of the tokens that are held, and move none; returns how many that are.
+    def pin_held(self, positions: Positions, pinned: bool = True, freed: int = 0) -> int:
+        """Pin or unpin those of the tokens that are held, and move none; returns how many that are.
 
-        Raises SettingError, changing nothing, if the pins would leave too little room.
+        Raises SettingError, changing nothing, if the pins would leave too little room, even if
+        `freed` tokens were no longer pinned.
         """
         held = np.intersect1d(positions, self._store.placement.chosen)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
-        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()))
-        self._ledger.pin(held, True)
+        if pinned:
+            self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
+        self._ledger.pin(held if pinned else positions, pinned)
         self._place(self._store.placement)  # a new one: no switch leads back behind the pins
         return len(held)
 
@@ -359,12 +361,16 @@ class Evictor:
         """Go back to the checkpoint `to`, in `round`.
 
         If that does not fit the present settings, the policy chooses again; with `keep_pins`, the
-        present pins stay. Raises LookupError, changing nothing, if a held token is lost.
+        present pins stay, and rules that were pinned then are again. Raises LookupError, changing
+        nothing, if a held token is lost.
         """
         self._cache.grow_to(len(to.placement.held))
         self._store.undo(to)
         self.round = round
-        if not keep_pins:
+        if keep_pins:  # and what was let go for a rule that is undone
+            is_rule = self._ledger.column("flags")[to.pinned] & np.uint8(Flag.RULE) != 0
+            self._ledger.pin(to.pinned[is_rule], True)
+        else:
             self._ledger.pin_only(to.pinned)
         if not self._fits() or not self._holds_pins(self._store.placement):
             return self._place(self._choose())

@@ -236,6 +236,18 @@ class Ledger:
             change = np.union1d if on else np.setdiff1d
             self.pinned_positions = change(self.pinned_positions, at)
 
+    def rules(self) -> list[Positions]:
+        """The positions of the tokens that were pinned as rules, and still are: run by run."""
+        flags = self._rows["flags"][self.pinned_positions]
+        return _runs(self.pinned_positions[flags & np.uint8(Flag.RULE) != 0])
+
+    def release_rules(self, positions: Positions) -> None:
+        """Rules that have one of these tokens no longer count as pinned by themselves."""
+        flags = self.column("flags")
+        for rule in _runs(np.flatnonzero(flags & np.uint8(Flag.RULE))):
+            if np.isin(rule, positions).any():
+                self.flag(Flag.RULE, rule, False)
+
     def pin_only(self, positions: Positions) -> None:
         """Pin the tokens at these positions, and unpin all others."""
         self.pin(self.pinned_positions, False)
@@ -313,3 +325,9 @@ class Ledger:
             grown = np.zeros(max(held, 2 * len(self._held)), np.int64)
             grown[: self.held_count] = self.held_positions
             self._held = grown
+
+
+def _runs(positions: Positions) -> list[Positions]:
+    """Ascending positions as runs of neighbours."""
+    gaps = np.flatnonzero(np.diff(positions) > 1) + 1
+    return np.split(positions, gaps) if len(positions) else []

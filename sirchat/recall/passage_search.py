@@ -187,18 +187,20 @@ def asked_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
 def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64]:
     """The numbers of the passages [n] with a score of at least `floor`, best first, then newest.
 
-    In this order the passages of turns with many count less, and of those of one turn that come
-    after `FEW` better ones, each counts half of the one before: what was told in several
-    messages is found before much of a long one.
+    After the very best, the passages of turns with many count less, and of those of one turn that
+    come after `FEW` better ones, each counts half of the one before: what was told in several
+    messages is found before much of a long one. Those with a score of -inf are left out.
     """
     turns = np.asarray(turns)
     worth = np.maximum(scores, 0) / np.sqrt(np.maximum(np.bincount(turns)[turns] / FEW, 1))
-    above = np.flatnonzero(scores >= floor)[::-1]
+    above = np.flatnonzero((scores >= floor) & (scores > -np.inf))[::-1]
     above = above[np.lexsort((-worth[above], turns[above]))]  # by turn, its best one first
     _, starts, counts = np.unique(turns[above], return_index=True, return_counts=True)
     better = np.arange(len(above)) - np.repeat(starts, counts)  # in the same turn
     worth[above] *= LESS ** np.maximum(better + 1 - FEW, 0)
     above = np.sort(above)[::-1]
+    if len(above):
+        worth[above[np.argmax(scores[above])]] = np.inf
     return above[np.argsort(-worth[above], kind="stable")]
 
 

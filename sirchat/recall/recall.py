@@ -44,6 +44,7 @@ FOCUS = 96
 NEAR = 0.4
 
 _NONE = np.zeros(0, np.int64)
+_ASKS = frozenset("?\uff1f")
 
 # The user's turns at the time that a text asks for, such as yesterday, those most wanted first.
 TurnsAt = Callable[[str], Sequence[int]]
@@ -214,8 +215,8 @@ class Recall:
             scores[of_result] += search.fits_of_result(message.sentences, of_result)
         asks, focus = self._asks_back(message), self._focus()
         at_time: Sequence[int] = ()
-        # Without an encoder that tells, a message that ends with no question mark does not ask.
-        if asks and (len(self._model.encoder.question) or "?" in message.text):
+        # Without an encoder that tells, a message without a question mark does not ask.
+        if asks and (len(self._model.encoder.question) or _ASKS & set(message.text)):
             at_time = turns_at(message.text)
             for rank, turn in enumerate(at_time):
                 of_turn = search.passages.rows["turn"] == turn
@@ -223,7 +224,7 @@ class Recall:
         best = scores.max(initial=0.0)
         is_told = message.by_model is not None and len(self._model.encoder.question) > 0
         is_question = bool(asks and focus and best >= LESS * FLOOR)
-        is_question = is_question and (is_told or "?" in message.text)
+        is_question = is_question and (is_told or bool(_ASKS & set(message.text)))
         if is_question:
             room = min(room, focus)
         near = NEAR if is_question and not at_time else 0.0
@@ -260,7 +261,7 @@ class Recall:
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer it from all that is held."""
         recall, encoder = self._engine.settings.recall, self._model.encoder
-        if recall is None:
+        if recall is None or not self._engine.settings.policy.bounded:  # nothing can be restored
             return 0
         if recall.focus is not None:
             return recall.focus

@@ -36,7 +36,8 @@ _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 _PINS = TypeAdapter(
-    list[Annotated[list[_Count], Field(min_length=3, max_length=3)]], config=_STRICT
+    list[tuple[_Count, _Count, _Count] | tuple[_Count, _Count, _Count, bool]],
+    config=ConfigDict(allow_inf_nan=False),
 )
 _UNPINNED = TypeAdapter(list[tuple[_Count, str]])
 # Entries of a config that depend on how a model was saved or loaded, not on the model.

@@ -147,3 +147,13 @@ def test_without_an_encoder_a_number_says_yes_for_questions() -> None:
     assert not held_in_reply(chat, ASKED)[0] >= every
     chat.undo()
     assert held_in_reply(chat, ASKED.rstrip("?") + ".")[0] >= every
+
+
+def test_under_a_policy_that_evicts_nothing_there_is_no_focus() -> None:
+    for model in (asking(), babbler()):
+        chat = session(model, policy="full", recall="on", focus=32, max_new_tokens=8)
+        for text in (TOLD, *TALK):
+            list(chat.read_user(text, before="assistant"))
+            list(chat.read_reply("Fine."))
+        every = set(range(chat.seen))
+        assert held_in_reply(chat, ASKED)[0] >= every

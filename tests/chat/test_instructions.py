@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import yaml
 import sirchat.lab.training
 from chatting import babbler, session
 from saved_chats import Chat
-from sirchat.chat.events import Event, Notice
-from sirchat.chat.rereading import read_whole
+from sirchat.chat.events import Event, Evicted, Notice, Restored, TurnDone
+from sirchat.chat.rereading import read_whole, rewind
 from sirchat.chat.retry import retry_under
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
+from sirchat.errors import SettingError, UsageError
 from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import find_session
@@ -197,7 +199,7 @@ def test_rules_have_a_quarter_of_the_budget_and_the_oldest_is_let_go() -> None:
         kept.append(rule)
         for line in lines[:-1]:
             dropped.append(kept.pop(0))
-            assert line.startswith(f'let go of "{dropped[-1]}", for newer instructions')
+            assert line.startswith(f'"{dropped[-1]}" is no longer pinned')
         assert [one.text for one in chat.facts()] == kept
         assert sum(one.tokens for one in chat.facts()) <= 60
         assert pinned(chat).split() == ("Hello" + "".join(kept)).split()
@@ -216,7 +218,7 @@ def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
 def test_undo_brings_back_a_rule_that_was_let_go() -> None:
     chat, number = plain_chat(), 0
     ask(chat, RULE)
-    while chat.facts()[0].text == RULE:
+    while chat.facts()[0].text == RULE and number < 20:
         ask(chat, f"Always use the word x{number}.")
         number += 1
     chat.undo()
@@ -250,22 +252,167 @@ def test_a_resumed_chat_still_knows_its_rules(folder: Path) -> None:
     assert [one.text for one in again.facts()] == [RULE]
 
 
+def test_letting_go_moves_no_token_and_leaves_what_was_recalled() -> None:
+    chat = plain_chat(budget=128, recall="words")
+    ask(chat, "Hello.")
+    ask(chat, "Our zebra is called Quixbert, and it eats old brown hay.")
+    number = 0
+    while chat.ledger.held_of_turn(2) and number < 20:
+        ask(chat, f"Always use the word x{number}.")
+        number += 1
+    said = f"Always use the word y. Who is our zebra Quixbert{number}?"
+    moved, lines, restored = list[str](), list[str](), 0
+    for event in chat.read_question(said):
+        if isinstance(event, TurnDone):
+            restored = len(chat.engine.store.placement.recalled)
+        elif isinstance(event, Notice):
+            lines.append(event.text)
+        elif restored and isinstance(event, Evicted | Restored):
+            moved.append(repr(event))
+    assert any("is no longer pinned" in line for line in lines)
+    assert restored
+    assert len(chat.engine.store.placement.recalled) == restored
+    assert not moved
+
+
+def test_a_sentence_larger_than_the_share_is_not_pinned_and_nothing_let_go() -> None:
+    chat = plain_chat(budget=200)
+    ask(chat, RULE)
+    long = "Always use " + " and ".join(f"the word number {n}" for n in range(12))
+    (line,) = ask(chat, long + ".")
+    assert "rules have at most 50" in line
+    assert pinned(chat) == RULE
+
+
+def test_where_the_user_pinned_much_a_new_rule_lets_no_older_one_go() -> None:
+    chat = plain_chat(budget=96)
+    ask(chat, RULE)
+    ask(chat, "A long tale of a fox who ran over the hill and far away to the sea.")
+    chat.pin("last")
+    size = 0
+    while size < len(chat.ledger.pinned_positions) < 60:
+        size = len(chat.ledger.pinned_positions)
+        ask(chat, "So it ran on.")
+        with suppress(SettingError):
+            chat.pin("last")
+    lines = ask(chat, "Always use the word hill, and the word sea, and the word fox, too.")
+    assert all("not pinned" in line for line in lines)
+    assert RULE in pinned(chat)
+
+
+@pytest.mark.parametrize("again", [read_whole, "rewind"])
+def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
+    chat = plain_chat(budget=240)
+    ask(chat, f"Hello. {RULE}")
+    ask(chat, "The train leaves at noon.")
+    chat.pin("noon")
+    ask(chat, "I see.")
+    if again == "rewind":
+        chat.undo_points = []
+        assert rewind(chat, 1)
+    else:
+        chat = again(chat)
+    assert [(one.text, one.turn) for one in chat.facts()] == [(RULE, 0)]
+    assert "noon" in pinned(chat)
+    chat.pin("noon", pinned=False)
+    assert pinned(chat) == RULE
+
+
+def test_another_message_instead_brings_back_the_rule_that_was_let_go() -> None:
+    chat, number = plain_chat(), 0
+    ask(chat, RULE)
+    while chat.facts()[0].text == RULE and number < 20:
+        ask(chat, f"Always use the word x{number}.")
+        number += 1
+    list(chat.retry(text="Hello."))
+    assert chat.facts()[0].text == RULE
+
+
+def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() -> None:
+    chat = plain_chat(budget=800)
+    for number in range(20):
+        ask(chat, f"Always use the word x{number}.")
+    before = [one.text for one in chat.facts()]
+    lines = notes(chat.switch("test", budget=160))
+    now = [one.text for one in chat.facts()]
+    assert now == before[-len(now) :]
+    assert 0 < sum(one.tokens for one in chat.facts()) <= 40
+    assert [line for line in lines if "is no longer pinned" in line]
+    with pytest.raises(SettingError):
+        chat.switch("test", policy="nosuch")
+    assert [one.text for one in chat.facts()] == now
+
+
+def test_rules_side_by_side_are_listed_one_by_one_and_no_part_of_one_is_let_go() -> None:
+    chat = plain_chat(budget=400)
+    rules = ["Always use metric units.", "Never use emojis."]
+    ask(chat, " ".join(rules))
+    assert [one.text for one in chat.facts()] == rules
+    chat.pin("metric", pinned=False)
+    with pytest.raises(UsageError, match="you set no rules"):  # what is left is the user's
+        chat.facts()
+    assert "emojis" in pinned(chat)
+
+
+def test_words_that_no_rule_has_find_none() -> None:
+    chat = plain_chat()
+    ask(chat, RULE)
+    assert chat.facts("zebra") == []
+
+
+def test_an_interrupted_message_sets_no_rule() -> None:
+    chat = plain_chat(budget=120)
+    said = f"{RULE} " + "A fox ran over the hill and the river and the old wood. " * 9
+    list(chat.read_question(said, lambda: True))
+    assert chat.turns[-1].finish == "interrupt"
+    assert not pinned(chat)
+    assert ask(plain_chat(budget=600), said) == [LINE]
+
+
 def test_forms_tell_rules_from_all_else() -> None:
-    """Of the kept-back sentences: 60 % of the rules, and of the others none but two."""
+    """Of the kept-back sentences: 23 of 40 rules, and none of the others."""
     told = yaml.safe_load(STATEMENTS.read_text("utf-8"))
-    assert sum(map(is_rule, told["kept_back"]["instruction"])) >= 24
+    assert sum(map(is_rule, told["kept_back"]["instruction"])) >= 23
     others = [text for kind in ("fact", "other") for text in told["kept_back"][kind]]
-    assert sum(map(is_rule, others)) <= 2
-    others = [text for kind in ("fact", "other", "question", "no_question") for text in told[kind]]
-    assert sum(map(is_rule, others)) <= 1
-    for text in ("I will never answer again.", "Always here to help.", "Should I always use it?"):
-        assert not is_rule(text)
-    for text in (
-        "Call me Ben.",
-        "Always tailor it when I ask about jobs.",
-        "Ab jetzt nur Deutsch.",
-    ):
-        assert is_rule(text)
+    others += [text for kind in ("fact", "other", "question", "no_question") for text in told[kind]]
+    assert not [text for text in others if is_rule(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("I will never answer again.", "Always here to help.", "Should I always use it?"),
+        *("Never give up!", "I'm late from now on.", "I\u2019m eating healthier from now on."),
+        *("Summarize what we said in this conversation.", "Give your answer as JSON."),
+        *("The app crashes every time I type a letter.", "I get an error each time I write it."),
+        *("Each message should have an id.", "All responses must include a CORS header."),
+        *("In response, the server returns 404.", "There is a bug in the chat window."),
+        *("As of now the team has three members.", "In the future, cars will fly."),
+        *("The shop is closed from now on.", "The server must be online at all times."),
+        *("My boss said he will call me Monday.", "Call me back.", "Why does she call me Karen?"),
+        *(
+            "三天以后我去北京。",
+            "Künftig wird das Haus vermietet.",
+            "Désormais le musée est fermé.",
+        ),
+        "Always use it. " + "so " * 400,
+    ],
+)
+def test_other_sentences_are_no_rules(text: str) -> None:
+    assert not is_rule(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Call me Ben.", "Always tailor it when I ask of jobs.", "Ab jetzt antworte nur Deutsch."),
+        *("Don\u2019t ever use emojis.", "In this chat, always write dates in full."),
+        *("Until I say otherwise, answer with yes or no.", "从现在开始，请用中文回答。"),
+        "Please keep all your answers under fifty words.",
+    ],
+)
+def test_rules_are_told_by_their_form(text: str) -> None:
+    assert is_rule(text)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +421,9 @@ def test_forms_tell_rules_from_all_else() -> None:
         ("So I prefer simple, minimal dependencies, how do I?", "simple, minimal dependencies"),
         ("I'd prefer the 2.5 version.", "the 2.5 version"),
         ("I prefer writing between 7-9 AM, as I'm fresh then.", "writing between 7-9 AM"),
+        ("Since I\u2019d prefer tea, what else is there?", "tea"),
+        ("What do I prefer for breakfast?", None),
+        ("Should I prefer SQL over NoSQL?", None),
         ("Which do you prefer?", None),
         ("I prefer not to say.", None),
     ],

@@ -350,11 +350,16 @@ def test_what_was_told_in_several_messages_is_found_before_much_of_a_long_one() 
     scores = np.array([4.0, 3.9, 3.8, 3.7, 3.6, 3.0, 2.5, 1.0])  # a long message, and short ones
     turns = np.array([0, 0, 0, 0, 0, 1, 2, 3])
     assert best_first(scores, 2.0, turns).tolist() == [0, 1, 2, 3, 5, 6, 4]
+    scores = np.array([9.0, *[1.0] * 400, 2.0])
+    assert best_first(scores, 1.5, np.array([0] * 401 + [1])).tolist() == [0, 401]
+    assert best_first(np.array([-np.inf, 0.0, 1.0]), -np.inf, np.arange(3)).tolist() == [2, 1]
     # By an oracle: one after another, the best for its turn and for what was taken of it.
     rng = np.random.default_rng(5)
     for _ in range(20):
         scores, turns = rng.normal(2, 1, 60), np.sort(rng.integers(0, 6, 60))
-        sizes, left, order = np.bincount(turns), set(np.flatnonzero(scores >= 1).tolist()), []
+        sizes, left = np.bincount(turns), set(np.flatnonzero(scores >= 1).tolist())
+        order = [int(scores.argmax())]  # the very best, whose message may be long
+        left.remove(order[0])
         while left:
             taken = Counter(turns[order].tolist())
             worth = {

@@ -1,4 +1,4 @@
-"""BEAM: chats of some 146,000 tokens, and questions of ten kinds about each.
+"""BEAM: chats of some 120,000 tokens, and questions of ten kinds about each.
 
 Tavakoli et al. 2025, "Beyond a Million Tokens". A chat is read turn by turn with its own replies
 under a setting; at its end each question is asked, and undone. The rubric of BEAM is judged by a
@@ -43,6 +43,7 @@ KINDS = (
 )
 # Of these, a reply can be judged by the words of the rubric.
 JUDGED = KINDS[:4]
+TOLD = KINDS[:2]  # the answer to these stands in a message as it is
 # Questions about the whole of a chat, whose sources no search for passages can hold
 WHOLE = ("event_ordering", "summarization")
 _QUESTION = 192  # tokens of a question, at most
@@ -177,12 +178,13 @@ class ReadChat:
     def restored(self, counts: Sequence[int]) -> dict[int, Record]:
         """What of each question's sources is found within so many tokens, pins included."""
         session, found = self.session, dict[int, Record]()
-        if session.profile.recall == "off":
+        counts = [n for n in counts if n + _QUESTION <= session.model.context_length]
+        if session.profile.recall == "off" or not counts:
             return found
         budget, recall = max(session.budget, max(counts) + _QUESTION), session.recall
         pinned = session.ledger.pinned_positions
         recall.update()
-        # The question itself may be answered from fewer tokens (focus): all n are measured.
+        # With `recall_n`, the best passages fill the room, also under `focus`.
         more = {"budget": budget, "recall_n": max(counts), "focus": "off"}
         with session.trial("eval", more):
             for question in self.questions():
@@ -190,9 +192,16 @@ class ReadChat:
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
                     chosen = recall.find(turn.ids, turn.roles, room).result.positions
-                    have = self.found(question, np.union1d(pinned, chosen))
+                    at = np.union1d(pinned, chosen)
+                    have = self.found(question, at) | {"keys": self._keys_found(question, at)}
                     found.setdefault(question.number, {})[str(count)] = have
         return found
+
+    def _keys_found(self, question: BeamQuestion, at: Positions) -> float | None:
+        """Whether the text of the tokens at `at` has the keys of the answer, if it can."""
+        if question.kind not in TOLD:
+            return None
+        return question.right("".join(row.text for row in self.session.tokens(at.tolist())))
 
     def answer(self, question: BeamQuestion, *, generate: bool) -> Record:
         """Ask a question, judge answer and reply, and undo the turn."""
@@ -262,7 +271,12 @@ class Beam(Grid):
 
     def _read(self, session: Session, chat: BeamChat, cell: Cell) -> ReadChat:
         """Read a chat up to `limit` tokens, or open it as it was kept."""
-        key = setting_key(cell.setting, model=session.model.name, data=data_name(Path(self.data)))
+        key = setting_key(
+            cell.setting,
+            model=session.model.name,
+            data=data_name(Path(self.data)),
+            run=session.profile.seed,
+        )
         kept = None if self.kept is None else Path(self.kept) / f"{self.limit}-{chat.number}-{key}"
         there = list_sessions(kept, 1).sessions if kept is not None and kept.is_dir() else []
         if there:
@@ -298,7 +312,8 @@ class Beam(Grid):
         header = (
             f"chats {', '.join(self.units())}, of which {min(tokens):,} to {max(tokens):,} tokens "
             "were read",
-            "sources: messages with the answer, of which a part is found; pins are counted",
+            "sources found: messages with the answer, of which a part is in pins and in the best "
+            "passages that have so many tokens; keys: those of the rubric are in what is found",
             "right: all numbers, dates and names of the rubric are in the reply",
             "intervals: chats and questions resampled (bootstrap)",
         )
@@ -308,7 +323,7 @@ class Beam(Grid):
 
     def _sources(self, findings: Sequence[Findings]) -> Iterator[Table]:
         """Tables of the sources found within so many tokens, by kind."""
-        for key in ("all", "share"):
+        for key in ("all", "share", "keys"):
             rows = list[tuple[Value, ...]]()
             for one, count in product(findings, map(str, self.counts)):
                 if any(_values(one, _restored(count, key))):
@@ -329,7 +344,7 @@ Measured = Callable[[Record], float | None]
 def _restored(count: str, key: str, kinds: Sequence[str] = KINDS) -> Measured:
     def value(one: Record) -> float | None:
         found = one["restored"].get(count) if one["kind"] in kinds else None
-        return None if found is None else float(found[key])
+        return None if found is None or found[key] is None else float(found[key])
 
     return value
 
@@ -343,7 +358,9 @@ def _replies(findings: Sequence[Findings]) -> Table:
     def held(one: Record) -> float | None:
         return None if one["held"] is None else float(one["held"]["share"])
 
-    counts = [len(list(chain(*_values(findings[0], right((kind,)))))) for kind in JUDGED]
+    counts = [
+        max(len(list(chain(*_values(one, right((kind,)))))) for one in findings) for kind in JUDGED
+    ]
     names = [f"{kind.replace('_', ' ')} ({n})" for kind, n in zip(JUDGED, counts, strict=True)]
     measured: dict[str, Measured] = {
         "sources held": held,
@@ -363,14 +380,16 @@ def nats(one: Record) -> float | None:
 
 def _differences(findings: Sequence[Findings]) -> Table:
     """A table of how much less the answer's nats are than under the first setting, paired."""
-    first, *others = ([dict(_numbered(one, nats)) for one in each.records] for each in findings)
+    first = [dict(_numbered(record, nats)) for record in findings[0].by_seed[0]]
     rows = list[tuple[Value, ...]]()
-    for one, values in zip(findings[1:], others, strict=True):
-        pairs = [
-            [mine[n] - theirs[n] for n in mine.keys() & theirs.keys()]
-            for mine, theirs in zip(values, first, strict=True)
-        ]
-        rows.append((one.name, hierarchical_mean([each for each in pairs if each])))
+    for one in findings[1:]:
+        pairs = list[list[float]]()
+        for records in one.by_seed:
+            for record, theirs in zip(records, first, strict=True):
+                mine = dict(_numbered(record, nats))
+                pairs.append([mine[n] - theirs[n] for n in mine.keys() & theirs.keys()])
+        both = [each for each in pairs if each]
+        rows.append((one.name, hierarchical_mean(both) if both else None))
     columns = ("setting", f"nats a token, less those of {findings[0].name}")
     return Table("Answers", columns, tuple(rows), digits=3)
 

@@ -97,14 +97,15 @@ def test_sources_are_found_in_the_cache_by_recall_and_by_pins(tmp_path: Path) ->
     assert record["fits"]
     by_kind = {one["kind"]: one for one in record["questions"]}
     boat, leave = by_kind["information_extraction"], by_kind["knowledge_update"]
-    assert boat["restored"]["60"] == {"all": 1.0, "share": 1.0}
+    assert boat["restored"]["60"] == {"all": 1.0, "share": 1.0, "keys": 1.0}
     assert leave["restored"]["60"]["share"] >= 0.5
     rule = by_kind["instruction_following"]["restored"]  # no word of it is in the question
-    assert rule["20"] == {"all": 1.0, "share": 1.0}
+    assert rule["20"] == {"all": 1.0, "share": 1.0, "keys": None}
     assert by_kind["abstention"]["restored"] == {}
     assert boat["right"] == 0
     assert by_kind["abstention"]["right"] is None
-    assert "Sources found: all" in [table.name for table in made.report(found).tables]
+    names = [table.name for table in made.report(found).tables]
+    assert names == ["Replies", *(f"Sources found: {key}" for key in ("all", "share", "keys"))]
 
 
 def test_sources_are_counted_by_turns() -> None:
