@@ -96,6 +96,7 @@ EXAMPLES: dict[str, str] = {
     "profiles path": "sirchat profiles path default",
     "profiles init": "sirchat profiles init mine",
     "eval": "sirchat eval facts-in-dialogue --help",
+    "eval beam": "sirchat eval beam -m smollm2 --data beam.json.xz --limit 30000",
     "eval focus": "sirchat eval focus -m smollm2 --data talk.jsonl",
     "eval facts-in-dialogue": "sirchat eval facts-in-dialogue -m smollm2 --data talk.jsonl",
     "eval dailydialog": "sirchat eval dailydialog --data SirLLM/data --scoring text --limit 60",
