@@ -215,13 +215,14 @@ def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
     assert pinned(chat).startswith(RULE)
 
 
-def test_undo_brings_back_a_rule_that_was_let_go() -> None:
+@pytest.mark.parametrize("back", [Session.undo, lambda chat: list(chat.retry(text="Hello."))])
+def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -> None:
     chat, number = plain_chat(), 0
     ask(chat, RULE)
     while chat.facts()[0].text == RULE and number < 20:
         ask(chat, f"Always use the word x{number}.")
         number += 1
-    chat.undo()
+    back(chat)
     assert chat.facts()[0].text == RULE
     assert pinned(chat).startswith(RULE)
 
@@ -316,16 +317,6 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     assert "noon" in pinned(chat)
     chat.pin("noon", pinned=False)
     assert pinned(chat) == RULE
-
-
-def test_another_message_instead_brings_back_the_rule_that_was_let_go() -> None:
-    chat, number = plain_chat(), 0
-    ask(chat, RULE)
-    while chat.facts()[0].text == RULE and number < 20:
-        ask(chat, f"Always use the word x{number}.")
-        number += 1
-    list(chat.retry(text="Hello."))
-    assert chat.facts()[0].text == RULE
 
 
 def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() -> None:
