@@ -186,15 +186,17 @@ class Session:
         text: str,
         interrupted: Interrupted = lambda: False,
         *,
-        told: str = "",
+        told: str | None = None,
         before: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn, with the tools `told`, and pin its rules and preferences.
+        """Read a user turn, and pin its rules and preferences.
 
-        `before` and `given` are as `read_user` says.
+        With `told`, the model first reads of these tools, in place of those told before. `before`
+        and `given` are as `read_user` says.
         """
-        yield from self._tell_tools(told)
+        if told is not None:
+            yield from self._tell_tools(told)
         yield from self.read_user(text, interrupted, before=before, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         wanted = wanted and self.turns[-1].finish != "interrupt"

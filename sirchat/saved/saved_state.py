@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, TypeAdapter
 
 from sirchat import __version__
 from sirchat.chat.events import Finish
@@ -35,10 +35,9 @@ _Count = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
-_PINS = TypeAdapter(
-    list[tuple[_Count, _Count, _Count] | tuple[_Count, _Count, _Count, bool]],
-    config=ConfigDict(allow_inf_nan=False),
-)
+# Of each pin: turn, start, end, and whether it is a rule. Read from JSON, tuples are lists.
+_Place = Annotated[_Count, Strict()]
+_PINS = TypeAdapter(list[tuple[_Place, _Place, _Place] | tuple[_Place, _Place, _Place, StrictBool]])
 _UNPINNED = TypeAdapter(list[tuple[_Count, str]])
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
 _VOLATILE = (

@@ -184,6 +184,17 @@ def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(
     assert (chat.state.tools == "") is (ids_of(chat) == before)
 
 
+def test_a_turn_with_a_given_reply_leaves_the_tools_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, [call(city="Oslo"), "Cold."])
+    chat = calling(system="Be kind.")
+    ask(chat)
+    told, before = chat.state.tools, chat.state.system
+    list(chat.read_question("Thanks.", before="assistant"))
+    list(chat.read_reply("Bye."))
+    assert chat.state.tools == told != ""
+    assert chat.state.system == before
+
+
 def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
