@@ -168,11 +168,11 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
     """The parts of the text that the tokens at `pinned` spell; by default, those of `_own_pins`."""
     at = _own_pins(session) if pinned is None else pinned
-    parts, rules = [], np.intersect1d(at, np.concatenate([at[:0], *session.ledger.rules()]))
+    parts, of_rules = [], session.ledger.column("flags")[at] & np.uint8(Flag.RULE) != 0
     for index in np.unique(session.ledger.column("turn")[at]).tolist():
         turn = _SpelledTurn.of(session, index)
-        for is_rule, pins in ((False, np.setdiff1d(at, rules)), (True, rules)):
-            is_pinned = np.isin(turn.positions, pins)
+        for is_rule in (False, True):
+            is_pinned = np.isin(turn.positions, at[of_rules == is_rule])
             edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
             for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
                 start = _counterpart(turn.spelled[begin:end], turn.spelled, begin, turn.text)

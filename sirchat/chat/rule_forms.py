@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from sirchat.text.detokenizer import QUESTION_MARKS
+
 _MOST = 400  # characters of a rule; a longer sentence is a text
 
 _OURS = r"(?:answers|repl(?:y|ies)|responses|messages)"
@@ -30,86 +32,74 @@ _WHOLE_CHAT = (
     r"(?:for|during|throughout) (?:the (?:rest|remainder) of )?(?:our|the|this)(?: whole)? "
     r"(?:conversation|chat)"
 )
-_LATER = re.compile(
+_LATER = (
     r"\b(?:from (?:now|here|this (?:point|message|moment|day)|today) on(?:wards?)?|going forward|"
     r"henceforth|(?:starting|as of) (?:now|today)|at all times|in (?:the )?future|"
     rf"{_WHOLE_CHAT}|(?:all|each|every)(?: of)? your (?:future |further )?{_OURS}|"
     rf"your {_OURS} (?:should|must|have to))\b|"
-    r"^(?:(?:un)?til (?:i|we|further)\b[^,]*|in this (?:chat|conversation)),",
-    re.IGNORECASE,
+    r"^(?:(?:un)?til (?:i|we|further)\b[^,]*|in this (?:chat|conversation)),"
 )
-_LEAD = re.compile(
-    r"\W*(?:(?:please|and|also|but|so|ok(?:ay)?|well|note|hey|remember(?: to)?|by the way)\b"
-    r"[,:;]?\s+)*",
-    re.IGNORECASE,
+_LEAD = (
+    r"^\W*(?:(?:please|and|also|but|so|ok(?:ay)?|well|note|hey|remember(?: to)?|by the way)\b"
+    r"[,:;]?\s+)*"
 )
-_FIRST = re.compile(rf"(?:please )?(?:{_VERB}|{_MORE_VERBS})", re.IGNORECASE)
+_FIRST = rf"(?:please )?(?:{_VERB}|{_MORE_VERBS})"
 # Somebody speaks of themselves or of others: "I'm going to eat healthier from now on."
-_OF_OTHERS = re.compile(
-    r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was)|we'(?:re|ll)|he|she|they)\b",
-    re.IGNORECASE,
-)
-_RULE = re.compile(
+_OF_OTHERS = r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was)|we'(?:re|ll)|he|she|they)\b"
+_RULE = (
     rf"{_EVER}\s+(?:\w+ly\s+)?{_VERB}|{_EVER}\b.*\b(?:when(?:ever)?|if|every time) (?:i|we) "
     rf"(?:ever )?{_ASK}\b|(?:whenever|every time|each time|if i ever|when) (?:i |you )?(?:ever )?"
     rf"{_ASK}\b[^,]*, (?:please |always )*{_VERB}|"
-    rf"{_VERB}.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASK}\b",
-    re.IGNORECASE,
+    rf"{_VERB}.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASK}\b"
 )
-_NAME = re.compile(
+_NAME = (
     r"(?i:(?:you (?:can|may|should) |i(?:'d like| want) you to |just )?(?:call|address|refer to) "
     r"me (?:as )?)(?!Back|Tomorrow|Later|When|If|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)"
     r"[A-Z]\w*\.?(?: [A-Z]\w*){0,2},?(?: from now on| instead| please)*\W*$"
 )
 # "From now on" and a verb that speaks to the model, in either order
-_ELSEWHERE = tuple(
-    (re.compile(later, re.IGNORECASE), re.compile(rf"\b(?:{verb})", re.IGNORECASE))
-    for later, verb in (
-        (
-            r"\b(?:ab (?:jetzt|sofort)|von nun an|künftig)\b",
-            r"bitte|antworte|schreib|nenn|sprich|"
-            r"verwende|benutze|gib|du\b|nur\b",
-        ),
-        ("à partir de maintenant|désormais", "réponds|écris|utilise|appelle-moi|parle|tutoie"),
-        (
-            "de ahora en adelante|a partir de (?:ahora|agora)",
-            "respond|contesta|escrib|escrev|usa|habla|fala",
-        ),
-        ("d'ora in (?:poi|avanti)", "rispond|scriv|usa|parla|chiama"),
-        (r"\bvanaf nu\b", "antwoord|schrijf|noem|gebruik"),
-        ("från och med nu", "ska|svara|skriv"),
-        (r"\bod teraz\b", "odpowiad|pisz|mów"),
-        ("с этого момента", "отве|пиш"),
-        ("从现在(?:开始|起).*[请用叫]|以后[请叫]|これからは.*(?:ください|して)", ""),
-    )
+_ELSEWHERE = (
+    (
+        r"\b(?:ab (?:jetzt|sofort)|von nun an|künftig)\b",
+        r"\b(?:bitte|antworte|schreib|nenn|sprich|verwende|benutze|gib|du\b|nur\b)",
+    ),
+    ("à partir de maintenant|désormais", r"\b(?:réponds|écris|utilise|appelle-moi|parle|tutoie)"),
+    (
+        "de ahora en adelante|a partir de (?:ahora|agora)",
+        r"\b(?:respond|contesta|escrib|escrev|usa|habla|fala)",
+    ),
+    ("d'ora in (?:poi|avanti)", r"\b(?:rispond|scriv|usa|parla|chiama)"),
+    (r"\bvanaf nu\b", r"\b(?:antwoord|schrijf|noem|gebruik)"),
+    ("från och med nu", r"\b(?:ska|svara|skriv)"),
+    (r"\bod teraz\b", r"\b(?:odpowiad|pisz|mów)"),
+    ("с этого момента", r"\b(?:отве|пиш)"),
+    ("从现在(?:开始|起).*[请用叫]|以后[请叫]|これからは.*(?:ください|して)", ""),
 )
-_PREFERENCE = re.compile(
+_PREFERENCE = (
     r"(?:^\W*|[,;:.!(]\s*|\b(?:and|so|but|because|since)\s+)(i(?:'d| would)?(?: (?:really|always|"
     r"generally|usually|much))? prefer (?!not to say|yet)(?:[^,;:.!?\n]|\.\d|, (?!how|can|could|"
-    r"would|is|but|so|because|which|considering|and|as|given|since|like|what|do|to)){3,120})",
-    re.IGNORECASE,
+    r"would|is|but|so|because|which|considering|and|as|given|since|like|what|do|to)){3,120})"
 )
 
 
 def is_rule(sentence: str) -> bool:
     """Whether a sentence of a user sets a rule for later replies."""
     text = sentence.strip().replace("\u2019", "'")
-    if len(text) > _MOST or text.endswith(("?", "\uff1f")):
+    if len(text) > _MOST or text.endswith(QUESTION_MARKS):
         return False
-    lead = _LEAD.match(text)
-    text = text[lead.end() if lead else 0 :]
-    if _RULE.match(text) or _NAME.match(text):
+    text = re.sub(_LEAD, "", text, count=1, flags=re.IGNORECASE)
+    if re.match(_RULE, text, re.IGNORECASE) or re.match(_NAME, text):
         return True
-    if any(later.search(text) and verb.search(text) for later, verb in _ELSEWHERE):
+    if any(all(re.search(one, text, re.IGNORECASE) for one in both) for both in _ELSEWHERE):
         return True
-    later = _LATER.search(text)
-    if later is None or _OF_OTHERS.search(text):
+    later = re.search(_LATER, text, re.IGNORECASE)
+    if later is None or re.search(_OF_OTHERS, text, re.IGNORECASE):
         return False
     first = text[later.end() :].lstrip(" ,:") if later.start() == 0 else text
-    return bool(_FIRST.match(first)) or "your" in later.group().casefold()
+    return bool(re.match(_FIRST, first, re.IGNORECASE)) or "your" in later.group().casefold()
 
 
 def preference_in(sentence: str) -> tuple[int, int] | None:
     """Start and end, in characters, of what a sentence says to be preferred; None if nothing."""
-    match = _PREFERENCE.search(sentence.replace("\u2019", "'"))
+    match = re.search(_PREFERENCE, sentence.replace("\u2019", "'"), re.IGNORECASE)
     return match and match.span(1)

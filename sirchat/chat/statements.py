@@ -24,7 +24,7 @@ from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
 from sirchat.recall.word_index import words_of
-from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_spelling
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
 from sirchat.text.template import Template
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
@@ -74,7 +74,7 @@ def pin_rules(
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
             _check_size(engine, positions)
-            old = _oldest(ledger, _limit(engine.settings), count)
+            old = _oldest(ledger, engine.settings, count)
             evictor.pin_held(positions, freed=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _let_go(engine, texts, old)
@@ -86,16 +86,16 @@ def pin_rules(
 
 def fit_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
     """Let go of the oldest rules that have no room under the new `settings`."""
-    return list(_let_go(engine, texts, _oldest(engine.ledger, _limit(settings), 0)))
+    return list(_let_go(engine, texts, _oldest(engine.ledger, settings, 0)))
 
 
 def _rules_pinned(
     ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
 ) -> list[StatedFact]:
     """The rules and preferences that are pinned, in order; if given, those with all `words`."""
-    found, ids, states = list[StatedFact](), ledger.column("token_id"), ledger.column("state")
+    found, states = list[StatedFact](), ledger.column("state")
     for run in ledger.rules():
-        pieces = texts(ids[run].tolist(), run.tolist())
+        pieces = _pieces(ledger, texts, run)
         for start, end in pairwise(sentence_bounds(pieces)):
             text, at = "".join(pieces[start:end]).strip(), run[start:end]
             turn, held = int(ledger.column("turn")[at[0]]), int((states[at] == State.HELD).sum())
@@ -119,20 +119,19 @@ def _check_size(engine: Engine, positions: Positions) -> None:
         raise SettingError("a part of it is evicted already")
 
 
-def _oldest(ledger: Ledger, limit: float, count: int) -> list[Positions]:
+def _oldest(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
     """The oldest rules, without which all others and one of `count` tokens fit into the limit."""
     rules, gone = ledger.rules(), 0
-    while gone < len(rules) and count + sum(map(len, rules[gone:])) > limit:
+    while gone < len(rules) and count + sum(map(len, rules[gone:])) > _limit(settings):
         gone += 1
     return rules[:gone]
 
 
 def _let_go(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
     """Unpin these rules, which moves no token, and say so."""
-    ids = engine.ledger.column("token_id")
     for at in rules:
-        engine.evictor.pin_held(at, False)
-        text = format_value("".join(texts(ids[at].tolist(), at.tolist())).strip())
+        engine.evictor.unpin_held(at)
+        text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
         yield Pinned(len(at), False, engine.cache.length)
         yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
 
@@ -155,11 +154,11 @@ def _rules_in(
     for text, positions in _sentences(ledger, texts, turn):
         stated, span = is_rule(text), preference_in(text)
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
-        if mean is not None and encoder.size:
+        if mean is not None and len(encoder.kinds):
             vectors[text] = encoder.pooled(mean).cpu()
             stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
         if span is not None and not stated:  # of a long sentence, only what is preferred
-            pieces = texts(ledger.column("token_id")[positions].tolist(), positions.tolist())
+            pieces = _pieces(ledger, texts, positions)
             before = len("".join(pieces)) - len("".join(pieces).lstrip())
             ends, (start, end) = np.cumsum([len(piece) for piece in pieces]), span
             positions = positions[tokens_spelling(ends, start + before, end + before)]
@@ -213,7 +212,7 @@ def _facts_in(
         for index, turn in enumerate(turns)
         if turn.role == "user" and not turn.is_summary
         for text, positions in _sentences(ledger, texts, index)
-        if not text.endswith(("?", "\uff1f"))  # the encoder takes some questions for facts
+        if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
     if not said or not len(encoder.kinds):
         return []
@@ -221,10 +220,10 @@ def _facts_in(
     stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
     is_same, states = vectors[stated] @ vectors[stated].T >= _SAME_THING, ledger.column("state")
     found = list[StatedFact]()
-    in_rules = np.concatenate([np.zeros(0, np.int64), *ledger.rules()])
+    flags, of_rule = ledger.column("flags"), np.uint8(Flag.PINNED | Flag.RULE)
     for place, number in enumerate(stated):
         index, text, at = said[number]
-        if not wanted <= set(words_of(text)) or np.isin(at, in_rules).any():
+        if not wanted <= set(words_of(text)) or (flags[at] & of_rule == of_rule).any():
             continue
         is_held = states[at] == State.HELD
         later = (is_same[place, place + 1 :].nonzero()[:, 0] + place + 1).tolist()
@@ -238,7 +237,7 @@ def _facts_in(
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
     """The text of the held ones of the tokens at these positions, with … for the others."""
-    pieces = texts(ledger.column("token_id")[at].tolist(), at.tolist())
+    pieces = _pieces(ledger, texts, at)
     runs = groupby(zip(pieces, is_held.tolist(), strict=True), key=lambda piece: piece[1])
     parts = ["".join(text for text, _ in run) if held else " … " for held, run in runs]
     return " ".join("".join(parts).split())
@@ -250,9 +249,14 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
     first, end = bisect_left(column, turn), bisect_left(column, turn + 1)
     is_erased = ledger.column("flags")[first:end] & np.uint8(Flag.ERASED) != 0
     said = np.flatnonzero((ledger.column("role")[first:end] == Role.USER) & ~is_erased) + first
-    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
+    pieces = _pieces(ledger, texts, said)
     bounds = sentence_bounds(pieces)
     if len(bounds) <= _MOST_SENTENCES + 1:
         for start, stop in pairwise(bounds):
             if text := "".join(pieces[start:stop]).strip():
                 yield text, said[start:stop]
+
+
+def _pieces(ledger: Ledger, texts: Texts, at: Positions) -> list[str]:
+    """The text of each token at these positions."""
+    return texts(ledger.column("token_id")[at].tolist(), at.tolist())

@@ -317,19 +317,23 @@ class Evictor:
             raise
         return self._place(chosen)
 
-    def pin_held(self, positions: Positions, pinned: bool = True, freed: int = 0) -> int:
-        """Pin or unpin those of the tokens that are held, and move none; returns how many that are.
+    def pin_held(self, positions: Positions, freed: int = 0) -> int:
+        """Pin those of the tokens that are held, and move none; returns how many that are.
 
         Raises SettingError, changing nothing, if the pins would leave too little room, even if
         `freed` tokens were no longer pinned.
         """
         held = np.intersect1d(positions, self._store.placement.chosen)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
-        if pinned:
-            self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
-        self._ledger.pin(held if pinned else positions, pinned)
+        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
+        self._ledger.pin(held, True)
         self._place(self._store.placement)  # a new one: no switch leads back behind the pins
         return len(held)
+
+    def unpin_held(self, positions: Positions) -> None:
+        """Unpin the tokens at these positions, and move none."""
+        self._ledger.pin(positions, False)
+        self._place(self._store.placement)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict the tokens at these positions, except sinks, for good; or let them return again."""

@@ -20,7 +20,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.recall.passages import Passages, VectorOf, divided
 from sirchat.recall.word_index import LESS, USUAL, WordIndex, telling_by, words_of
-from sirchat.text.detokenizer import Texts
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Chosen on LoCoMo's conversations and half a of the questions of `facts-in-dialogue`. Without
 # CHANCE, passages that share a frequent word displace those that say it in other words.
@@ -180,7 +180,7 @@ def asked_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
     spans = divided(pieces)
     if len(spans) <= _SENTENCES:
         return spans
-    asks = [one for one in spans if "".join(pieces[slice(*one)]).rstrip().endswith(("?", "\uff1f"))]
+    asks = [one for one in spans if "".join(pieces[slice(*one)]).rstrip().endswith(QUESTION_MARKS)]
     return asks[-_SENTENCES:] or [spans[0], spans[-1]]
 
 

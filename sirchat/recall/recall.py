@@ -34,7 +34,7 @@ from sirchat.recall.passage_search import (
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import LESS
-from sirchat.text.detokenizer import Texts
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
@@ -44,7 +44,6 @@ FOCUS = 96
 NEAR = 0.4
 
 _NONE = np.zeros(0, np.int64)
-_ASKS = frozenset("?\uff1f")
 
 # The user's turns at the time that a text asks for, such as yesterday, those most wanted first.
 TurnsAt = Callable[[str], Sequence[int]]
@@ -214,17 +213,17 @@ class Recall:
         if of_result.any():
             scores[of_result] += search.fits_of_result(message.sentences, of_result)
         asks, focus = self._asks_back(message), self._focus()
+        has_mark = any(mark in message.text for mark in QUESTION_MARKS)
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message without a question mark does not ask.
-        if asks and (len(self._model.encoder.question) or _ASKS & set(message.text)):
+        if asks and (len(self._model.encoder.question) or has_mark):
             at_time = turns_at(message.text)
             for rank, turn in enumerate(at_time):
                 of_turn = search.passages.rows["turn"] == turn
                 scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
         best = scores.max(initial=0.0)
         is_told = message.by_model is not None and len(self._model.encoder.question) > 0
-        is_question = bool(asks and focus and best >= LESS * FLOOR)
-        is_question = is_question and (is_told or bool(_ASKS & set(message.text)))
+        is_question = bool(asks and (is_told or has_mark) and focus and best >= LESS * FLOOR)
         if is_question:
             room = min(room, focus)
         near = NEAR if is_question and not at_time else 0.0

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sirchat.text.detokenizer import QUESTION_MARKS
+
 # English words that tell little by themselves, in lower case: a message of them finds nothing.
 STOP_WORDS = frozenset(
     re.findall(
@@ -117,7 +119,7 @@ class WordIndex:
         is_full = self._blocks[-_BLOCK:].count(block) == _BLOCK
         self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
         self._turns.append(turn)
-        self._asks.append(text.rstrip().endswith(("?", "\uff1f")))
+        self._asks.append(text.rstrip().endswith(QUESTION_MARKS))
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:

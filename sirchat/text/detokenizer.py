@@ -21,6 +21,7 @@ Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 SENTENCE_END = re.compile(
     r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?…]+["')\]”’]*(?=\s|$)|[。！？]+|\n+"""
 )
+QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _UNREADABLE = "the model's tokenizer can't make a text of tokens"
 _LONGEST = 8  # tokens that are decoded together, because they share parts of characters

@@ -12,11 +12,11 @@ import json
 import lzma
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +25,8 @@ import numpy as np
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.intervals import hierarchical_mean
-from sirchat.lab.studies.report import Record, Report, Table, Value
+from sirchat.lab.studies.by_question import Measured, mean_difference, mean_of, per_question
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, setting_key
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
@@ -283,8 +283,6 @@ class Beam(Grid):
             with closing(SessionStore.open(there[0].path)) as store:
                 resume_session(session, store)
         else:
-            session.switch("eval", save_kv="on", save_kv_limit="1TiB")
-            saved = Autosave(session, folder=kept)
             for user, reply in chat.rounds:
                 if session.seen >= self.limit:
                     break
@@ -293,7 +291,8 @@ class Beam(Grid):
                 for _ in session.read_reply(reply):
                     pass
             if kept is not None:
-                saved.close()
+                session.switch("eval", save_kv="on", save_kv_limit="1TiB")
+                Autosave(session, folder=kept).close()
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 
     def _answers(self, one: ReadChat, *, bounded: bool) -> list[Record]:
@@ -326,7 +325,7 @@ class Beam(Grid):
         for key in ("all", "share", "keys"):
             rows = list[tuple[Value, ...]]()
             for one, count in product(findings, map(str, self.counts)):
-                if any(_values(one, _restored(count, key))):
+                if per_question(one, _restored(count, key)):
                     kinds = (_restored(count, key, (kind,)) for kind in KINDS[:-1])
                     every = tuple(kind for kind in KINDS if kind not in WHOLE)
                     some = (_restored(count, key, every), _restored(count, key), *kinds)
@@ -335,10 +334,6 @@ class Beam(Grid):
             names = tuple(kind.replace("_", " ") for kind in KINDS[:-1])
             if rows:
                 yield Table(f"Sources found: {key}", (*columns, *names), tuple(rows), digits=2)
-
-
-# Takes one value from a question's record; None if it has no such value
-Measured = Callable[[Record], float | None]
 
 
 def _restored(count: str, key: str, kinds: Sequence[str] = KINDS) -> Measured:
@@ -358,9 +353,7 @@ def _replies(findings: Sequence[Findings]) -> Table:
     def held(one: Record) -> float | None:
         return None if one["held"] is None else float(one["held"]["share"])
 
-    counts = [
-        max(len(list(chain(*_values(one, right((kind,)))))) for one in findings) for kind in JUDGED
-    ]
+    counts = [max(len(per_question(one, right((kind,)))) for one in findings) for kind in JUDGED]
     names = [f"{kind.replace('_', ' ')} ({n})" for kind, n in zip(JUDGED, counts, strict=True)]
     measured: dict[str, Measured] = {
         "sources held": held,
@@ -380,32 +373,15 @@ def nats(one: Record) -> float | None:
 
 def _differences(findings: Sequence[Findings]) -> Table:
     """A table of how much less the answer's nats are than under the first setting, paired."""
-    first = [dict(_numbered(record, nats)) for record in findings[0].by_seed[0]]
-    rows = list[tuple[Value, ...]]()
-    for one in findings[1:]:
-        pairs = list[list[float]]()
-        for records in one.by_seed:
-            for record, theirs in zip(records, first, strict=True):
-                mine = dict(_numbered(record, nats))
-                pairs.append([mine[n] - theirs[n] for n in mine.keys() & theirs.keys()])
-        both = [each for each in pairs if each]
-        rows.append((one.name, hierarchical_mean(both) if both else None))
+    first, *others = (per_question(one, nats) for one in findings)
+    rows = [
+        (one.name, mean_difference(values, first))
+        for one, values in zip(findings[1:], others, strict=True)
+    ]
     columns = ("setting", f"nats a token, less those of {findings[0].name}")
     return Table("Answers", columns, tuple(rows), digits=3)
 
 
-def _numbered(record: Record, measured: Measured) -> Iterator[tuple[int, float]]:
-    """The number and the value of each question of a chat that has a value."""
-    for one in record["questions"] if record["fits"] else ():
-        if (value := measured(one)) is not None:
-            yield one["number"], value
-
-
-def _values(one: Findings, measured: Measured) -> list[list[float]]:
-    """The values of all questions, as a list for each chat."""
-    return [[value for _, value in _numbered(each, measured)] for each in one.records]
-
-
-def _mean(one: Findings, measured: Measured) -> Value:
-    values = [each for each in _values(one, measured) if each]
-    return hierarchical_mean(values) if values else None
+def _mean(one: Findings, measured: Measured) -> Estimate | None:
+    values = per_question(one, measured)
+    return mean_of(values) if values else None

@@ -26,7 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.intervals import hierarchical_mean
+from sirchat.lab.studies.by_question import Measured, mean_difference, mean_of, per_question
 from sirchat.lab.studies.long_talk import (
     ADVERSARIAL,
     CATEGORIES,
@@ -36,7 +36,7 @@ from sirchat.lab.studies.long_talk import (
     read_talk,
 )
 from sirchat.lab.studies.reading import switch
-from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
+from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
@@ -358,14 +358,6 @@ def _count(conversations: Sized) -> str:
     return f"{len(conversations)} conversation" + "s" * (len(conversations) != 1)
 
 
-# A value for each question; a key is (index of its conversation, number of the question)
-Values = Mapping[tuple[int, int], float]
-
-# A function that takes one value from a question's record. The function returns None if the record
-# has no such value
-Measured = Callable[[Record], float | None]
-
-
 def tables_of(
     findings: Sequence[Findings],
     settings: Sequence[Profile],
@@ -389,7 +381,7 @@ def tables_of(
         if of not in (f1, abstains) or any(per_question(one, of) for one in findings)
     }
     answers: tuple[tuple[Value, ...], ...] = tuple(
-        (one.name, *(_mean(per_question(one, of)) for of in columns.values())) for one in findings
+        (one.name, *(mean_of(per_question(one, of)) for of in columns.values())) for one in findings
     )
     return (
         Table("Answers", ("setting", *columns), answers),
@@ -426,33 +418,6 @@ def held(question: Record) -> float | None:
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
-def per_question(one: Findings, measured: Measured) -> Values:
-    """For each question, the value that `measured` takes from its record, as a mean over the seeds.
-
-    Questions without a value are left out.
-    """
-    values: dict[tuple[int, int], list[float]] = {}
-    for records in one.by_seed:
-        for place, record in enumerate(records):
-            for question in record["questions"] if record["fits"] else ():
-                value = measured(question)
-                if value is not None:
-                    values.setdefault((place, question["number"]), []).append(value)
-    return {key: fmean(each) for key, each in values.items()}
-
-
-def _clusters(values: Values) -> list[list[float]]:
-    """The values of all questions, as one list of values for each conversation."""
-    found: dict[int, list[float]] = {}
-    for (place, _), value in values.items():
-        found.setdefault(place, []).append(value)
-    return list(found.values())
-
-
-def _mean(values: Values) -> Estimate:
-    return hierarchical_mean(_clusters(values))
-
-
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
@@ -463,10 +428,13 @@ def _differences(
         others = [_row(settings, policy, one.budget) for one in settings]
         if any(others):  # false if only row 0 matches, which has its column already
             columns[f"less {policy}"] = others
-    rows: list[tuple[Value, ...]] = [
-        (one.name, *(_mean_difference(values, at, others[at]) for others in columns.values()))
-        for at, one in enumerate(findings)
-    ]
+    rows = list[tuple[Value, ...]]()
+    for at, one in enumerate(findings):
+        against = [others[at] for others in columns.values()]
+        gaps = [
+            None if n in (None, at) else mean_difference(values[at], values[n]) for n in against
+        ]
+        rows.append((one.name, *gaps))
     return Table(name, ("setting", *columns), tuple(rows))
 
 
@@ -476,15 +444,6 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at
     return None
-
-
-def _mean_difference(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """The mean, over questions, of the values in row `at` minus the values in row `other`."""
-    if other is None or other == at:
-        return None
-    mine, theirs = values[at], values[other]
-    differences = {key: mine[key] - theirs[key] for key in mine.keys() & theirs.keys()}
-    return _mean(dict(sorted(differences.items()))) if differences else None
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
@@ -497,7 +456,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
     counts = [len(per_question(findings[0], of(kind))) for kind in kinds]
     columns = [f"{text} ({n})" for text, n in zip(kinds.values(), counts, strict=True)]
     rows: list[tuple[Value, ...]] = [
-        (one.name, *(_mean(per_question(one, of(kind))) for kind in kinds)) for one in findings
+        (one.name, *(mean_of(per_question(one, of(kind))) for kind in kinds)) for one in findings
     ]
     return Table(name, ("setting", *columns), tuple(rows), digits=2)
 
@@ -517,7 +476,7 @@ def _restored_evidence_table(
     rows: list[tuple[Value, ...]] = [
         (
             f"{one.name}, {retriever}",
-            *(_mean(per_question(one, of(retriever, n, key))) for key in kinds for n in counts),
+            *(mean_of(per_question(one, of(retriever, n, key))) for key in kinds for n in counts),
         )
         for one in findings
         for retriever in retrievers
@@ -544,7 +503,7 @@ def _restored_by_category(
     rows: list[tuple[Value, ...]] = [
         (
             f"{one.name}, {retriever}, n = {n}",
-            *(_mean(per_question(one, of(retriever, n, kind))) for kind in kinds),
+            *(mean_of(per_question(one, of(retriever, n, kind))) for kind in kinds),
         )
         for one in findings
         for retriever in retrievers

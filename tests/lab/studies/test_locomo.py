@@ -14,6 +14,7 @@ from chatting import babbler, session, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.by_question import per_question
 from sirchat.lab.studies.locomo import (
     NOT_MENTIONED,
     Locomo,
@@ -23,7 +24,6 @@ from sirchat.lab.studies.locomo import (
     multi_answer_f1,
     nats,
     nats_a_token,
-    per_question,
     question_and_options,
     reply_score,
     says_not_mentioned,

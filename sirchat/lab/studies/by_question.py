@@ -1,0 +1,49 @@
+"""Values of the questions about long conversations: their means, and what two settings differ by.
+
+A unit's record has `fits`, and `questions`, each a record with its `number`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import fmean
+
+from sirchat.lab.studies.intervals import hierarchical_mean
+from sirchat.lab.studies.report import Estimate, Record
+from sirchat.lab.studies.study import Findings
+
+# A value for each question; a key is (index of its conversation, number of the question)
+Values = Mapping[tuple[int, int], float]
+
+# A function that takes one value from a question's record. The function returns None if the record
+# has no such value
+Measured = Callable[[Record], float | None]
+
+
+def per_question(one: Findings, measured: Measured) -> Values:
+    """For each question, the value that `measured` takes from its record, as a mean over the seeds.
+
+    Questions without a value are left out.
+    """
+    values: dict[tuple[int, int], list[float]] = {}
+    for records in one.by_seed:
+        for place, record in enumerate(records):
+            for question in record["questions"] if record["fits"] else ():
+                value = measured(question)
+                if value is not None:
+                    values.setdefault((place, question["number"]), []).append(value)
+    return {key: fmean(each) for key, each in values.items()}
+
+
+def mean_of(values: Values) -> Estimate:
+    """The mean, with an interval for which conversations and questions are drawn again."""
+    found: dict[int, list[float]] = {}
+    for (place, _), value in values.items():
+        found.setdefault(place, []).append(value)
+    return hierarchical_mean(list(found.values()))
+
+
+def mean_difference(mine: Values, theirs: Values) -> Estimate | None:
+    """The mean, over questions in both, of `mine` minus `theirs`; None if there is none."""
+    differences = {key: mine[key] - theirs[key] for key in mine.keys() & theirs.keys()}
+    return mean_of(dict(sorted(differences.items()))) if differences else None
