@@ -62,7 +62,8 @@ SAYINGS = [
 ]
 REPLIES = ["Nice to meet you.", "I see.", "That is a fine place to live, I am sure of it.", "Yes."]
 TARGETS = ["Anna", "Oslo", "last", "turn 1", "green", "walnut", "mackerel", "nowhere"]
-_SEEDS = {31: 131}  # where two tokens have nearly the same score, processors order them otherwise
+# Where two tokens have nearly the same score, processors order them otherwise.
+_SEEDS = {11: 111, 31: 131, 46: 146}
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 _VOLATILE = ("seconds", "seconds_prefill", "seconds_decode", "version", "device")
 
