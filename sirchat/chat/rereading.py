@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sirchat.chat.session import Session
-from sirchat.chat.state import Turn
+from sirchat.chat.state import ConversationState, Turn
 from sirchat.chat.tool_loop import calls_in, read_result
 from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
@@ -78,6 +78,9 @@ def read_again(
             calls, given = calls_in(session, turn.text)
             list(session.read_reply(tagged(turn.thinking, turn.text), given=given))
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
+        if turn.is_left_out:
+            session.turns[-1].is_left_out, last = True, len(session.turns) - 1
+            session.engine.evictor.leave_out(np.flatnonzero(session.ledger.column("turn") == last))
         for index in range(done, done := len(session.turns)):
             lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
@@ -162,6 +165,29 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
     points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
     attention = session.ledger.attention.checkpoint(rows.positions)
     copy.load(session.save(), deepcopy(session.state), rows, attention, points)
+    return copy
+
+
+def copied_beginning(session: Session, profile: Profile) -> Session | None:
+    """A session that has read the system prompt of `session`, of which only one id is read again.
+
+    None if that is not as it was when it was read, or can't be copied.
+    """
+    prompt, engine = session.state.system, session.engine
+    at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
+    division = engine.evictor.divide_budget()
+    is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
+    fits = 1 < len(at) <= division.total and engine.store.has(at)
+    if not (is_whole and fits) or engine.cache.has_state or session.ledger.attention.is_counted:
+        return None
+    copy, now, rows = Session(session.model, profile), engine.save(), session.ledger.rows()[at]
+    rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
+    saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
+    turn, state = replace(session.turns[0]), ConversationState()
+    state.turns, state.system, state.prompt = [turn], prompt, session.state.prompt
+    copy.load(saved, state, engine.store.first_written(at))
+    copy.ledger.pin(prompt, profile.pin_system)
+    copy.engine.reader.read_last_again()
     return copy
 
 

@@ -70,6 +70,7 @@ class Session:
         epoch: number of conversations begun; each `reset` begins one.
         erasures: number of calls of `erase`, after which saved text must be written again.
         toolbox: the tools that the model may call.
+        last_reply: what is known of the last reply.
 
     `rows_in_events`: whether events list the tokens themselves, not only their positions.
     """
@@ -106,7 +107,7 @@ class Session:
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
         self._vectors = dict[str, Tensor]()  # of sentences that were said
-        self._last_reply = AfterReply()
+        self.last_reply = AfterReply()
 
     @property
     def template(self) -> Template:
@@ -248,7 +249,7 @@ class Session:
             # Without an archive, a new checkpoint deletes what an undo needs.
             can_go_on=profile.archive != "off",
         )
-        self._last_reply = opened.after
+        self.last_reply = opened.after
         return opened
 
     def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
@@ -257,7 +258,7 @@ class Session:
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
-        last = self._last_reply
+        last = self.last_reply
         at_end, cut, last.cut = last.at_end, last.cut, None
         if cut is None or at_end is None or at_end[0] != self.seen or not self.undo_points:
             raise LookupError("the state at the end of the reply is not known")
@@ -324,7 +325,7 @@ class Session:
             self._note_undo_point(said)
         yield from self._read_pending()
         if system is not None:
-            yield from self._read_system(system)
+            yield from self.read_system(system)
         state.round += 1
         state.in_round, state.header = True, ids.header
         if said is not None:
@@ -429,7 +430,7 @@ class Session:
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
         events += self._events.switched(self.model, before, profile, restored, template)
         if prompt is not None:
-            events += [*self._read_pending(), *self._read_system(prompt, interrupted)]
+            events += [*self._read_pending(), *self.read_system(prompt, interrupted)]
         return events
 
     def note_profile(self, profile: Profile) -> None:
@@ -481,7 +482,7 @@ class Session:
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
-        self._last_reply.cut = None
+        self.last_reply.cut = None
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
@@ -499,7 +500,7 @@ class Session:
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self.engine, turn, self._last_reply.at_end, self.profile.sinks)
+        return attention_paid(self.engine, turn, self.last_reply.at_end, self.profile.sinks)
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
@@ -554,6 +555,8 @@ class Session:
         self.reset()
         self.engine.load(saved, rows, attention, evicted)
         self.state, self.undo_points = state, list(undo_points)
+        left_out = [number for number, turn in enumerate(state.turns) if turn.is_left_out]
+        self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
 
     def _open_turn(self, turn: str | TurnStats) -> OpenTurn:
         """Go on with a turn, or begin one of this role."""
@@ -578,7 +581,8 @@ class Session:
         depth = undo_depth(profile.archive != "off", self.engine.cache.state_nbytes)
         self.undo_points = [*self.undo_points, point][-depth:]
 
-    def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
+    def read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
+        """Read the system prompt of the settings, as these ids."""
         turn, start, state = self._open_turn("system"), self.seen, self.state
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)

@@ -50,6 +50,7 @@ class Turn:
     is_summary: bool = False  # a user turn that `/summarize` added
     thinking: str = ""  # the reasoning of a reply
     time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
+    is_left_out: bool = False  # the conversation no longer has it, but recall may
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -32,6 +33,14 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.server.app import ChatServer
+
+
+class Reuse(StrEnum):
+    """What of a request is not read again; see `Limits`."""
+
+    MESSAGES = "messages"
+    EXACT = "exact"
+
 
 serve_app = typer.Typer(add_completion=False)
 
@@ -65,6 +74,13 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
     ] = 256,
+    reuse: Annotated[
+        Reuse,
+        typer.Option(
+            help="What of a request is not read again: all messages that were read, or only those "
+            "before which nothing has changed (exact).",
+        ),
+    ] = Reuse.MESSAGES,
     cors: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,7 +117,7 @@ def serve(
     seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
     with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
-        limits = conversations, saved, queue
+        limits = conversations, saved, queue, reuse.value
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
         if own is not None:
@@ -112,7 +128,7 @@ def serve(
 def load_server(
     profile: Profile,
     trust: bool,
-    limits: tuple[int, int, int],
+    limits: tuple[int, int, int, str],
     host: str,
     key: str | None,
     origins: Sequence[str] = (),

@@ -157,6 +157,18 @@ class Engine:
         self.evictor.erase(positions)
         self.rebuild_state()
 
+    def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
+        """Let the tokens stand in another order, and erase all others; see `Ledger.reorder`.
+
+        Nothing is read. If another token is the last one, the logits for the next are not known.
+        """
+        is_last = not len(order) or int(order[-1]) == self.ledger.seen - 1
+        rank = self.store.reorder(order, turns, rounds)
+        if not is_last:
+            self.reader.logits = None
+        self.evictor.round = int(rounds.max(initial=0))
+        return rank
+
     def rebuild_state(self) -> None:
         """Compute the state of recurrent and convolution layers again, without erased tokens.
 

@@ -342,6 +342,36 @@ class Evictor:
         now = self._store.placement
         return self._place(now.without(positions) if excluded else now)
 
+    def leave_out(self, positions: Positions) -> None:
+        """Evict the tokens at these positions; from now on, only recall may restore them."""
+        ledger = self._ledger
+        ledger.pin(np.intersect1d(positions, ledger.pinned_positions), False)
+        ledger.left_out = np.union1d(ledger.left_out, positions)
+        self._place(self._store.placement.without(positions))
+
+    @contextmanager
+    def reading_before(self, position: int) -> Iterator[None]:
+        """Context manager: in it, tokens are read as if none from stream `position` on were there.
+
+        Those are archived after it; recall, which must have ended, is off in it.
+        """
+        settings, held = self.settings, self._ledger.held_positions.copy()
+        self._place(Placement(held[held < position]))
+        self.settings = replace(settings, recall=None)
+        try:
+            with self._store.unlimited():
+                yield
+        finally:
+            self.settings = settings
+
+    def hold(self, positions: Positions) -> None:
+        """Hold the tokens at these positions, too; of more than fit, the policy chooses."""
+        held = np.union1d(self._ledger.held_positions, positions)
+        most = self.divide_budget().hard_bound
+        if len(held) > most:
+            held = held[self._choose_rows(self.view_of(held, self.round), most).numpy()]
+        self._place(Placement(held))
+
     def check_pins(self, more: int, among: Positions | None = None) -> None:
         """Raise SettingError if the pins, and `more` tokens, would leave too little room.
 
@@ -388,6 +418,8 @@ class Evictor:
     def _reachable(self) -> Positions:
         """Stream positions of all tokens that can be held, also if the archive is off."""
         reachable, aside = self._store.reachable(), self._store.placement.aside
+        if len(left_out := self._ledger.left_out):
+            reachable = np.setdiff1d(reachable, left_out, assume_unique=True)
         return np.union1d(reachable, aside) if len(aside) else reachable
 
     def _ends_at_anchor(self) -> bool:

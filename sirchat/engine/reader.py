@@ -191,6 +191,19 @@ class Reader:
                     tracker.add(observer)
                 start += size
 
+    def read_last_again(self) -> None:
+        """Compute the logits for the next token, by reading the last one again, if it is held."""
+        held, cache = self.ledger.held_positions, self.cache
+        if not len(held) or held[-1] != self.ledger.seen - 1:
+            self.logits = None
+            return
+        cache.keep(torch.arange(len(held) - 1))
+        ids, at = [int(self.ledger.column("token_id")[-1])], held[-1:].copy()
+        is_absolute = cache.absolute_positions
+        result = self.model.read(ids, cache, positions=at.tolist() if is_absolute else None)
+        cache.commit(1, at)
+        self.logits = result.logits
+
     def look_ahead(self, ids: Sequence[int]) -> None:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 

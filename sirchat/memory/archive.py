@@ -190,6 +190,17 @@ class Archive:
                 self._files.put(number, segment)
         self._slots[positions] = -1
 
+    def reorder(self, order: Positions, rank: Positions) -> None:
+        """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
+        self._flush()
+        slots = np.full(max(1024, len(order)), -1, np.int64)
+        known = order < len(self._slots)
+        slots[: len(order)][known] = self._slots[order[known]]
+        self._slots = slots
+        for segment in self._segments.values():
+            stored = segment.positions >= 0
+            segment.positions[stored] = rank[segment.positions[stored]]
+
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
         stored = self.positions

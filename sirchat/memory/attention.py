@@ -182,6 +182,20 @@ class AttentionStats:
         """Let no past decay apply to the tokens from stream position `start` on."""
         self._log_decay[start:] = log_decay
 
+    def reorder(self, order: Positions, rank: Positions) -> None:
+        """Let the tokens stand in another order; see `Ledger.reorder`."""
+        if not self.is_counted:
+            return
+        self._grow(len(rank))
+        self._total, self._log_decay = self._total[order], self._log_decay[order]
+        windows = []
+        for window in self._window:
+            new = rank[window.positions]
+            at = np.argsort(new)[int((new < 0).sum()) :]
+            windows.append(QueryWindow(new[at], window.weights[:, at]))
+        self._window = tuple(windows)
+        self._restored.clear()
+
     def erase(self, positions: Positions) -> None:
         """Forget the tokens at these positions."""
         self._total[positions[positions < len(self._total)]] = 0

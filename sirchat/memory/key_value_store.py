@@ -248,6 +248,17 @@ class KeyValueStore:
             return in_cache
         return merged(in_cache, self.archive.fetch(archived))
 
+    def first_written(self, positions: Positions) -> KeyValues:
+        """A copy on the CPU of the keys and values at ascending `positions` [n], held or archived.
+
+        Raises LookupError if some are lost.
+        """
+        held = self.ledger.held_positions
+        here = np.isin(positions, held, assume_unique=True)
+        rows = torch.from_numpy(np.searchsorted(held, positions[here]))
+        in_cache = self.cache.first_written(rows, positions[here]).to("cpu")
+        return in_cache if here.all() else merged(in_cache, self.archive.fetch(positions[~here]))
+
     def load(self, saved: KeyValues) -> None:
         """Load a saved conversation, whose ledger is loaded already.
 
@@ -273,6 +284,24 @@ class KeyValueStore:
         self._place(self.placement.without(positions), positions)
         self.archive.remove(positions)
         self.ledger.mark_gone(positions)
+
+    def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
+        """Let the tokens stand in another order, and erase all others; see `Ledger.reorder`.
+
+        Recall must have ended. Keys and values stay as they were written.
+        """
+        self.erase(np.setdiff1d(np.arange(self.ledger.seen), order))
+        held = self.ledger.held_positions.copy()
+        rank = self.ledger.reorder(order, turns, rounds)
+        self.archive.reorder(order, rank)
+        now = np.argsort(rank[held])
+        if len(held):
+            rows = self.cache.first_written(torch.from_numpy(now), rank[held][now])
+            self.cache.replace(rows)
+        reread = rank[self._reread]
+        self._reread = np.sort(reread[reread >= 0])
+        self._placement = Placement(self.ledger.held_positions.copy())
+        return rank
 
     def _place(self, new: Placement, dropped: Positions = _NONE) -> tuple[Positions, Positions]:
         """Move tokens as `new` says; those `dropped` are not archived. Only here they move."""

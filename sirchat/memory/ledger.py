@@ -74,6 +74,8 @@ class Ledger:
         seen: number of tokens ever read.
         held_count: number of tokens in the cache.
         pinned_positions: positions, ascending, of all pinned tokens, in the cache or not.
+        left_out: positions, ascending, of tokens that the conversation no longer has: no policy
+            chooses them, but recall may restore them. Set by whoever takes turns out of it.
         log_decay: logarithm of the product of all decays.
         unknown_surprisal: nats, of the first token, which nothing predicts.
         attention: statistics of the attention that each token received.
@@ -88,6 +90,7 @@ class Ledger:
         self.seen = 0
         self.held_count = 0
         self.pinned_positions: Positions = np.zeros(0, np.int64)
+        self.left_out: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
@@ -198,7 +201,7 @@ class Ledger:
         self._held[: len(held)] = held
         self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self._recalled = np.zeros(0, np.int64)
+        self._recalled = self.left_out = np.zeros(0, np.int64)
         self.pinned_positions = np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def erase(self, positions: Positions) -> None:
@@ -221,6 +224,32 @@ class Ledger:
         self.seen, self.log_decay, self.saved = seen, log_decay, min(self.saved, seen)
         self.token_vectors.truncate(seen)
         self.pinned_positions = self.pinned_positions[self.pinned_positions < seen]
+        self.left_out = self.left_out[self.left_out < seen]
+
+    def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
+        """Let the tokens stand in the order of the stream positions `order` [n], without others.
+
+        Those must be neither held nor archived; `turns` [n] and `rounds` [n] are the new columns.
+        Returns the new position [seen] of each token, -1 if it has none.
+        """
+        rank, count = np.full(self.seen, -1, np.int64), len(order)
+        rank[order] = np.arange(count)
+        first = int(np.argmax(np.append(order != np.arange(count), True)))  # that moved
+        rows = self._rows[order]
+        rows["turn"], rows["round"] = turns, rounds
+        self.attention.reorder(order, rank)
+        self.token_vectors.truncate(first)
+        held, pinned = np.sort(rank[self.held_positions]), rank[self.pinned_positions]
+        left_out = rank[self.left_out]
+        self._rows[:count] = rows
+        self._rows["flags"][count : self.seen] = 0
+        self._rows["state"][count : self.seen] = State.HELD
+        self._held[: len(held)] = held
+        self.pinned_positions = np.sort(pinned[pinned >= 0])
+        self.left_out = np.sort(left_out[left_out >= 0])
+        self.seen, self.saved = count, min(self.saved, first)
+        self.flagged = {at for at in self.flagged if at < first}
+        return rank
 
     def pin(self, positions: range | Positions, pinned: bool) -> None:
         """Pin the tokens at these stream positions, or unpin them."""

@@ -89,6 +89,10 @@ class PassageSearch:
         self.passages.truncate(seen)
         self._index.truncate(len(self.passages))
 
+    def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> None:
+        """Let the passages follow their tokens; see `Passages.reorder`."""
+        self._index.truncate(min(len(self._index), self.passages.reorder(ledger, rank)))
+
     def erase(self, ledger: Ledger) -> None:
         """Forget the erased tokens' words and the vectors of their passages."""
         self.passages.erase(ledger)

@@ -68,6 +68,20 @@ class Passages:
             count = int(np.searchsorted(self.rows["end"], seen, side="right"))
             self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
 
+    def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
+        """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
+
+        Returns how many of the first passages stay as they were.
+        """
+        rows = self.rows.copy()
+        rows["start"], rows["end"] = rank[rows["start"]], rank[rows["end"] - 1] + 1
+        at = np.argsort(rows["start"], kind="stable")[int((rows["start"] < 0).sum()) :]
+        rows = rows[at]
+        rows["turn"] = ledger.column("turn")[rows["start"]]
+        same = rows == self.rows[: len(rows)]
+        self.rows, self.vectors, self._until = rows, self.vectors[at], ledger.seen
+        return int(np.argmin(np.append(same, False)))
+
     def erase(self, ledger: Ledger) -> None:
         """Delete the vector of each passage of which a token was erased."""
         erased = np.cumsum(ledger.column("flags")[: self._until] & np.uint8(Flag.ERASED) != 0)

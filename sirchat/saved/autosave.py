@@ -218,8 +218,7 @@ class Autosave:
 
     def _make_head(self, saved: EngineState, since: int, stamp: str = "") -> Head:
         """The head, if only turns from number `since` on have changed."""
-        known = self._head.fields["conversation"]["summaries"] if self._head else []
-        head = make_head(saved, self._session, stamp, [n for n in known if n < since], since)
+        head = make_head(saved, self._session, stamp, self._head, since)
         return replace(head, fields=head.fields | self.more)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
@@ -54,16 +54,20 @@ def make_head(
     saved: EngineState,
     session: Session,
     stamp: str = "",
-    summaries: Sequence[int] = (),
+    before: Head | None = None,
     since: int = 0,
 ) -> Head:
     """Make the head that saves the state of `session`.
 
     `saved` is the state of its engine, `stamp` identifies the keys and values saved with it, and
-    `summaries` are the numbers of the summaries among the turns before number `since`.
+    the head `before` tells of the turns before number `since`.
     """
-    conversation = session.state
-    newer = enumerate(conversation.turns[since:], since)
+    conversation, of_turns = session.state, before.fields["conversation"] if before else {}
+    known = {
+        name: [turn for turn in of_turns.get(name, []) if turn < since]
+        for name in ("summaries", "left_out")
+    }
+    newer = [*enumerate(conversation.turns[since:], since)]
     fields = {
         "profile": session.profile.model_dump(),
         "log_decay": saved.log_decay,
@@ -85,7 +89,8 @@ def make_head(
             "totals": asdict(conversation.totals),
             "attempt": conversation.attempt,
             "unpinned": sorted(conversation.unpinned),
-            "summaries": [*summaries, *(n for n, turn in newer if turn.is_summary)],
+            "summaries": [*known["summaries"], *(n for n, turn in newer if turn.is_summary)],
+            "left_out": [*known["left_out"], *(n for n, turn in newer if turn.is_left_out)],
         },
     }
     return Head(session.seen, saved.held, saved.logits, fields)
@@ -137,8 +142,9 @@ def decode_state(
 def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
     """The turns of a saved session, with what its head says of them."""
     conversation = head.fields.get("conversation")
-    listed = conversation.get("summaries") if isinstance(conversation, dict) else None
-    summaries = listed if isinstance(listed, list) else []
+    known = conversation if isinstance(conversation, dict) else {}
+    listed = (known.get(name) for name in ("summaries", "left_out"))
+    summaries, left_out = (turns if isinstance(turns, list) else [] for turns in listed)
     return [
         Turn(
             turn.role,
@@ -147,6 +153,7 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
             turn.index in summaries,
             turn.thinking,
             turn.time,
+            turn.index in left_out,
         )
         for turn in store.turns()
     ]
@@ -299,6 +306,7 @@ class _Conversation(BaseModel):
     totals: _TurnStats
     attempt: _Count
     summaries: list[_Count]  # indices of turns
+    left_out: list[_Count] = []  # too
 
 
 class _Fields(BaseModel):

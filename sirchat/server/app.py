@@ -74,11 +74,16 @@ _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "
 
 @dataclass(frozen=True)
 class Limits:
-    """How many conversations a server has in memory and on disk, and how many requests may wait."""
+    """How many conversations a server has in memory and on disk, and how many requests may wait.
+
+    `reuse`: what of a request is not read again: `messages` that a conversation has read, wherever
+    they stand now; or `exact`, only those before which nothing has changed.
+    """
 
     conversations: int = 8
     saved: int = 100
     queue: int = 256
+    reuse: str = "messages"
 
 
 def open_server(
@@ -99,7 +104,7 @@ def open_server(
     own = with_model_defaults(profile, model)
     check_profile(own, model)
     disk = SavedConversations(model, own, limits.saved, folder) if own.save else None
-    conversations = ConversationPool(model, own, limits.conversations, disk)
+    conversations = ConversationPool(model, own, limits.conversations, disk, limits.reuse)
     return ChatServer(conversations, queue=limits.queue, host=host, key=key, cors=cors)
 
 
@@ -211,7 +216,7 @@ class ChatServer:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
                 await asyncio.wait_for(begun, _FIRST if asked.stream else None)
-            headers = self._tell(options.notes)
+            headers = self._tell(options.notes) | options.headers
             if asked.stream:
                 return _EventStream(shape.events(parts), shape.media, parts, headers)
             whole = await _await_unless_disconnected(request, shape.whole_response(parts))
@@ -237,7 +242,7 @@ class ChatServer:
         system = self._profile.system if asked.system is None else asked.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, role_text_pairs(asked.turns), written)
+        return History.of(system, role_text_pairs(asked.turns), written, asked.sirchat.reuse or "")
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -40,7 +40,7 @@ class ClusterOptions(BaseModel):
     """The number of replicas, and what each of them has.
 
     Attributes:
-        conversations, saved, queue: see `Limits`.
+        conversations, saved, queue, reuse: see `Limits`.
         cpus: number of CPUs that Ray reserves, and number of threads.
         gpus: number of GPUs; it may be a fraction.
         folder: where conversations are saved; each replica has a folder of its own in it.
@@ -52,6 +52,7 @@ class ClusterOptions(BaseModel):
     conversations: int = Field(8, ge=1, le=1000)
     saved: int = Field(100, ge=1, le=10000)
     queue: int = Field(256, ge=0, le=10000)
+    reuse: Literal["exact", "messages"] = "messages"
     cpus: float = Field(1, gt=0)
     gpus: float = Field(0, ge=0)
     folder: Path | None = None
@@ -222,7 +223,7 @@ def app(settings: Mapping[str, Any]) -> Any:
     except ImportError:
         hint = "pip install 'sirchat[cluster]'"
         raise UsageError("Ray Serve is not installed", hint=hint) from None
-    limits = Limits(options.conversations, options.saved, options.queue)
+    limits = Limits(options.conversations, options.saved, options.queue, options.reuse)
     folder = (options.folder or served_dir()).absolute()
     actor = {"num_cpus": options.cpus, "num_gpus": options.gpus}
     many = {"max_ongoing_requests": 100_000}  # the replica itself says how many may wait

@@ -32,19 +32,27 @@ class History:
         system: the system prompt.
         messages: role and text of each message, as `tools.role_text_pairs` writes them.
         keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
+        marks: `marks[n]` is the hash of message n alone.
         tools: the tools that the model may call, as JSON; "" if there are none.
         profile: the settings of a session that answers this request alone; None for the server's.
+        reuse: as `Limits` has it; "" for the server's.
     """
 
     system: str | None
     messages: tuple[tuple[str, str], ...]
     keys: tuple[bytes, ...]
+    marks: tuple[bytes, ...] = ()
     tools: str = ""
     profile: Profile | None = None
+    reuse: str = ""
 
     @classmethod
     def of(
-        cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
+        cls,
+        system: str | None,
+        messages: Iterable[tuple[str, str]],
+        tools: str = "",
+        reuse: str = "",
     ) -> History:
         """The history of these messages, with computed keys; lone surrogates are replaced."""
         system = None if system is None else without_surrogates(system)
@@ -55,7 +63,8 @@ class History:
             keys = [key_after(keys[0], "tools", tools)]
         for role, text in read:
             keys.append(key_after(keys[-1], role, text))
-        return cls(system, read, tuple(keys), tools)
+        marks = tuple(key_after(b"", role, text) for role, text in read)
+        return cls(system, read, tuple(keys), marks, tools, reuse=reuse)
 
     @classmethod
     def of_single_message(cls, role: str, text: str, profile: Profile | None = None) -> History:
@@ -82,6 +91,7 @@ class ServedConversation:
         keys: `keys[n]` is the hash of the first n messages that the session has read, as in
             `History`.
         roles: the role of each of these messages.
+        marks: the hash of each alone, as in `History`.
         id: the name by which clients refer to this conversation; nobody can guess it.
         settings: settings that were changed for this conversation alone, such as its policy.
         saving: writes the conversation to its file; None if it has no file yet.
@@ -91,11 +101,14 @@ class ServedConversation:
         is_outdated: whether the file lacks the newest part, because writing it failed.
         origin: the id of the conversation of which this one, or what it is a copy of, was copied.
         is_branch: whether this is a copy, and only one request was answered in it.
+        kept: of the request that is answered next, the messages that were read already though they
+            now follow others, and their numbers here; empty if it goes on with all of `keys`.
     """
 
     session: Session
     keys: list[bytes]
     roles: list[str]
+    marks: list[bytes] = field(default_factory=list)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     settings: dict[str, Any] = field(default_factory=dict)
     saving: Autosave | None = None
@@ -104,6 +117,7 @@ class ServedConversation:
     is_outdated: bool = False
     origin: str = ""
     is_branch: bool = False
+    kept: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
@@ -111,7 +125,20 @@ class ServedConversation:
     def add(self, role: str, text: str) -> None:
         """Note a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
+        self.marks.append(key_after(b"", role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
+
+    def become(self, history: History, count: int) -> None:
+        """Note that the session has read the first `count` messages of `history`, and no others."""
+        self.keys, self.roles, self.marks = [history.keys[0]], [], []
+        for role, text in history.messages[:count]:
+            self.add(role, text)
+
+    @property
+    def turn_numbers(self) -> list[int]:
+        """The number of the session's turn that each message is."""
+        turns = enumerate(self.session.turns)
+        return [at for at, turn in turns if turn.role != "system" and not turn.is_left_out]
 
     def count_shared(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one always must."""
@@ -134,7 +161,8 @@ class ServedConversation:
 
     def with_session(self, session: Session) -> ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
-        copy = ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
+        said = [*self.keys], [*self.roles], [*self.marks]
+        copy = ServedConversation(session, *said, settings={**self.settings})
         copy.origin, copy.is_branch = self.origin, True
         return copy
 
@@ -151,7 +179,7 @@ class ServedConversation:
             for _ in range(turns):
                 self.session.undo(keep_pins=True)
                 last = self._last_question
-                del self.roles[last:], self.keys[last + 1 :]
+                del self.roles[last:], self.marks[last:], self.keys[last + 1 :]
         except UndoError:
             return False
         return True

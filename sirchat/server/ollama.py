@@ -19,10 +19,10 @@ from sirchat.server.requests import (
     ChatRequest,
     Fields,
     Json,
-    MemorySettings,
     Name,
     ReplyRequest,
     RequestError,
+    RequestMemory,
     TextRequest,
     Tool,
     make_request,
@@ -83,7 +83,7 @@ class _OllamaAsk(Fields):
     format: Literal["json"] | Json | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     stream: bool = True
-    sirchat: MemorySettings = MemorySettings()
+    sirchat: RequestMemory = RequestMemory()
 
     def _shared(self) -> dict[str, Any]:
         """The fields of a chat request that do not say what is asked."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
+from sirchat.chat.rereading import copied_beginning
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.matching import matched
 from sirchat.server.requests import RequestError
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
@@ -25,7 +28,7 @@ class ConversationPool:
     """The conversations of one model; at most `limit` of them are in memory.
 
     When a place is needed, the conversation used longest ago leaves memory, for `disk` if there is
-    one. `profile` has the settings of each new conversation.
+    one. `profile` has the settings of each new conversation; `reuse` is as in `Limits`.
     """
 
     def __init__(
@@ -34,11 +37,12 @@ class ConversationPool:
         profile: Profile,
         limit: int,
         disk: SavedConversations | None = None,
+        reuse: str = "messages",
     ) -> None:
         self.model = model
         self.profile = profile
         self.limit = limit
-        self._disk = disk
+        self._disk, self._reuse = disk, reuse
         self._held: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation | None:
@@ -54,6 +58,12 @@ class ConversationPool:
             if (best := self._load(saved)) is None:
                 return self.take(history)  # `saved` is no longer listed
             shared = best.count_shared(history)
+        if (history.reuse or self._reuse) == "messages":
+            match, kept = self._best_edited(history)
+            if match is not None and len(kept) > shared:
+                if match.is_busy:
+                    return None
+                return self._begin_use(self._to_edit(match, history, kept))
         if best is None or not shared:
             return self._begin_use(self._new(history))
         if best.is_busy:
@@ -146,20 +156,69 @@ class ConversationPool:
             conversation.is_branch = False
             return conversation
         if not conversation.is_answered_again(history):
-            copy = conversation.copy() if self._make_room(besides=conversation) else None
-            if copy is None and self._disk is not None:  # the other branch goes to the disk
-                self._drop(conversation)
-                self._disk.move_to_disk(conversation).file.result()
-                copy = conversation.with_session(conversation.session)
-            conversation = copy or conversation
+            conversation = self._branch(conversation)
         return conversation if conversation.undo_to(shared) else None
+
+    def _branch(self, conversation: ServedConversation) -> ServedConversation:
+        """A copy, so that both can be continued; without room for it, the other is on disk."""
+        copy = conversation.copy() if self._make_room(besides=conversation) else None
+        if copy is None and self._disk is not None:
+            self._drop(conversation)
+            self._disk.move_to_disk(conversation).file.result()
+            copy = conversation.with_session(conversation.session)
+        return copy or conversation
+
+    def _best_edited(self, history: History) -> tuple[ServedConversation | None, dict[int, int]]:
+        """The conversation with most messages of `history`, whatever stands between, and these.
+
+        One that is only on disk is loaded if it has more of them than those in memory.
+        """
+        best, kept = None, dict[int, int]()
+        for held in reversed(self._held):
+            found = matched(held.keys, held.marks, history)
+            if len(found) > len(kept) and can_edit(held.session):
+                best, kept = held, found
+        away = None
+        for saved in () if self._disk is None else reversed(self._disk.all):
+            found = matched(saved.keys, saved.marks, history)
+            if len(found) > len(kept):
+                away, kept = saved, found
+        if away is None:
+            return best, kept
+        if self._make_room() and (loaded := self._load(away)) and can_edit(loaded.session):
+            return loaded, kept
+        return None, {}
+
+    def _to_edit(
+        self, conversation: ServedConversation, history: History, kept: dict[int, int]
+    ) -> ServedConversation:
+        """The conversation in which `history` is answered, whose messages `kept` were read.
+
+        A copy, if the client goes on from before the last question, perhaps with both.
+        """
+        end = max(kept.values()) + 1
+        is_again = (
+            conversation.marks[end : end + 1] == [history.marks[-1]]
+            and conversation.roles[end:].count("user") == 1
+        )
+        if end < len(conversation.marks) and not is_again:
+            conversation = self._branch(conversation)
+        conversation.kept, conversation.is_branch = kept, end < len(conversation.marks)
+        return conversation
 
     def _new(self, history: History) -> ServedConversation | None:
         if not self._make_room():
             return None
         own = self.profile.model_copy(update={"system": history.system})
-        session = Session(self.model, history.profile or own)
+        session = history.profile is None and self._with_beginning(own, history.keys[0])
+        session = session or Session(self.model, history.profile or own)
         return ServedConversation(session, [history.keys[0]], [])
+
+    def _with_beginning(self, profile: Profile, key: bytes) -> Session | None:
+        """A session with the system prompt and tools of a conversation that begins with `key`."""
+        same = (each for each in reversed(self._held) if each.keys[0] == key and each.roles)
+        source = next(same, None)
+        return None if source is None else copied_beginning(source.session, profile)
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:

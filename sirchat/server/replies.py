@@ -6,20 +6,24 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import Reply
+from sirchat.chat.tool_loop import template_for
 from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.matching import edited
 from sirchat.server.requests import RequestError
 from sirchat.text.other_templates import NoToolsError, PlainText, PromptedTools, ToolTemplate
 from sirchat.text.reply_marks import shared
@@ -88,6 +92,7 @@ class ReplyOptions:
         must_call: whether the reply must call a tool; else a model that takes none goes without.
         prefill: the beginning of the reply, which is not sent.
         notes: says what is not quite as the request asked; complete when the reply begins.
+        headers: of the response; complete then, too.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -102,6 +107,7 @@ class ReplyOptions:
     must_call: bool = False
     prefill: str = ""
     notes: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def memory_settings_for(self, conversation: ServedConversation) -> dict[str, Any]:
         """The memory settings for this reply: the request's, the conversation's, the server's."""
@@ -123,8 +129,8 @@ def generate_reply(
     If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
-    session, cached = conversation.session, conversation.session.seen
-    whole = cached  # tokens read, of whole messages
+    session, whole = conversation.session, conversation.session.seen  # of whole messages
+    cached = whole - len(session.ledger.left_out)
     memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
@@ -135,16 +141,15 @@ def generate_reply(
             _set_template(session, history, options)
             options.notes.extend(_of_reasoning(session, options))
             allowed = None if options.format is None else options.format(session)
+            if conversation.kept:
+                whole = -1  # a failure within leaves a part of this
+                cached = yield from _take_over(conversation, history)
+                whole = session.seen
+            options.headers["X-Sirchat-Reused"] = str(cached)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
             ):
-                said, given = _prepared(session, role, text)
-                if role in ("user", "tool"):
-                    take = session.read_question if role == "user" else session.read_user
-                    read = take(said, gone, before=following, given=given)
-                else:
-                    read = session.read_reply(said, gone, given)
-                for _ in read:
+                for _ in _read(session, gone, role, text, following):
                     yield None
                 conversation.add(role, text)
                 whole = session.seen
@@ -158,6 +163,43 @@ def generate_reply(
             raise
 
 
+def _take_over(conversation: ServedConversation, history: History) -> Generator[None, None, int]:
+    """Let the conversation have the messages that it has read already, and read those between.
+
+    Returns how many of its tokens were not read again. If none can stay, it begins anew.
+    """
+    session, kept, conversation.kept = conversation.session, conversation.kept, {}
+    parts = edited(conversation, history, kept, partial(_read, session, bool))
+    before = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
+    if parts:
+        for _ in edit(session, parts):
+            yield None
+    else:
+        template = session.template
+        session.note_profile(session.profile.model_copy(update={"system": history.system}))
+        session.reset()
+        session.template = template
+    conversation.become(history, len(conversation.turn_numbers))
+    return before - len(session.ledger.left_out)
+
+
+def _read(
+    session: Session,
+    gone: Interrupted,
+    role: str,
+    text: str,
+    following: str | None,
+    given: TurnIds | None = None,
+) -> Iterator[Event]:
+    """Read a message, before one of the role `following`; `given` are its ids, if known."""
+    said, own = _prepared(session, role, text)
+    given = given or own
+    if role not in ("user", "tool"):
+        return session.read_reply(said, gone, given)
+    take = session.read_question if role == "user" else session.read_user
+    return take(said, gone, before=following, given=given)
+
+
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
     """Set the chat template to the kind that plain text, or tools with their calls, need."""
     model, template = session.model, session.template
@@ -166,6 +208,8 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
         return
     has_calls = not {"tool", "calls"}.isdisjoint(role for role, _ in history.messages)
     if not history.tools and not has_calls:
+        if isinstance(template, ToolTemplate):  # another request of this chat had tools
+            session.template = template_for(model, None, template.ends)
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
         asked = model.tokenizer, model.anchors, history.tools, template.ends
@@ -191,8 +235,13 @@ def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:
 
 
 def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
-    """The text of a message as the session stores it; its ids if these are of calls or results."""
+    """The text of a message as the session stores it; its ids if these are of calls or results.
+
+    Or if it is the first one, and the system prompt before it was not read with it.
+    """
     template = session.template
+    if role == "user" and session.seen and all(one.role == "system" for one in session.turns):
+        return text, template.opening(text, session.profile.system)[1]
     if not isinstance(template, ToolTemplate) or role not in ("tool", "calls"):
         return text, None
     with _refuse_template_errors("messages"):
@@ -282,16 +331,16 @@ def _begun_reply(session: Session, prefill: str) -> Reply:
 
 
 def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
-    ledger = served.session.ledger
+    ledger, left_out = served.session.ledger, len(served.session.ledger.left_out)
     thinks = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0
     thought = int((thinks & (ledger.column("turn") == done.index)).sum())
     usage = {
-        "prompt_tokens": asked.seen,
+        "prompt_tokens": asked.seen - left_out,
         "completion_tokens": done.tokens_out,
-        "total_tokens": asked.seen + done.tokens_out,
+        "total_tokens": asked.seen - left_out + done.tokens_out,
         "prompt_tokens_details": {
             "cached_tokens": cached,
-            "evicted_tokens": asked.seen - asked.resident,
+            "evicted_tokens": asked.seen - left_out - asked.resident,
         },
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
@@ -300,6 +349,7 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "seen": done.seen,
         "held": done.resident,
         "evicted": done.seen - done.resident,
+        "left_out": left_out,
         "recalled": done.recalled,
         "policy": served.session.profile.policy,
         "budget": served.session.budget,

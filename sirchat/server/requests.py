@@ -280,6 +280,16 @@ class MemorySettings(Fields):
         return self.model_dump(exclude_none=True)
 
 
+class RequestMemory(MemorySettings):
+    """As `MemorySettings`; `reuse` is as in `Limits`, for this request."""
+
+    reuse: Literal["exact", "messages"] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings that the request has, by name."""
+        return self.model_dump(exclude_none=True, exclude={"reuse"})
+
+
 class OwnSession(Fields):
     """The field `sirchat_ask`, by which `sirchat ask` gets the reply that it would generate itself.
 
@@ -315,7 +325,7 @@ class ReplyRequest(Fields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     num_ctx: int | None = None  # the budget, but at most the model's context
-    sirchat: MemorySettings = MemorySettings()
+    sirchat: RequestMemory = RequestMemory()
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""

@@ -27,9 +27,9 @@ from sirchat.server.requests import (
     FunctionCall,
     FunctionFields,
     Json,
-    MemorySettings,
     Name,
     RequestError,
+    RequestMemory,
     ToolName,
     join_text_parts,
     make_request,
@@ -191,7 +191,7 @@ class ResponsesRequest(Fields):
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
-    sirchat: MemorySettings = MemorySettings()
+    sirchat: RequestMemory = RequestMemory()
 
     def as_chat_request(self, before: list[ChatMessage]) -> ChatRequest:
         """A chat request: messages `before`, then those given; RequestError if not possible."""

@@ -52,6 +52,7 @@ class _Fields(BaseModel):
     id: str
     keys: list[str]
     roles: list[str]
+    marks: list[str] = []
     turns: int  # number of the session's turns, the system prompt included
     settings: dict[str, Any]
     origin: str = ""
@@ -68,6 +69,7 @@ class SavedConversation:
     id: str
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
+    marks: tuple[bytes, ...]
     settings: dict[str, Any]
     first: str
     origin: str
@@ -81,6 +83,7 @@ class SavedConversation:
             conversation.id,
             tuple(conversation.keys),
             tuple(conversation.roles),
+            tuple(conversation.marks),
             {**conversation.settings},
             conversation.first,
             conversation.origin,
@@ -94,11 +97,13 @@ class SavedConversation:
         head = store.head()
         with as_damage_errors(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
-            keys = tuple(map(bytes.fromhex, fields.keys))
+            keys, marks = (tuple(map(bytes.fromhex, each)) for each in (fields.keys, fields.marks))
             turns, roles = store.turns(), tuple(fields.roles)
             require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
         about = fields.settings, first_words(turns), fields.origin or fields.id, fields.is_branch
-        return SavedConversation(fields.id, keys, roles, *about, _finished_future(store.path))
+        return SavedConversation(
+            fields.id, keys, roles, marks, *about, _finished_future(store.path)
+        )
 
 
 class SavedConversations:
@@ -154,7 +159,8 @@ class SavedConversations:
             if store is not None:
                 store.close()
             return None
-        loaded = ServedConversation(session, [*saved.keys], [*saved.roles], id=saved.id)
+        said = [*saved.keys], [*saved.roles], [*saved.marks]
+        loaded = ServedConversation(session, *said, id=saved.id)
         loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
@@ -274,6 +280,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "id": conversation.id,
         "keys": [key.hex() for key in conversation.keys],
         "roles": [*conversation.roles],
+        "marks": [mark.hex() for mark in conversation.marks],
         "turns": len(conversation.session.turns),
         "settings": {**conversation.settings},
         "origin": conversation.origin,

@@ -120,8 +120,9 @@ class SessionRoutes:
 
 def _memory(conversation: ServedConversation) -> dict[str, Any]:
     snapshot = asdict(conversation.session.snapshot())
-    recall = conversation.session.profile.recall
-    return {**snapshot, "recall": recall, "busy": conversation.is_busy}
+    session = conversation.session
+    more = {"recall": session.profile.recall, "left_out": len(session.ledger.left_out)}
+    return {**snapshot, **more, "busy": conversation.is_busy}
 
 
 async def _page(request: Request) -> Response:

@@ -48,7 +48,7 @@ def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
         own = server.ask([user(ANNA)])
         asked = server.ask([system("Be kind."), user(ANNA)])
         none = server.ask([system(""), user(ANNA)])
-    assert own["usage"] == asked["usage"]
+    assert own["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     assert own["usage"]["prompt_tokens"] > none["usage"]["prompt_tokens"]
 
 

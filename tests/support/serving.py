@@ -110,6 +110,7 @@ def served(
     saved: int = 100,
     name: str = "tiny",
     cors: Sequence[str] = (),
+    reuse: str = "messages",
     **settings: Any,
 ) -> Iterator[Served]:
     """Context manager: a server with some settings changed; it saves in `folder`, if given.
@@ -118,7 +119,7 @@ def served(
     """
     profile, model = Profile(model=name, **settings), model or tiny()
     disk = SavedConversations(model, profile, saved, folder) if folder else None
-    kept = ConversationPool(model, profile, conversations, disk)
+    kept = ConversationPool(model, profile, conversations, disk, reuse)
     server = ChatServer(kept, queue=queue, host=host, key=key, cors=cors)
     try:
         yield Served(server)

@@ -1,0 +1,178 @@
+"""Changes the past of a conversation: turns leave it, and others come to stand between those left.
+
+The tokens that stay are not read again. Their keys and values are those first written, which
+attended to what stood before them then; only the place of each is another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from sirchat.chat.events import Event
+from sirchat.chat.reply import AfterReply
+from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
+from sirchat.memory.key_values import Positions
+
+_ASKS = ("user", "tool")  # roles of the turns that begin a round
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """The turn with this number stays; `rows` are the stream positions of the tokens it then has.
+
+    If it `is_left_out`, they are evicted, and only recall may restore them.
+    """
+
+    turn: int
+    rows: Positions
+    is_left_out: bool = False
+
+
+@dataclass(frozen=True)
+class ReadTurns:
+    """Turns that `read` reads, as if nothing stood after them.
+
+    If it `joins`, the first of them goes on with the tokens of the kept turn before it.
+    """
+
+    read: Callable[[], Iterable[Event]]
+    joins: bool = False
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A turn, and where in the stream its tokens are."""
+
+    turn: Turn
+    rows: Positions
+    header: list[int] | None = None  # as in `ConversationState`, after this turn
+
+
+def can_edit(session: Session) -> bool:
+    """Whether turns can leave and come: all that was read has rows, and none is lost for good."""
+    settings, cache = session.engine.settings, session.engine.cache
+    has_rows = not (cache.has_state or cache.absolute_positions)
+    return has_rows and settings.archive > 0 and not settings.policy.compacts_at_anchors
+
+
+def turn_rows(session: Session, turn: int) -> Positions:
+    """The stream positions of the tokens of the turn with this number."""
+    turns = session.ledger.column("turn")  # ascending; numpy's search copies the column
+    return np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
+
+
+def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Event]:
+    """Change the conversation to `parts`, in order; turns that are not among them are forgotten.
+
+    The last part is a whole reply that stays. If this is not iterated to its end, or
+    fails, the conversation can't go on.
+    """
+    engine, state, ledger = session.engine, session.state, session.ledger
+    engine.evictor.end_recall()
+    session.recall.update()
+    last, is_end = parts[-1], False
+    if isinstance(last, KeptTurn) and (is_end := last.turn == len(session.turns) - 1):
+        logits, at_end = engine.logits, (state.in_round, state.header, state.pending_ids)
+    placed = list[_Placed]()
+    for part in parts:
+        if isinstance(part, KeptTurn):
+            turn = session.turns[part.turn]
+            if part.is_left_out and not turn.is_left_out:
+                turn.is_left_out, state.saved = True, min(state.saved, part.turn)
+            placed.append(_Placed(turn, part.rows, _header_after(session, part.turn)))
+    out = np.concatenate([_NONE, *(one.rows for one in placed if one.turn.is_left_out)])
+    new_out = np.setdiff1d(out, ledger.left_out)
+    if len(new_out):
+        engine.evictor.leave_out(new_out)
+    placed = _arrange(session, placed, int(new_out.min(initial=ledger.seen)))
+    at = 0  # number of turns before the next part
+    for part in parts:
+        if isinstance(part, KeptTurn):
+            at += 1
+            continue
+        start, seen, count = int(placed[at].rows[0]), ledger.seen, len(placed)
+        held = ledger.held_positions[ledger.held_positions >= start].copy()
+        said = [one for one in placed[:at] if not one.turn.is_left_out]
+        state.in_round = bool(said) and said[-1].turn.role in _ASKS
+        state.header, state.pending_ids = said[-1].header if said else None, []
+        engine.reader.logits = None  # of what stands before is not known what followed
+        with engine.evictor.reading_before(start):
+            yield from part.read()
+        session.recall.update()
+        new = [
+            _Placed(turn, turn_rows(session, number))
+            for number, turn in enumerate(session.turns[count:], count)
+        ]
+        if part.joins:
+            at -= 1
+            new[0] = _Placed(new[0].turn, np.concatenate([placed.pop(at).rows, new[0].rows]))
+        placed[at:at] = new
+        at += len(new)
+        held += ledger.seen - seen
+        placed = _arrange(session, placed)
+        engine.evictor.hold(held)
+    if is_end:
+        engine.reader.logits = logits
+        state.in_round, state.header, state.pending_ids = at_end
+    else:
+        engine.reader.read_last_again()
+        state.in_round, state.header, state.pending_ids = False, None, []
+
+
+def _arrange(
+    session: Session, placed: Sequence[_Placed], least: int | None = None
+) -> list[_Placed]:
+    """Let the turns stand in this order, and forget others; returns them where they are then.
+
+    No turn after the stream position `least` can be undone, nor one that has moved.
+    """
+    state, before, sizes = session.state, session.turns, [len(one.rows) for one in placed]
+    order, turns = np.concatenate([_NONE, *(one.rows for one in placed)]), [x.turn for x in placed]
+    rounds = [*accumulate((turn.role in _ASKS for turn in turns), initial=0)][1:]
+    columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
+    rank = session.engine.reorder(order, *(np.repeat(column, sizes) for column in columns))
+    session.recall.undo()
+    session.recall.search.reorder(session.ledger, rank)
+    bounds = [0, *accumulate(sizes)]
+    number_of = {id(turn): number for number, turn in enumerate(turns)}
+    now = [number_of.get(id(turn), -1) for turn in before]
+    state.unpinned = frozenset((now[turn], text) for turn, text in state.unpinned if now[turn] >= 0)
+    is_same = [turn is old for turn, old in zip(turns, before, strict=False)]
+    state.saved = min(state.saved, [*is_same, False].index(False))
+    state.reply.index = max(0, now[state.reply.index])
+    of_system = rank[state.system.start] if state.system else -1
+    if of_system >= 0:
+        number = int(session.ledger.column("turn")[of_system])
+        state.system = range(bounds[number], bounds[number + 1])
+    else:
+        state.system, state.prompt = range(0), None
+    state.turns, state.round = turns, rounds[-1] if rounds else 0
+    first = int(np.argmax(np.append(order != np.arange(len(order)), True)))
+    first = first if least is None else min(first, least)
+    points = session.undo_points
+    session.undo_points = [point for point in points if point.checkpoint.cache.seen <= first]
+    session.last_reply = AfterReply()
+    return [
+        _Placed(one.turn, np.arange(start, end), one.header)
+        for one, (start, end) in zip(placed, pairwise(bounds), strict=True)
+    ]
+
+
+def _header_after(session: Session, turn: int) -> list[int] | None:
+    """With which ids of the next reply's header this turn ends; as `TurnIds.header`."""
+    later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
+    following = next((one for one in later if not one.is_left_out), None)
+    if following is None or session.turns[turn].role not in _ASKS:
+        return session.state.header if following is None else None
+    if following.role in _ASKS:
+        return []
+    is_given = following.finish == "read"
+    template = session.template
+    return template.before(template.user("a"), "assistant").header if is_given else None

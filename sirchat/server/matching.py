@@ -1,0 +1,195 @@
+"""Finds the messages of a request that a conversation has read already, wherever they stand now.
+
+Clients write the time into the system prompt, let a window slide over the messages, clear old
+results of tools, or insert documents. What they left as it was is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, turn_rows
+from sirchat.chat.events import Event
+from sirchat.errors import ModelError
+from sirchat.memory.key_values import Positions
+from sirchat.server.conversation import History, ServedConversation
+from sirchat.text.reply_marks import shared
+from sirchat.text.template import TurnIds
+
+# Least characters of the messages that stay, if others are gone: two chats may have the same short
+# messages, and one must not remember the other.
+SURE = 200
+_KINDS = {"tool": "user", "calls": "assistant"}  # as the messages after them tell them
+
+# Reads a message, of this role and text, before one of a role, if that is given; with these ids.
+ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
+
+
+def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> dict[int, int]:
+    """Which messages of `history` a conversation has read: their numbers here, and there.
+
+    `keys` and `marks` are those of the conversation. The last such message is a reply. Empty if it
+    is not sure that this is the same chat.
+    """
+    new, found = history.marks[:-1], dict[int, int]()
+    if not set(marks) & set(new):
+        return found
+    for at, number, size in SequenceMatcher(None, marks, new, False).get_matching_blocks():
+        found |= dict(zip(range(number, number + size), range(at, at + size), strict=True))
+    _end_with_reply(found, history)
+    said = {history.messages[number] for number in found}
+    is_whole = len(found) == len(marks) and keys[0] == history.keys[0]
+    is_sure = is_whole or sum(len(text) for _, text in said) >= SURE
+    return found if is_sure and len(found) > 1 else {}
+
+
+def edited(
+    conversation: ServedConversation,
+    history: History,
+    kept: Mapping[int, int],
+    read: ReadMessage,
+) -> list[KeptTurn | ReadTurns]:
+    """What makes the conversation that of `history`, up to the last message in `kept`.
+
+    That is what `matched` found. Empty if that can't be done. The session has the template of
+    `history` already; its system prompt becomes that of `history`.
+    """
+    session, numbers = conversation.session, conversation.turn_numbers
+    systems = [at for at, turn in enumerate(session.turns) if turn.role == "system"]
+    is_plain = systems in ([], [0]) and history.messages[0][0] == "user"
+    if not (is_plain and can_edit(session) and len(numbers) == len(conversation.marks)):
+        return []
+    with suppress(ModelError):
+        return _Edit(conversation, history, numbers, read).parts(kept)
+    return []
+
+
+class _Edit:
+    """Makes the parts of one edit of a conversation, whose messages are the turns `numbers`."""
+
+    def __init__(
+        self,
+        conversation: ServedConversation,
+        history: History,
+        numbers: Sequence[int],
+        read: ReadMessage,
+    ) -> None:
+        self._conversation, self._history, self._numbers = conversation, history, numbers
+        self._session, self._read = conversation.session, read
+        self._ids = self._session.ledger.column("token_id")
+        first = history.messages[0][1]
+        self._system, self._first = self._session.template.opening(first, history.system)
+        self._rows = dict[int, Positions]()  # of the messages that stay
+
+    def parts(self, kept: Mapping[int, int]) -> list[KeptTurn | ReadTurns]:
+        """The parts, up to the last of the messages `kept` that can stay."""
+        for number, old in kept.items():
+            rows = self._rows_in_place(number, old, 0 in kept.values())
+            if rows is not None:
+                self._rows[number] = rows
+        _end_with_reply(self._rows, self._history)
+        if not self._rows:
+            return []
+        parts, done, at = self._system_parts(), 0, 0  # turns, and messages of the request, in them
+        for number, rows in sorted(self._rows.items()):
+            turn, new = self._numbers[kept[number]], range(at, number)
+            parts += self._left_out(range(done, turn), new)
+            if new:
+                said = [self._new(at, kept) for at in new]
+                parts.append(ReadTurns(partial(self._read_all, said)))
+            parts.append(KeptTurn(turn, rows))
+            done, at = turn + 1, number + 1
+        return parts
+
+    def _rows_in_place(self, number: int, old: int, has_first: bool) -> Positions | None:
+        """The rows of a message that stays, if the template writes it so in its new place, too."""
+        session, messages = self._session, self._history.messages
+        role, text = messages[number]
+        rows = turn_rows(session, self._numbers[old])
+        roles, now = self._conversation.roles, [role for role, _ in messages]
+        if role in ("user", "tool") and (_kind(roles, old + 1) != _kind(now, number + 1)):
+            return None
+        is_moved = _kind(roles, old - 1) != _kind(now, number - 1)
+        is_moved |= number == 0 and self._history.keys[0] != self._conversation.keys[0]
+        if not is_moved:
+            return rows
+        if role != "user":
+            return None
+        ids = self._first
+        if number:
+            ids = session.template.user(text, after_user=_kind(now, number - 1) == "user")
+        after = (None, "assistant") if _kind(now, number + 1) == "assistant" else ("user",)
+        own, first = self._ids[rows].tolist(), turn_rows(session, self._numbers[0])
+        for wanted in (session.template.before(ids, following).ids for following in after):
+            if wanted == own:
+                return rows
+            # What the template writes before a chat stands before the message that was the first.
+            head = first[: max(0, len(wanted) - len(own))]
+            if not (number or has_first) and [*self._ids[head].tolist(), *own] == wanted:
+                return np.concatenate([head, rows])
+        return None
+
+    def _system_parts(self) -> list[KeptTurn | ReadTurns]:
+        """The system prompt: as it was, as far as it begins alike, or read anew."""
+        session, ids = self._session, self._system
+        has_one = bool(session.turns) and session.turns[0].role == "system"
+        rows = turn_rows(session, 0) if has_one else np.zeros(0, np.int64)
+        if self._history.keys[0] == self._conversation.keys[0]:
+            return [KeptTurn(0, rows)] if has_one else []
+        session.note_profile(session.profile.model_copy(update={"system": self._history.system}))
+        if ids is None:
+            return []
+        same = min(shared(ids.ids, self._ids[rows].tolist()), len(ids.ids) - 1)
+        start, end = (max(0, at - same) for at in ids.content)
+        rest = TurnIds(ids.ids[same:], ids.roles[same:], (start, end))
+
+        def read() -> Iterator[Event]:
+            if session.profile.pin_system:
+                session.engine.evictor.check_pins(len(rest.ids))
+            yield from session.read_system(rest)
+
+        return [*([KeptTurn(0, rows[:same])] if same else []), ReadTurns(read, joins=same > 0)]
+
+    def _left_out(self, turns: range, new: range) -> list[KeptTurn | ReadTurns]:
+        """Those of these turns that only recall may use: none that the messages `new` replace."""
+        if not turns:
+            return []
+        session, taken = self._session, np.concatenate([*self._rows.values()])
+        old = [at for at, turn in enumerate(self._numbers) if turn in turns]
+        marks, roles = self._conversation.marks, self._conversation.roles
+        now = [role for role, _ in self._history.messages]
+        is_changed = [_kind(roles, at) for at in old] == [_kind(now, at) for at in new]
+        out = {turn for turn in turns if session.turns[turn].is_left_out}
+        if not (new and is_changed):
+            out |= {self._numbers[at] for at in old if marks[at] not in self._history.marks}
+        rows = ((turn, np.setdiff1d(turn_rows(session, turn), taken)) for turn in sorted(out))
+        return [KeptTurn(turn, own, is_left_out=True) for turn, own in rows if len(own)]
+
+    def _new(self, number: int, kept: Mapping[int, int]) -> tuple[Any, ...]:
+        """What `ReadMessage` takes for a message; a generated reply after it is not given."""
+        following: str | None = self._history.messages[number + 1][0]
+        if number + 1 in self._rows and following in ("assistant", "calls"):
+            reply = self._session.turns[self._numbers[kept[number + 1]]]
+            following = following if reply.finish == "read" else None
+        return *self._history.messages[number], following, None if number else self._first
+
+    def _read_all(self, messages: Iterable[tuple[Any, ...]]) -> Iterator[Event]:
+        for message in messages:
+            yield from self._read(*message)
+
+
+def _kind(roles: Sequence[str], at: int) -> str:
+    """The role of the message with this number, as those beside it tell it; "" if there is none."""
+    return _KINDS.get(roles[at], roles[at]) if 0 <= at < len(roles) else ""
+
+
+def _end_with_reply(found: dict[int, Any], history: History) -> None:
+    """Remove the last messages from `found`, by number, until one is a reply."""
+    while found and history.messages[max(found)][0] not in ("assistant", "calls"):
+        del found[max(found)]

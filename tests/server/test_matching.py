@@ -1,0 +1,252 @@
+"""Clients that change what they send: nothing that stays as it was is read again.
+
+The slow way to the same tokens is a server that reads each whole request (`reuse` exact).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from serving import Message, Served, assistant, cached, said, served, system, told, user
+from sirchat.server.matching import SURE
+from template_shapes import script, tool_tiny
+
+WORDS = "Anna Rome green violin harbour baker Tuesday lunch my name is the city river"
+TURNS = 14
+BRIEF = system("You are a helpful assistant, and brief.")
+
+
+def text(draw: Random, words: int = 12) -> str:
+    return " ".join(draw.choices(WORDS.split(), k=words)).capitalize() + "."
+
+
+def as_it_is(turn: int, before: list[Message]) -> list[Message]:
+    return [BRIEF, *before]
+
+
+def with_time(turn: int, before: list[Message]) -> list[Message]:
+    return [system(f"It is {9 + turn} o'clock. You are a helpful assistant."), *before]
+
+
+def window(turn: int, before: list[Message]) -> list[Message]:
+    return [BRIEF, *before[-8:]]
+
+
+def window_alone(turn: int, before: list[Message]) -> list[Message]:
+    return before[-8:]
+
+
+def cut_in_half(turn: int, before: list[Message]) -> list[Message]:
+    if len(before) > 16:
+        del before[: len(before) // 4 * 2]
+    return [BRIEF, *before]
+
+
+def cleared(turn: int, before: list[Message]) -> list[Message]:
+    old = len(before) - 6
+    return [
+        BRIEF,
+        *(user("[cleared]") if at < old and at % 4 == 0 else one for at, one in enumerate(before)),
+    ]
+
+
+def summed_up(turn: int, before: list[Message]) -> list[Message]:
+    if turn == 8:
+        before[:10] = [user("In short: Anna was in Rome."), assistant("I see.")]
+    return [BRIEF, *before]
+
+
+def spoken(
+    server: Served, sent: Callable[[int, list[Message]], list[Message]], **fields: Any
+) -> list[tuple[list[Message], Any]]:
+    """Each request of a talk, and the response to it."""
+    draw, before, asked = Random(1), list[Message](), list[tuple[list[Message], Any]]()
+    for turn in range(TURNS):
+        messages = [*sent(turn, before), user(f"{turn}: {text(draw)}")]
+        reply = server.ask(messages, **fields)
+        asked.append((messages, reply))
+        before += [messages[-1], assistant(said(reply))]
+    return asked
+
+
+def read_anew(asked: Sequence[tuple[list[Message], Any]]) -> list[int]:
+    return [reply["usage"]["prompt_tokens"] - cached(reply) for _, reply in asked]
+
+
+def held_text(server: Served, reply: Any) -> str:
+    shown = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
+    return "".join(row["text"] for row in shown["rows"])
+
+
+def conversations(server: Served) -> int:
+    return len(server.client.get("/v1/sirchat/sessions").json()["data"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "most"),
+    [
+        (as_it_is, 0),
+        (with_time, 24 * TURNS),  # the system prompt
+        (window, 0),
+        (window_alone, 0),
+        (cut_in_half, 0),
+        (cleared, 14 * TURNS),  # a mark of what was cleared
+        (summed_up, 40),
+    ],
+)
+def test_only_what_changed_is_read(
+    sent: Callable[[int, list[Message]], list[Message]], most: int
+) -> None:
+    settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 24, "conversations": 8}
+    with served(reuse="messages", **settings) as server:
+        asked = spoken(server, sent)
+        # Until it is sure that a talk is the same one, a change makes it another.
+        assert conversations(server) <= 3
+        *_, (messages, reply) = asked
+        shown = held_text(server, reply)
+    with served(reuse="messages", **settings) as server:
+        plain = sum(read_anew(spoken(server, as_it_is)))
+    read = read_anew(asked)
+    early = sum(read[:3])
+    assert sum(read) <= plain + most + early
+    with served(reuse="exact", **settings) as server:
+        whole = held_text(server, server.ask(messages))
+    end = messages[-1]["content"]
+    assert shown[: shown.index(end)] == whole[: whole.index(end)]
+
+
+def test_a_request_or_a_server_may_ask_for_the_exact_computation() -> None:
+    with served(policy="full", max_new_tokens=8) as server:
+        by_request = read_anew(spoken(server, window, sirchat={"reuse": "exact"}))
+    with served(policy="full", max_new_tokens=8, reuse="exact") as server:
+        by_server = read_anew(spoken(server, window))
+        wish = server.ask([user("Hello.")], sirchat={"reuse": "messages"})
+    with served(policy="full", max_new_tokens=8) as server:
+        by_messages = read_anew(spoken(server, window))
+        again = server.post([user("Hello.")], sirchat={"reuse": "messages"})
+    assert by_request == by_server
+    assert sum(by_messages) < sum(by_server) / 3
+    assert again.headers["X-Sirchat-Reused"] == "0"
+    assert said(wish)
+
+
+SECRET = "The password of the harbour office is walnut."
+ASKED = "What is the password of the harbour office?"
+
+
+@pytest.mark.parametrize("recall", ["words", "off"])
+def test_what_left_the_window_is_recalled_if_the_request_allows_it(recall: str) -> None:
+    draw, before = Random(2), [user(SECRET), assistant("I see.")]
+    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+        for _ in range(8):
+            messages = [*before[-6:], user(text(draw))]
+            before += [messages[-1], assistant(server.reply(messages))]
+        reply = server.ask([*before[-6:], user(ASKED)], sirchat={"recall": recall})
+        shown = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
+    assert (reply["sirchat"]["recalled"] > 0) == (recall == "words")
+    assert shown["left_out"] == reply["sirchat"]["left_out"] > 0
+
+
+def test_two_chats_with_the_same_few_words_stay_apart() -> None:
+    """Else one would remember what the other was told."""
+    talk = [user("Hello."), assistant("Hello! How can I help you?")]
+    assert sum(len(one["content"]) for one in talk) < SURE
+    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+        first = [user(SECRET), assistant("I see."), *talk]
+        one = server.ask([*first, user("Thanks.")])
+        other = server.ask([*talk, user(ASKED)])
+    assert one["sirchat"]["id"] != other["sirchat"]["id"]
+    assert cached(other) == 0
+    assert other["sirchat"]["recalled"] == 0
+
+
+def test_one_who_goes_on_from_before_has_both(tmp_path: Path) -> None:
+    draw, before = Random(3), list[Message]()
+    with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+        for _ in range(8):
+            before += [user(text(draw)), assistant(server.reply([*before, user(text(draw))]))]
+        other = [user("[cleared]"), *before[1:8], user("Another question.")]
+        branch = server.ask(other)
+        again = server.ask([*before, user("And this one.")])
+    assert cached(branch) > 0
+    assert branch["sirchat"]["id"] != again["sirchat"]["id"]
+    assert again["usage"]["prompt_tokens"] - cached(again) < 40
+
+
+def test_after_a_restart_a_window_slides_on(tmp_path: Path) -> None:
+    draw, before = Random(4), list[Message]()
+    settings: dict[str, Any] = {"policy": "salience", "budget": 256, "max_new_tokens": 8}
+    for _ in range(2):
+        with served(folder=tmp_path, **settings) as server:
+            for _ in range(5):
+                messages = [BRIEF, *before[-6:], user(text(draw))]
+                reply = server.ask(messages)
+                before += [messages[-1], assistant(said(reply))]
+            first = server.ask([BRIEF, *before[-6:], user(text(draw))])
+            before += [user("Never mind."), assistant("I see.")]
+    assert first["sirchat"]["left_out"] > 0
+    assert first["usage"]["prompt_tokens"] - cached(first) < 40
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "parameters": {"type": "object", "properties": {"page": {"type": "integer"}}},
+    },
+}
+
+
+def test_cleared_results_of_tools_are_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [json.dumps({"name": "read", "arguments": {"page": n}}) for n in range(8)]
+    script(monkeypatch, [f"<tool_call>\n{call}\n</tool_call>" for call in calls])
+    messages: list[Any] = [user("Read all pages, and tell me what they say of the harbour.")]
+    draw, read = Random(5), list[int]()
+    with served(tool_tiny(), policy="full", max_new_tokens=60) as server:
+        for _ in calls:
+            shown = [
+                one | {"content": "[cleared]"}
+                if one["role"] == "tool" and at < len(messages) - 4
+                else one
+                for at, one in enumerate(messages)
+            ]
+            reply = server.ask(shown, tools=[TOOL])
+            read.append(reply["usage"]["prompt_tokens"] - cached(reply))
+            message = reply["choices"][0]["message"]
+            ident = message["tool_calls"][0]["id"]
+            result = {"role": "tool", "tool_call_id": ident, "content": text(draw, 60)}
+            messages += [message, result]
+        assert conversations(server) == 1
+    new = read[1]  # one result
+    assert all(count < new + 60 for count in read[2:])
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+def test_a_system_prompt_is_read_once_for_all_chats(tools: list[Any]) -> None:
+    long = system("You are a helpful assistant of the harbour office. " * 6)
+    with served(tool_tiny(), policy="salience", budget=1024, max_new_tokens=8) as server:
+        first = server.ask([long, user("My name is Anna.")], tools=tools)
+        other = server.ask([long, user("Where is the harbour?")], tools=tools)
+        same = server.ask([long, user("My name is Anna.")], tools=tools)
+    assert cached(first) == 0
+    assert cached(other) > 60
+    assert other["usage"]["prompt_tokens"] - cached(other) < 25
+    assert said(same) == said(first)
+    assert other["sirchat"]["id"] != first["sirchat"]["id"]
+
+
+def test_a_chat_with_a_beginning_of_another_replies_as_if_it_had_read_it() -> None:
+    long = system("You are kind, and you live in Rome.")
+    with served(policy="full", max_new_tokens=12) as server:
+        server.reply([long, user("My name is Anna.")])
+        messages = [long, user("What is my name?")]
+        messages.append(assistant(server.reply(messages)))
+        assert messages[-1]["content"] == told(messages[:-1], max_new_tokens=12)
+        more = [*messages, user("Thanks.")]
+        assert server.reply(more) == told(more, max_new_tokens=12)
