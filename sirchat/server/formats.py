@@ -28,6 +28,7 @@ _VALUES = ("enum", "const", "default", "examples")
 # that are far from zero; an upper bound above all numbers that models write is left out.
 _BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
 _FAR = 10**18
+_REF = re.compile(r'"\$ref": "(#[^"]*)"')  # in JSON
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
 # would write blanks without end.
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -178,7 +179,42 @@ class _CallForm:
 
 def _json(schema: dict[str, Any], notes: list[str], param: str) -> str:
     """JSON by a schema, in a grammar."""
+    if not _can_end(schema):
+        raise _refusal(param, "has a schema that no JSON can meet: it needs itself within itself")
     return f"%json {json.dumps({**_kept(schema, notes, param), 'x-guidance': _BLANKS})}"
+
+
+def _can_end(root: dict[str, Any]) -> bool:
+    """Whether some finite JSON matches the schema `root`: no part needs itself within itself."""
+    places, ended = set(_REF.findall(json.dumps(root))), set[str]()
+    while new := {at for at in places - ended if _ends(_part(root, at), ended)}:
+        ended |= new
+    return _ends(root, ended)
+
+
+def _ends(schema: Any, ended: Collection[str]) -> bool:
+    """Whether some finite JSON matches a schema, if some does of each of the places `ended`."""
+    if not isinstance(schema, dict):
+        return True
+    place, known = schema.get("$ref"), schema.get("properties")
+    if isinstance(place, str) and place.startswith("#") and place not in ended:
+        return False
+    required, needed = schema.get("required"), list[Any]()
+    if isinstance(known, dict) and isinstance(required, list):
+        needed += [known.get(str(name)) for name in required]
+    needed += [schema.get("items")] if schema.get("minItems") else []
+    choices = [schema.get(name) for name in ("anyOf", "oneOf")]
+    return all(_ends(one, ended) for one in needed) and all(
+        any(_ends(one, ended) for one in group)
+        for group in choices
+        if isinstance(group, list) and group
+    )
+
+
+def _part(root: Any, place: str) -> Any:
+    for name in place.split("/")[1:]:
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def _kept(schema: Any, notes: list[str], param: str) -> Any:
@@ -226,8 +262,9 @@ class ReplyFormat:
         if not self.matcher.is_accepting():
             mask[self._ends] = False
         if self.matcher.is_error() or not mask.any():
-            problem = self.matcher.get_error() or "no token may follow"
-            raise RequestError(f"the format can't be kept: {problem[:200]}", status=500)
+            problem, _, _ = (self.matcher.get_error() or "no token may follow").partition("\n")
+            status = 500 if self._read else 400  # before the reply, the format is to blame
+            raise RequestError(f"the format can't be kept: {problem}", status=status)
         return torch.from_numpy(mask)
 
 

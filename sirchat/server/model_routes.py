@@ -111,7 +111,9 @@ class ModelRoutes:
     @property
     def _as_openai(self) -> dict[str, Any]:
         about = {"object": "model", "created": self._since, "owned_by": "sirchat"}
-        return {"id": self._names[-1], **about}
+        # Histories may be longer than the context: what is evicted is archived.
+        length = self._model.context_length
+        return {"id": self._names[-1], **about, "context_length": length, "max_model_len": length}
 
     async def _embed(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), EmbeddingRequest)

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -33,6 +34,8 @@ _MOST_TOOLS = 128
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The parts of a message's content that are read, and where each has its text.
+_NO_RESULT = "no result"
+_IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -88,6 +91,7 @@ def join_text_parts(content: Any) -> Any:
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/=+@~-]{1,256}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
@@ -110,6 +114,9 @@ class Fields(BaseModel):
             is_known, meant = name in known, value
             if is_known and cls.place == "request" and isinstance(value, int | str):
                 meant = READ_AS.get(name, {}).get(value, value)
+            elif is_known and isinstance(value, float) and value.is_integer():
+                is_whole = cls.model_fields[name].annotation == int | None
+                meant = int(value) if is_whole else value
             if not (meant is None if is_known else is_taken(cls.place, name, value)):
                 kept[name] = meant
         return kept
@@ -121,8 +128,10 @@ class Fields(BaseModel):
 class FunctionCall(Fields):
     """The field `function` of a tool call; `arguments` is JSON text."""
 
-    name: Name
-    arguments: str
+    name: FunctionName
+    arguments: Annotated[
+        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
+    ]
 
 
 class CallFields(Fields):
@@ -136,7 +145,7 @@ class CallFields(Fields):
 class FunctionFields(Fields):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: Name
+    name: FunctionName
     description: str | None = None
     parameters: Json = {"type": "object", "properties": {}}
     strict: bool | None = None
@@ -160,7 +169,7 @@ class Tool(Fields):
 class ToolName(Fields):
     """An object whose only field is the name of a tool."""
 
-    name: Name
+    name: FunctionName
 
 
 class NamedTool(Fields):
@@ -182,6 +191,16 @@ class ChatMessage(Fields):
     tool_call_id: CallId | None = None
     name: Name | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _with_marks(cls, content: Any, info: ValidationInfo) -> Any:
+        """Of what a tool returned, a mark in place of each image."""
+        if info.data.get("role") != "tool" or not isinstance(content, list):
+            return content
+        kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
+        pairs = zip(content, kinds, strict=True)
+        return [_IMAGE if "image" in str(kind) else part for part, kind in pairs]
+
     @property
     def text(self) -> str:
         """The message's text; "" if it has only calls of tools."""
@@ -192,7 +211,7 @@ class ChatMessage(Fields):
         is_tool, calls = self.role == "tool", bool(self.tool_calls)
         if calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only the assistant calls tools")
-        if self.content is None and not calls:
+        if self.content is None and self.role in ("system", "user"):
             raise PydanticCustomError("missing", "content is missing")
         if is_tool != (self.tool_call_id is not None):
             raise PydanticCustomError(
@@ -215,6 +234,7 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    schema_: Json | None = Field(default=None, alias="schema")  # of a JSON object
 
     @model_validator(mode="after")
     def _with_schema(self) -> ResponseFormat:
@@ -229,7 +249,7 @@ class ResponseFormat(Fields):
         """The JSON schema that the reply must match; None if the reply is text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        return (self.schema_ or {"type": "object"}) if self.type == "json_object" else None
 
 
 class StreamOptions(Fields):
@@ -493,13 +513,23 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Messages after the system prompt as turns of users, replies, and what tools returned.
 
     A later system message is a part of the user's turn that follows, replies in a row are one, and
-    a chat without a first turn of the user has an empty one. Names stand before the texts.
+    a chat without a first turn of the user has an empty one. Names stand before the texts. What a
+    tool returned before any call is the user's; a call without a result has an empty one.
     """
     names = {message.name for message in messages if message.role == "assistant"}
     turns: list[ChatMessage] = []
-    is_system = False
+    is_system, waiting = False, set[str]()  # ids of calls without what the tool returned
     for message in messages or [ChatMessage(role="user", content="")]:
         role = "user" if message.role == "system" else message.role
+        if role == "tool" and all(turn.role == "user" for turn in turns):
+            role = "user"  # the call is in a part of the chat that was cut off
+        elif role == "tool":
+            waiting.discard(message.tool_call_id or "")
+        elif role == "user" and waiting:
+            for call in sorted(waiting):
+                turns.append(ChatMessage(role="tool", content=_NO_RESULT, tool_call_id=call))
+            waiting.clear()
+        waiting |= {call.id for call in message.tool_calls}
         text, calls = message.text, message.tool_calls
         if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
             text = f"{message.name}: {text}"
@@ -511,25 +541,25 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         elif before is None and role == "assistant":
             turns.append(ChatMessage(role="user", content=""))
         turns.append(
-            message.model_copy(update={"role": role, "content": text, "tool_calls": calls})
+            message.model_copy(
+                update={"role": role, "content": text, "tool_calls": calls}
+                | ({} if role == "tool" else {"tool_call_id": None})
+            )
         )
         is_system = message.role == "system"
     return turns
 
 
 def _check_calls(turns: Sequence[ChatMessage]) -> None:
-    waiting, problem = set[str](), ""  # ids of calls without what the tool returned
+    waiting = set[str]()  # ids of calls without what the tool returned
     for number, message in enumerate(turns):
         if message.role == "tool" and message.tool_call_id not in waiting:
-            problem = (
-                f"answers the call {format_value(message.tool_call_id)}, but the reply before has "
-                "no such call, or it is answered already"
+            raise RequestError(
+                f"turn {number + 1} after the system message answers the call "
+                f"{format_value(message.tool_call_id)}, but the reply before has no such call, or "
+                "it is answered already",
+                param="messages",
             )
-        elif message.role != "tool" and waiting:
-            problem = f"must be what the tool returned for the call {min(waiting)}"
-        if problem:
-            where = f"turn {number + 1} after the system message"
-            raise RequestError(f"{where} {problem}", param="messages")
         waiting.discard(message.tool_call_id or "")
         waiting |= {call.id for call in message.tool_calls}
     if waiting:

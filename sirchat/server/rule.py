@@ -24,6 +24,7 @@ _ROWS: list[tuple[str, str, tuple[Any, ...] | None]] = [
     ("request", "use_mmap use_mlock num_keep client_metadata xtc_threshold dry_base", None),
     ("request", "dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_low", None),
     ("request", "dynatemp_high dynatemp_exponent smoothing_curve truncation_length", None),
+    ("request", "truncate shift", None),
     ("request", "presence_penalty frequency_penalty top_logprobs mirostat top_a", (0,)),
     ("request", "dry_multiplier xtc_probability dynatemp_range min_tokens n_probs", (0,)),
     ("request", "skew smoothing_factor epsilon_cutoff eta_cutoff no_repeat_ngram_size", (0,)),
@@ -44,6 +45,7 @@ _ROWS: list[tuple[str, str, tuple[Any, ...] | None]] = [
     ("request", "verbosity", ("medium",)),
     ("request", "web_search_options", ()),
     ("item", "id index status phase created_at cache_control citations annotations logprobs", None),
+    ("item", "timestamp is_error", None),
     ("item", "parsed parsed_arguments encrypted_content reasoning thinking", None),
     ("item", "reasoning_content reasoning_details thinking_blocks provider_specific_fields", None),
 ]

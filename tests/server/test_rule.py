@@ -326,9 +326,7 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             "tool_choice has a schema that can't be used",
         ),
         (CHAT, {"messages": [user("a"), CALLING]}, "the last message"),
-        (CHAT, {"messages": [user("a"), CALLING, user("b")]}, "what the tool returned"),
         (CHAT, {"messages": [user("a"), CALLING, returned("b")]}, "no such call"),
-        (CHAT, {"messages": [user("a"), returned("a")]}, "no such call"),
         (
             CHAT,
             {"messages": [user("a"), CALLING, {"role": "tool", "content": "b"}]},
@@ -343,7 +341,12 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
         ),
         (
             RESPONSES,
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]},
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "b", "name": "c", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "a", "output": "b"},
+                ]
+            },
             "no such call",
         ),
         (OLLAMA, {"format": {"type": "nosuch"}}, "response_format has a schema"),

@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 
 from serving import Served, assistant, cached, refusal, said, served, system, user
 from sirchat.engine.sampling import Continued
-from sirchat.server.requests import ChatRequest, make_request
+from sirchat.server.requests import ChatRequest, RequestError, make_request
 from sirchat.text.tool_calls import CallParser
 from template_shapes import WEATHER, script, tool_tiny
 
 ASKED = [user("How is the weather in Oslo?")]
 FUNCTION: Any = WEATHER["function"]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "a.b/c", "arguments": {"city": "a"}}}
+    ],
+}
+RESULT: Any = {"role": "tool", "tool_call_id": "c1", "content": "It rains."}
+NONE = ("tool", "no result")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -56,6 +65,22 @@ def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
         ([user("a"), user("b")], [("user", "a"), ("user", "b")]),
         ([user("a"), assistant("b")], [("user", "a")]),  # and a reply that begins with "b"
         ([user("a") | {"name": "Anna"}], [("user", "Anna: a")]),
+        # A window slid over the call; nobody waited for the result; replies without a word.
+        ([RESULT, user("a")], [("user", "It rains."), ("user", "a")]),
+        ([user("a"), CALLED, user("b")], [("user", "a"), ("assistant", ""), NONE, ("user", "b")]),
+        (
+            [user("a"), CALLED, RESULT | {"content": None}],
+            [("user", "a"), ("assistant", ""), ("tool", "")],
+        ),
+        (
+            [user("a"), assistant("b") | {"content": None}, user("c")],
+            [("user", "a"), ("assistant", ""), ("user", "c")],
+        ),
+        (
+            [user("a"), CALLED, RESULT | {"content": [IMAGE, {"type": "text", "text": "b"}]}],
+            [("user", "a"), ("assistant", ""), ("tool", "[an image, which can't be seen]\nb")],
+        ),
+        ([user("a") | {"timestamp": 5, "is_error": False}], [("user", "a")]),
         (
             [user("a"), assistant("b") | {"name": "bot"}, user("c") | {"name": "Jo"}],
             [("user", "a"), ("assistant", "b"), ("user", "Jo: c")],
@@ -74,6 +99,36 @@ def test_messages_are_turns_whatever_their_order(
     messages: list[Any], wanted: list[tuple[str, str]]
 ) -> None:
     assert turns(*messages) == wanted
+
+
+def test_whole_numbers_may_be_written_as_fractions() -> None:
+    given = {"messages": ASKED, "max_tokens": 4.0, "seed": 42.0, "top_k": 3.0}
+    request = make_request(ChatRequest, given)
+    assert (request.max_tokens, request.seed, request.top_k) == (4, 42, 3)
+    with pytest.raises(RequestError, match="seed"):
+        make_request(ChatRequest, given | {"seed": 4.5})
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_had"),
+    [
+        ({"$ref": "#"}, False),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, True),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}}, False),
+    ],
+)
+def test_a_schema_that_needs_itself_is_refused(
+    server: Served, schema: dict[str, Any], is_had: bool
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    response = server.post(ASKED, response_format=form, max_tokens=4)
+    if is_had:
+        assert response.status_code == 200
+    else:
+        assert "no JSON can meet" in refusal(response)["message"]
 
 
 @given(st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=7))
