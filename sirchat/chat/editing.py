@@ -7,7 +7,7 @@ attended to what stood before them then; only the place of each is another.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -71,53 +71,21 @@ def turn_rows(session: Session, turn: int) -> Positions:
 def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Event]:
     """Change the conversation to `parts`, in order; turns that are not among them are forgotten.
 
-    The last part is a whole reply that stays. If this is not iterated to its end, or
-    fails, the conversation can't go on.
+    The last part is a whole reply that stays. If this is not iterated to its end, or fails, the
+    conversation can't go on.
     """
-    engine, state, ledger = session.engine, session.state, session.ledger
+    engine, state, last = session.engine, session.state, parts[-1]
     engine.evictor.end_recall()
     session.recall.update()
-    last, is_end = parts[-1], False
-    if isinstance(last, KeptTurn) and (is_end := last.turn == len(session.turns) - 1):
-        logits, at_end = engine.logits, (state.in_round, state.header, state.pending_ids)
-    placed = list[_Placed]()
-    for part in parts:
-        if isinstance(part, KeptTurn):
-            turn = session.turns[part.turn]
-            if part.is_left_out and not turn.is_left_out:
-                turn.is_left_out, state.saved = True, min(state.saved, part.turn)
-            placed.append(_Placed(turn, part.rows, _header_after(session, part.turn)))
-    out = np.concatenate([_NONE, *(one.rows for one in placed if one.turn.is_left_out)])
-    new_out = np.setdiff1d(out, ledger.left_out)
-    if len(new_out):
-        engine.evictor.leave_out(new_out)
-    placed = _arrange(session, placed, int(new_out.min(initial=ledger.seen)))
-    at = 0  # number of turns before the next part
-    for part in parts:
-        if isinstance(part, KeptTurn):
-            at += 1
-            continue
-        start, seen, count = int(placed[at].rows[0]), ledger.seen, len(placed)
-        held = ledger.held_positions[ledger.held_positions >= start].copy()
-        said = [one for one in placed[:at] if not one.turn.is_left_out]
-        state.in_round = bool(said) and said[-1].turn.role in _ASKS
-        state.header, state.pending_ids = said[-1].header if said else None, []
-        engine.reader.logits = None  # of what stands before is not known what followed
-        with engine.evictor.reading_before(start):
-            yield from part.read()
-        session.recall.update()
-        new = [
-            _Placed(turn, turn_rows(session, number))
-            for number, turn in enumerate(session.turns[count:], count)
-        ]
-        if part.joins:
-            at -= 1
-            new[0] = _Placed(new[0].turn, np.concatenate([placed.pop(at).rows, new[0].rows]))
-        placed[at:at] = new
-        at += len(new)
-        held += ledger.seen - seen
-        placed = _arrange(session, placed)
-        engine.evictor.hold(held)
+    is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
+    logits, at_end = engine.logits, (state.in_round, state.header, state.pending_ids)
+    with engine.store.unlimited():  # what is set aside is nowhere else
+        placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
+        for part in parts:
+            if isinstance(part, ReadTurns):
+                placed, at = yield from _read_between(session, placed, at, part)
+            else:
+                at += 1
     if is_end:
         engine.reader.logits = logits
         state.in_round, state.header, state.pending_ids = at_end
@@ -126,16 +94,61 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
         state.in_round, state.header, state.pending_ids = False, None, []
 
 
+def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
+    """Forget all other turns; those that are left out are evicted."""
+    state, ledger, placed = session.state, session.ledger, list[_Placed]()
+    for part in parts:
+        turn = session.turns[part.turn]
+        if part.is_left_out and not turn.is_left_out:
+            turn.is_left_out, state.saved = True, min(state.saved, part.turn)
+        placed.append(_Placed(turn, part.rows, _header_after(session, part.turn)))
+    out = np.concatenate([_NONE, *(one.rows for one in placed if one.turn.is_left_out)])
+    new = np.setdiff1d(out, ledger.left_out)
+    if len(new):
+        session.engine.evictor.leave_out(new)
+    return _arrange(session, placed, is_changed=len(new) > 0)
+
+
+def _read_between(
+    session: Session, placed: list[_Placed], at: int, part: ReadTurns
+) -> Generator[Event, None, tuple[list[_Placed], int]]:
+    """Read turns after the first `at` of those that are placed.
+
+    Returns all in their new order, and how many there are up to the new ones.
+    """
+    engine, state, ledger = session.engine, session.state, session.ledger
+    start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
+    held = ledger.held_positions[ledger.held_positions >= start].copy()
+    said = [one for one in placed[:at] if not one.turn.is_left_out]
+    state.in_round = bool(said) and said[-1].turn.role in _ASKS
+    state.header, state.pending_ids = said[-1].header if said else None, []
+    engine.reader.logits = None  # what was likely after the turn before, nobody has kept
+    with engine.evictor.reading_before(start):
+        yield from part.read()
+    session.recall.update()
+    turns = enumerate(session.turns[count:], count)
+    new = [_Placed(turn, turn_rows(session, number)) for number, turn in turns]
+    before, after = placed[:at], placed[at:]
+    if part.joins:
+        rows = np.concatenate([before.pop().rows, new[0].rows])
+        new[0] = _Placed(new[0].turn, rows)
+    held += ledger.seen - seen
+    placed = _arrange(session, [*before, *new, *after])
+    engine.evictor.hold(held)
+    return placed, len(before) + len(new)
+
+
 def _arrange(
-    session: Session, placed: Sequence[_Placed], least: int | None = None
+    session: Session, placed: Sequence[_Placed], *, is_changed: bool = False
 ) -> list[_Placed]:
     """Let the turns stand in this order, and forget others; returns them where they are then.
 
-    No turn after the stream position `least` can be undone, nor one that has moved.
+    No turn can be undone then, unless nothing has moved and `is_changed` is false.
     """
     state, before, sizes = session.state, session.turns, [len(one.rows) for one in placed]
     order, turns = np.concatenate([_NONE, *(one.rows for one in placed)]), [x.turn for x in placed]
     rounds = [*accumulate((turn.role in _ASKS for turn in turns), initial=0)][1:]
+    is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
     rank = session.engine.reorder(order, *(np.repeat(column, sizes) for column in columns))
     session.recall.undo()
@@ -154,10 +167,8 @@ def _arrange(
     else:
         state.system, state.prompt = range(0), None
     state.turns, state.round = turns, rounds[-1] if rounds else 0
-    first = int(np.argmax(np.append(order != np.arange(len(order)), True)))
-    first = first if least is None else min(first, least)
-    points = session.undo_points
-    session.undo_points = [point for point in points if point.checkpoint.cache.seen <= first]
+    if is_changed:
+        session.undo_points = []
     session.last_reply = AfterReply()
     return [
         _Placed(one.turn, np.arange(start, end), one.header)

@@ -353,14 +353,14 @@ class Evictor:
     def reading_before(self, position: int) -> Iterator[None]:
         """Context manager: in it, tokens are read as if none from stream `position` on were there.
 
-        Those are archived after it; recall, which must have ended, is off in it.
+        Those are archived after it; the archive must be unlimited. Recall, which must have ended,
+        is off in it.
         """
         settings, held = self.settings, self._ledger.held_positions.copy()
         self._place(Placement(held[held < position]))
         self.settings = replace(settings, recall=None)
         try:
-            with self._store.unlimited():
-                yield
+            yield
         finally:
             self.settings = settings
 

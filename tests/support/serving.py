@@ -63,10 +63,10 @@ def refusal(response: Any, status: int = 400) -> Any:
 
 
 class Served:
-    """A running server, and its only client."""
+    """A running server, its only client, and its conversations, if they are given."""
 
-    def __init__(self, server: ChatServer) -> None:
-        self.server = server
+    def __init__(self, server: ChatServer, pool: ConversationPool | None = None) -> None:
+        self.server, self.pool = server, pool
         self.client = TestClient(server.app, base_url=URL, raise_server_exceptions=False)
 
     def post(self, messages: Sequence[Message], **fields: Any) -> Any:
@@ -122,7 +122,7 @@ def served(
     kept = ConversationPool(model, profile, conversations, disk, reuse)
     server = ChatServer(kept, queue=queue, host=host, key=key, cors=cors)
     try:
-        yield Served(server)
+        yield Served(server, kept)
     finally:
         server.replies.end()
         server.replies.join()
