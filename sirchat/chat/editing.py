@@ -125,7 +125,7 @@ def _read_between(
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
     with engine.evictor.reading_before(start):
         yield from part.read()
-    session.recall.update()
+        session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)
     new = [_Placed(turn, turn_rows(session, number)) for number, turn in turns]
     before, after = placed[:at], placed[at:]
@@ -151,8 +151,8 @@ def _arrange(
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
     rank = session.engine.reorder(order, *(np.repeat(column, sizes) for column in columns))
-    session.recall.undo()
     session.recall.search.reorder(session.ledger, rank)
+    session.recall.undo()
     bounds = [0, *accumulate(sizes)]
     number_of = {id(turn): number for number, turn in enumerate(turns)}
     now = [number_of.get(id(turn), -1) for turn in before]

@@ -12,13 +12,14 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.chat.tool_loop import calls_in, read_result
 from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
-from sirchat.errors import UndoError
+from sirchat.errors import ContextFullError, SettingError, UndoError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag
 from sirchat.models.progress import Progress
@@ -175,17 +176,26 @@ def copied_beginning(session: Session, profile: Profile) -> Session | None:
     """
     prompt, engine = session.state.system, session.engine
     at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
-    division = engine.evictor.divide_budget()
+    copy, held = Session(session.model, profile), session.ledger.held_positions
     is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
-    fits = 1 < len(at) <= division.total and engine.store.has(at)
-    if not (is_whole and fits) or engine.cache.has_state or session.ledger.attention.is_counted:
+    is_there = is_whole and len(at) > 1 and bool(np.isin(at, held).all())
+    if not is_there or engine.cache.has_state or session.ledger.attention.is_counted:
         return None
-    copy, now, rows = Session(session.model, profile), engine.save(), session.ledger.rows()[at]
+    try:
+        if profile.pin_system:
+            copy.engine.evictor.check_pins(len(at))
+        copy.engine.require_room(len(at))
+    except (SettingError, ContextFullError):  # reading it says so
+        return None
+    if len(at) > copy.engine.evictor.divide_budget().total:
+        return None
+    now, rows = engine.save(), session.ledger.rows()[at]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system, state.prompt = [turn], prompt, session.state.prompt
-    copy.load(saved, state, engine.store.first_written(at))
+    written = engine.cache.first_written(torch.from_numpy(at), at)  # the first ones are in order
+    copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
     return copy

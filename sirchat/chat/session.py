@@ -440,12 +440,12 @@ class Session:
     @contextmanager
     def temporary_reply_settings(self, settings: dict[str, Any]) -> Iterator[None]:
         """Context manager: in it, the `settings` of sampling and of a reply's length hold."""
-        profile = self.profile
-        self.profile = profile.model_copy(update=settings)
+        before = {name: getattr(self.profile, name) for name in settings}
+        self.profile = self.profile.model_copy(update=settings)
         try:
             yield
         finally:
-            self.profile = profile
+            self.profile = self.profile.model_copy(update=before)
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.

@@ -248,17 +248,6 @@ class KeyValueStore:
             return in_cache
         return merged(in_cache, self.archive.fetch(archived))
 
-    def first_written(self, positions: Positions) -> KeyValues:
-        """A copy on the CPU of the keys and values at ascending `positions` [n], held or archived.
-
-        Raises LookupError if some are lost.
-        """
-        held = self.ledger.held_positions
-        here = np.isin(positions, held, assume_unique=True)
-        rows = torch.from_numpy(np.searchsorted(held, positions[here]))
-        in_cache = self.cache.first_written(rows, positions[here]).to("cpu")
-        return in_cache if here.all() else merged(in_cache, self.archive.fetch(positions[~here]))
-
     def load(self, saved: KeyValues) -> None:
         """Load a saved conversation, whose ledger is loaded already.
 

@@ -71,11 +71,13 @@ class Passages:
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
 
-        Returns how many of the first passages stay as they were.
+        Those that lost some are dropped. Returns how many of the first stay as they were.
         """
         rows = self.rows.copy()
         rows["start"], rows["end"] = rank[rows["start"]], rank[rows["end"] - 1] + 1
-        at = np.argsort(rows["start"], kind="stable")[int((rows["start"] < 0).sum()) :]
+        is_whole = rows["end"] - rows["start"] == self.rows["end"] - self.rows["start"]
+        at = np.flatnonzero(is_whole & (rows["start"] >= 0))
+        at = at[np.argsort(rows["start"][at])]
         rows = rows[at]
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]

@@ -144,7 +144,10 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
     conversation = head.fields.get("conversation")
     known = conversation if isinstance(conversation, dict) else {}
     listed = (known.get(name) for name in ("summaries", "left_out"))
-    summaries, left_out = (turns if isinstance(turns, list) else [] for turns in listed)
+    summaries, left_out = (
+        {turn for turn in turns if isinstance(turn, int)} if isinstance(turns, list) else set()
+        for turns in listed
+    )
     return [
         Turn(
             turn.role,

@@ -103,6 +103,7 @@ class ServedConversation:
         is_branch: whether this is a copy, and only one request was answered in it.
         kept: of the request that is answered next, the messages that were read already though they
             now follow others, and their numbers here; empty if it goes on with all of `keys`.
+        is_edited: whether messages were changed before others that were not read again.
     """
 
     session: Session
@@ -118,6 +119,7 @@ class ServedConversation:
     origin: str = ""
     is_branch: bool = False
     kept: dict[int, int] = field(default_factory=dict)
+    is_edited: bool = False
 
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
@@ -127,6 +129,15 @@ class ServedConversation:
         self.keys.append(key_after(self.keys[-1], role, text))
         self.marks.append(key_after(b"", role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
+
+    def begin_anew(self) -> None:
+        """Forget all messages; what is saved of them stays, as another conversation."""
+        template = self.session.template
+        self.session.reset()
+        self.session.template = template
+        self.id = self.origin = secrets.token_hex(12)
+        self.is_edited = False
+        del self.keys[1:], self.roles[:], self.marks[:]
 
     def become(self, history: History, count: int) -> None:
         """Note that the session has read the first `count` messages of `history`, and no others."""
@@ -163,7 +174,7 @@ class ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
         said = [*self.keys], [*self.roles], [*self.marks]
         copy = ServedConversation(session, *said, settings={**self.settings})
-        copy.origin, copy.is_branch = self.origin, True
+        copy.origin, copy.is_branch, copy.is_edited = self.origin, True, self.is_edited
         return copy
 
     def undo_last_question(self) -> None:

@@ -6,7 +6,7 @@ results of tools, or insert documents. What they left as it was is not read agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import partial
@@ -18,12 +18,13 @@ from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, turn_rows
 from sirchat.chat.events import Event
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.text.reply_marks import shared
 from sirchat.text.template import TurnIds
 
-# Least characters of the messages that stay, if others are gone: two chats may have the same short
-# messages, and one must not remember the other.
+# Least characters of texts, after what left a chat, by which it is known: two chats may have the
+# same short messages, and one must not remember the other.
 SURE = 200
 _KINDS = {"tool": "user", "calls": "assistant"}  # as the messages after them tell them
 
@@ -38,15 +39,30 @@ def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> 
     is not sure that this is the same chat.
     """
     new, found = history.marks[:-1], dict[int, int]()
-    if not set(marks) & set(new):
+    if len(keys) != len(marks) + 1 or not set(marks) & set(new):
         return found
-    for at, number, size in SequenceMatcher(None, marks, new, False).get_matching_blocks():
-        found |= dict(zip(range(number, number + size), range(at, at + size), strict=True))
+    same = shared(marks, new)
+    found |= {number: number for number in range(same)}
+    for at, number, size in SequenceMatcher(None, marks[same:], new[same:]).get_matching_blocks():
+        numbers = range(same + number, same + number + size)
+        found |= dict(zip(numbers, range(same + at, same + at + size), strict=True))
     _end_with_reply(found, history)
-    said = {history.messages[number] for number in found}
-    is_whole = len(found) == len(marks) and keys[0] == history.keys[0]
-    is_sure = is_whole or sum(len(text) for _, text in said) >= SURE
-    return found if is_sure and len(found) > 1 else {}
+    stays = set(found.values())
+    gone = next((at for at in range(len(marks)) if at not in stays), None)
+    is_whole = keys[0] == history.keys[0] and gone is None
+    after = {history.messages[number] for number, at in found.items() if at >= (gone or 0)}
+    size = sum(len(text) for role, text in after if role != "calls")
+    return found if len(found) > 1 and (is_whole or size >= SURE) else {}
+
+
+def unread(history: History, read: Collection[int], has_prompt: bool) -> int:
+    """How many characters of `history`, but its last message, are to be read if these need not be.
+
+    `has_prompt`: whether the system prompt and the tools need not be read either.
+    """
+    messages = enumerate(history.messages[:-1])
+    left = sum(len(text) + 1 for number, (_, text) in messages if number not in read)
+    return left + (0 if has_prompt else len(history.system or "") + len(history.tools))
 
 
 def edited(
@@ -82,10 +98,12 @@ class _Edit:
     ) -> None:
         self._conversation, self._history, self._numbers = conversation, history, numbers
         self._session, self._read = conversation.session, read
-        self._ids = self._session.ledger.column("token_id")
+        self._ids, self._flags = map(self._session.ledger.column, ("token_id", "flags"))
         first = history.messages[0][1]
         self._system, self._first = self._session.template.opening(first, history.system)
         self._rows = dict[int, Positions]()  # of the messages that stay
+        self._roles = conversation.roles, [role for role, _ in history.messages]
+        self._number_of = {turn: at for at, turn in enumerate(numbers)}
 
     def parts(self, kept: Mapping[int, int]) -> list[KeptTurn | ReadTurns]:
         """The parts, up to the last of the messages `kept` that can stay."""
@@ -97,13 +115,21 @@ class _Edit:
         if not self._rows:
             return []
         parts, done, at = self._system_parts(), 0, 0  # turns, and messages of the request, in them
+        taken, known = np.concatenate([*self._rows.values()]), set(self._history.marks)
+        first = list[KeptTurn | ReadTurns]()  # what stands before all that stays
         for number, rows in sorted(self._rows.items()):
             turn, new = self._numbers[kept[number]], range(at, number)
-            parts += self._left_out(range(done, turn), new)
+            out = self._left_out(range(done, turn), new, taken, known) if turn > done else []
+            if parts or not out:
+                parts += out
+            else:  # the first tokens of a chat are sinks, and these must be there
+                first = out
             if new:
                 said = [self._new(at, kept) for at in new]
                 parts.append(ReadTurns(partial(self._read_all, said)))
             parts.append(KeptTurn(turn, rows))
+            if first and self._roles[1][number] in ("assistant", "calls"):
+                parts, first = [*parts, *first], []
             done, at = turn + 1, number + 1
         return parts
 
@@ -112,12 +138,13 @@ class _Edit:
         session, messages = self._session, self._history.messages
         role, text = messages[number]
         rows = turn_rows(session, self._numbers[old])
-        roles, now = self._conversation.roles, [role for role, _ in messages]
+        roles, now = self._roles
         if role in ("user", "tool") and (_kind(roles, old + 1) != _kind(now, number + 1)):
             return None
         is_moved = _kind(roles, old - 1) != _kind(now, number - 1)
         is_moved |= number == 0 and self._history.keys[0] != self._conversation.keys[0]
-        if not is_moved:
+        is_erased = self._flags[rows] & np.uint8(Flag.ERASED) != 0
+        if not is_moved or is_erased.any():  # what was erased is not read again
             return rows
         if role != "user":
             return None
@@ -156,18 +183,19 @@ class _Edit:
 
         return [*([KeptTurn(0, rows[:same])] if same else []), ReadTurns(read, joins=same > 0)]
 
-    def _left_out(self, turns: range, new: range) -> list[KeptTurn | ReadTurns]:
-        """Those of these turns that only recall may use: none that the messages `new` replace."""
-        if not turns:
-            return []
-        session, taken = self._session, np.concatenate([*self._rows.values()])
-        old = [at for at, turn in enumerate(self._numbers) if turn in turns]
-        marks, roles = self._conversation.marks, self._conversation.roles
-        now = [role for role, _ in self._history.messages]
+    def _left_out(
+        self, turns: range, new: range, taken: Positions, known: Collection[bytes]
+    ) -> list[KeptTurn | ReadTurns]:
+        """Those of these turns that only recall may use: none that the messages `new` replace.
+
+        Without the tokens `taken` by others, and the messages `known` to be in the request.
+        """
+        session, marks, (roles, now) = self._session, self._conversation.marks, self._roles
+        old = [self._number_of[turn] for turn in turns if turn in self._number_of]
         is_changed = [_kind(roles, at) for at in old] == [_kind(now, at) for at in new]
         out = {turn for turn in turns if session.turns[turn].is_left_out}
         if not (new and is_changed):
-            out |= {self._numbers[at] for at in old if marks[at] not in self._history.marks}
+            out |= {self._numbers[at] for at in old if marks[at] not in known}
         rows = ((turn, np.setdiff1d(turn_rows(session, turn), taken)) for turn in sorted(out))
         return [KeptTurn(turn, own, is_left_out=True) for turn, own in rows if len(own)]
 

@@ -15,7 +15,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
-from sirchat.server.matching import matched
+from sirchat.server.matching import matched, unread
 from sirchat.server.requests import RequestError
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
@@ -43,6 +43,7 @@ class ConversationPool:
         self.profile = profile
         self.limit = limit
         self._disk, self._reuse = disk, reuse
+        self._can_edit = bool(disk) and can_edit(Session(model, profile))  # of those on disk
         self._held: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation | None:
@@ -50,20 +51,25 @@ class ConversationPool:
 
         None if the conversation that fits best is busy, or if memory has no place for another.
         """
-        best = max(reversed(self._held), key=lambda held: held.fitness(history), default=None)
+        is_exact = (history.reuse or self._reuse) == "exact"
+        able = (held for held in reversed(self._held) if not (is_exact and held.is_edited))
+        best = max(able, key=lambda held: held.fitness(history), default=None)
         shared = 0 if best is None else best.count_shared(history)
-        if self._disk is not None and (saved := self._disk.best_match(history, shared)) is not None:
+        disk = self._disk
+        if disk is not None and (saved := disk.best_match(history, shared, is_exact=is_exact)):
             if not self._make_room():
                 return None
             if (best := self._load(saved)) is None:
                 return self.take(history)  # `saved` is no longer listed
             shared = best.count_shared(history)
-        if (history.reuse or self._reuse) == "messages":
-            match, kept = self._best_edited(history)
-            if match is not None and len(kept) > shared:
-                if match.is_busy:
-                    return None
-                return self._begin_use(self._to_edit(match, history, kept))
+        if not is_exact and shared < len(history.marks) - 1:
+            edited, kept = self._best_edited(history, unread(history, range(shared), shared > 0))
+            if edited is not None:
+                return (
+                    None
+                    if edited.is_busy
+                    else self._begin_use(self._to_edit(edited, history, kept))
+                )
         if best is None or not shared:
             return self._begin_use(self._new(history))
         if best.is_busy:
@@ -125,6 +131,8 @@ class ConversationPool:
             conversation.is_busy = False
             then()
 
+        conversation.kept = {}  # of a request that was refused
+
         if not conversation.is_exact or not conversation.roles:
             self._drop(conversation)
             if self._disk is not None:
@@ -168,26 +176,28 @@ class ConversationPool:
             copy = conversation.with_session(conversation.session)
         return copy or conversation
 
-    def _best_edited(self, history: History) -> tuple[ServedConversation | None, dict[int, int]]:
-        """The conversation with most messages of `history`, whatever stands between, and these.
+    def _best_edited(
+        self, history: History, most: int
+    ) -> tuple[ServedConversation | None, dict[int, int]]:
+        """The conversation that has read most of `history`, whatever stands between, and what.
 
-        One that is only on disk is loaded if it has more of them than those in memory.
+        None if more than `most` characters are left to read. One that is only on disk is loaded.
         """
-        best, kept = None, dict[int, int]()
+        best, away, kept = None, None, dict[int, int]()
         for held in reversed(self._held):
             found = matched(held.keys, held.marks, history)
-            if len(found) > len(kept) and can_edit(held.session):
-                best, kept = held, found
-        away = None
+            left = unread(history, found, held.keys[0] == history.keys[0])
+            if found and left < most and can_edit(held.session):
+                best, kept, most = held, found, left
         for saved in () if self._disk is None else reversed(self._disk.all):
             found = matched(saved.keys, saved.marks, history)
-            if len(found) > len(kept):
-                away, kept = saved, found
+            left = unread(history, found, saved.keys[0] == history.keys[0])
+            if found and left < most and self._can_edit:
+                away, kept, most = saved, found, left
         if away is None:
             return best, kept
-        if self._make_room() and (loaded := self._load(away)) and can_edit(loaded.session):
-            return loaded, kept
-        return None, {}
+        loaded = self._load(away) if self._make_room() else None
+        return (loaded, kept) if loaded is not None and can_edit(loaded.session) else (None, {})
 
     def _to_edit(
         self, conversation: ServedConversation, history: History, kept: dict[int, int]
@@ -203,6 +213,7 @@ class ConversationPool:
         )
         if end < len(conversation.marks) and not is_again:
             conversation = self._branch(conversation)
+        conversation.is_edited = True
         conversation.kept, conversation.is_branch = kept, end < len(conversation.marks)
         return conversation
 
@@ -216,8 +227,8 @@ class ConversationPool:
 
     def _with_beginning(self, profile: Profile, key: bytes) -> Session | None:
         """A session with the system prompt and tools of a conversation that begins with `key`."""
-        same = (each for each in reversed(self._held) if each.keys[0] == key and each.roles)
-        source = next(same, None)
+        able = (each for each in reversed(self._held) if each.roles and not each.kept)
+        source = next((each for each in able if each.keys[0] == key), None)
         return None if source is None else copied_beginning(source.session, profile)
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:

@@ -141,6 +141,9 @@ def generate_reply(
             _set_template(session, history, options)
             options.notes.extend(_of_reasoning(session, options))
             allowed = None if options.format is None else options.format(session)
+            if not conversation.roles and session.seen:
+                _check_beginning(session, history)
+                cached = whole = session.seen
             if conversation.kept:
                 whole = -1  # a failure within leaves a part of this
                 cached = yield from _take_over(conversation, history)
@@ -168,19 +171,33 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
 
     Returns how many of its tokens were not read again. If none can stay, it begins anew.
     """
-    session, kept, conversation.kept = conversation.session, conversation.kept, {}
-    parts = edited(conversation, history, kept, partial(_read, session, bool))
+    session = conversation.session
+    parts = edited(conversation, history, conversation.kept, partial(_read, session, bool))
     before = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
-    if parts:
-        for _ in edit(session, parts):
-            yield None
-    else:
-        template = session.template
+    try:
+        if parts:
+            for _ in edit(session, parts):
+                yield None
+    except (SettingError, ContextFullError):  # it may fit without what was pinned or left out
+        parts = []
+    if not parts:
         session.note_profile(session.profile.model_copy(update={"system": history.system}))
-        session.reset()
-        session.template = template
+        conversation.begin_anew()
+        before = 0
+    conversation.kept = {}
     conversation.become(history, len(conversation.turn_numbers))
     return before - len(session.ledger.left_out)
+
+
+def _check_beginning(session: Session, history: History) -> None:
+    """Begin anew if the system prompt of another chat is not what this one's template writes."""
+    role, text = history.messages[0]
+    prompt = session.template.opening(text, history.system)[0] if role == "user" else None
+    ids = session.ledger.column("token_id").tolist()
+    if session.seen and (prompt is None or prompt.ids != ids):
+        template = session.template
+        session.reset()
+        session.template = template
 
 
 def _read(
@@ -221,6 +238,7 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
                 size = sum(len(part.ids) for part in prompted.opening("") if part is not None)
                 if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
                     options.notes.append(f"tools are left out: {error}, and a text is too long")
+                    session.template = template_for(model, None, template.ends)
                     return
                 tools = prompted
             session.template = tools
@@ -340,7 +358,8 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "total_tokens": asked.seen - left_out + done.tokens_out,
         "prompt_tokens_details": {
             "cached_tokens": cached,
-            "evicted_tokens": asked.seen - left_out - asked.resident,
+            # Recall may have restored some that are left out.
+            "evicted_tokens": max(0, asked.seen - left_out - asked.resident),
         },
         "completion_tokens_details": {"reasoning_tokens": thought},
     }

@@ -57,6 +57,7 @@ class _Fields(BaseModel):
     settings: dict[str, Any]
     origin: str = ""
     is_branch: bool = False
+    is_edited: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,7 @@ class SavedConversation:
     first: str
     origin: str
     is_branch: bool
+    is_edited: bool
     file: Future[Path | None]
 
     @staticmethod
@@ -88,6 +90,7 @@ class SavedConversation:
             conversation.first,
             conversation.origin,
             conversation.is_branch,
+            conversation.is_edited,
             file,
         )
 
@@ -100,9 +103,10 @@ class SavedConversation:
             keys, marks = (tuple(map(bytes.fromhex, each)) for each in (fields.keys, fields.marks))
             turns, roles = store.turns(), tuple(fields.roles)
             require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
-        about = fields.settings, first_words(turns), fields.origin or fields.id, fields.is_branch
+        about = fields.settings, first_words(turns), fields.origin or fields.id
+        kind = fields.is_branch, fields.is_edited
         return SavedConversation(
-            fields.id, keys, roles, marks, *about, _finished_future(store.path)
+            fields.id, keys, roles, marks, *about, *kind, _finished_future(store.path)
         )
 
 
@@ -132,13 +136,18 @@ class SavedConversations:
         """The entry with this id; None if there is none, or if it is in memory."""
         return next((saved for saved in self.all if saved.id == ident), None)
 
-    def best_match(self, history: History, shared: int) -> SavedConversation | None:
+    def best_match(
+        self, history: History, shared: int, *, is_exact: bool
+    ) -> SavedConversation | None:
         """The entry whose conversation has read most messages of `history`, without undo.
 
-        None if no conversation has read more than `shared` messages of it.
+        None if no conversation has read more than `shared` messages of it; `is_exact`: edited ones
+        do not count.
         """
         best = None
         for saved in reversed(self.all):
+            if is_exact and saved.is_edited:
+                continue
             count = count_shared_messages(saved.keys, saved.roles, history, 0)
             if count > shared:
                 best, shared = saved, count
@@ -162,6 +171,7 @@ class SavedConversations:
         said = [*saved.keys], [*saved.roles], [*saved.marks]
         loaded = ServedConversation(session, *said, id=saved.id)
         loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
+        loaded.is_edited = saved.is_edited
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
         return loaded
@@ -285,6 +295,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "settings": {**conversation.settings},
         "origin": conversation.origin,
         "is_branch": conversation.is_branch,
+        "is_edited": conversation.is_edited,
     }
 
 

@@ -157,6 +157,37 @@ def test_nothing_changes_if_all_turns_stay() -> None:
     assert all((after[at][1] == row).all() for at, (_, row) in before.items())
 
 
+def test_passages_of_what_stays_are_found_and_no_others() -> None:
+    """The index of words and passages follows the tokens, also those of the last reply."""
+    chat = session(policy="salience", budget=256, recall="words")
+    facts = [
+        f"The password of the {place} is {word}."
+        for place, word in zip(
+            ("harbour", "bakery", "station", "tower"),
+            ("walnut", "copper", "lantern", "thimble"),
+            strict=True,
+        )
+    ]
+    messages = [one for fact in facts for one in (("user", fact), ("assistant", f"I know: {fact}"))]
+    list(read(chat, messages))
+    new = [("user", "The password of the lake is marble."), ("assistant", "I see.")]
+    parts: list[KeptTurn | ReadTurns] = [
+        KeptTurn(turn, turn_rows(chat, turn)) for turn in (0, 1, 4, 5, 6, 7)
+    ]
+    parts.insert(2, ReadTurns(partial(read, chat, new, "user")))
+    list(edit(chat, parts))
+    chat.recall.update()
+    passages, ledger = chat.recall.search.passages, chat.ledger
+    fresh = told([*messages[:2], *new, *messages[4:]], policy="full", recall="words")
+    fresh.recall.update()
+    assert (passages.rows == fresh.recall.search.passages.rows).all()
+    assert passages.texts(ledger) == fresh.recall.search.passages.texts(fresh.ledger)
+    for words in ("lake marble", "tower thimble", "bakery copper"):
+        assert chat.recall.search.by_words((words,)).tolist() == pytest.approx(
+            fresh.recall.search.by_words((words,)).tolist()
+        )
+
+
 def test_only_recall_brings_back_what_is_left_out() -> None:
     chat = session(policy="salience", budget=256, recall="words")
     secret = "The password of the harbour office is walnut."

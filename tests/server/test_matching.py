@@ -166,6 +166,75 @@ def test_two_chats_with_the_same_few_words_stay_apart() -> None:
     assert other["sirchat"]["recalled"] == 0
 
 
+def test_chats_with_equal_examples_and_an_equal_end_stay_apart() -> None:
+    """What stands before that in which they differ does not count: all clients may send it."""
+    examples = [user(text(Random(7), 40)), assistant(text(Random(8), 40))]
+    end = [user("Thanks."), assistant("You are welcome.")]
+    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+        alice = [*examples, user(SECRET), assistant("I see."), user("Hm."), assistant("Yes?"), *end]
+        server.ask([BRIEF, *alice, user("Bye.")])
+        bob = [*examples, user("Hello."), assistant("Hello."), *end, user(ASKED)]
+        for prompt in (BRIEF, system("It is nine o'clock.")):
+            reply = server.ask([prompt, *bob])
+            assert reply["sirchat"]["left_out"] == reply["sirchat"]["recalled"] == 0
+
+
+def test_a_refused_request_leaves_nothing_for_the_next() -> None:
+    draw, before = Random(9), list[Message]()
+    with served(policy="full", max_new_tokens=8) as server:
+        for _ in range(6):
+            messages = [*before, user(text(draw))]
+            before = [*messages, assistant(server.reply(messages))]
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+        refused = server.post([*before[4:], user("Hm.")], response_format=form)
+        assert refused.status_code == 400
+        reply = server.ask([*before, user("And now?")])
+        whole = held_text(server, reply)
+    assert reply["usage"]["prompt_tokens"] - cached(reply) < 20
+    assert all(one["content"] in whole for one in before if one["role"] == "user")
+
+
+def test_exact_requests_do_not_go_on_in_an_edited_chat(tmp_path: Path) -> None:
+    draw, before = Random(10), list[Message]()
+    with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+        for _ in range(8):
+            messages = [*before[-6:], user(text(draw))]
+            before += [messages[-1], assistant(server.reply(messages))]
+    with served(policy="full", max_new_tokens=8, folder=tmp_path, reuse="exact") as server:
+        assert cached(server.ask([*messages, before[-1], user("And now?")])) == 0
+
+
+def test_a_branch_after_an_edit_goes_back_to_where_it_says() -> None:
+    draw, before = Random(11), list[Message]()
+    with served(policy="full", max_new_tokens=8) as server:
+        for _ in range(6):
+            before += [user(text(draw)), assistant("I see.")]
+        server.ask([BRIEF, *before, user("Hm.")])
+        now = [system("It is nine o'clock."), *before]
+        now += [user("And now?"), assistant(server.reply([*now, user("And now?")]))]
+        now += [user("And then?"), assistant(server.reply([*now, user("And then?")]))]
+        other = [*now[:-4], user("Where is the harbour?")]
+        reply = server.ask(other)
+        whole = held_text(server, reply)
+    assert all(one["content"] in whole for one in other)
+    assert "And then?" not in whole
+
+
+def test_what_was_erased_is_not_read_again() -> None:
+    draw, before = Random(12), list[Message]()
+    with served(policy="full", max_new_tokens=8) as server:
+        for number in range(6):
+            said = "My dog is called Rex." if number == 3 else text(draw)
+            messages = [*before, user(said)]
+            reply = server.ask(messages)
+            before = [*messages, assistant(reply["choices"][0]["message"]["content"])]
+        ident = reply["sirchat"]["id"]
+        server.send(f"/v1/sirchat/sessions/{ident}", erase="Rex")
+        reply = server.ask([*before[6:], user("What is my dog called?")])
+        assert reply["sirchat"]["id"] == ident
+        assert "Rex" not in held_text(server, reply)
+
+
 def test_one_who_goes_on_from_before_has_both(tmp_path: Path) -> None:
     draw, before = Random(3), list[Message]()
     with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
