@@ -35,8 +35,8 @@ ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
 def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> dict[int, int]:
     """Which messages of `history` a conversation has read: their numbers here, and there.
 
-    `keys` and `marks` are those of the conversation. The last such message is a reply. Empty if it
-    is not sure that this is the same chat.
+    `keys` and `marks` are those of the conversation. The last such message is a reply. Where it is
+    not sure that this is the same chat, these are only those before which all is the same.
     """
     new, found = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(new):
@@ -52,7 +52,10 @@ def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> 
     is_whole = keys[0] == history.keys[0] and gone is None
     after = {history.messages[number] for number, at in found.items() if at >= (gone or 0)}
     size = sum(len(text) for role, text in after if role != "calls")
-    return found if len(found) > 1 and (is_whole or size >= SURE) else {}
+    if not is_whole and size < SURE:  # then what both begin with
+        found = {number: number for number in range(shared(keys, history.keys[:-1]) - 1)}
+        _end_with_reply(found, history)
+    return found if len(found) > 1 else {}
 
 
 def unread(history: History, read: Collection[int], has_prompt: bool) -> int:

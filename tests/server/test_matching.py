@@ -263,6 +263,19 @@ def test_after_a_restart_a_window_slides_on(tmp_path: Path) -> None:
     assert first["usage"]["prompt_tokens"] - cached(first) < 40
 
 
+def test_after_a_restart_what_both_begin_with_is_not_read(tmp_path: Path) -> None:
+    """A client that shows documents with the last question alone."""
+    draw, before = Random(13), list[Message]()
+    for restarted in (False, True):
+        with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+            for _ in range(1 if restarted else 6):
+                shown = user(f"{text(draw, 30)} What of it?")
+                reply = server.ask([BRIEF, *before, shown])
+                before += [user("What of it?"), assistant(said(reply))]
+    assert reply["usage"]["prompt_tokens"] - cached(reply) < 100
+    assert reply["usage"]["prompt_tokens"] > 130
+
+
 TOOL = {
     "type": "function",
     "function": {
