@@ -64,12 +64,10 @@ class ConversationPool:
             shared = best.count_shared(history)
         if not is_exact and shared < len(history.marks) - 1:
             edited, kept = self._best_edited(history, unread(history, range(shared), shared > 0))
+            if edited is not None and edited.is_busy:
+                return None
             if edited is not None:
-                return (
-                    None
-                    if edited.is_busy
-                    else self._begin_use(self._to_edit(edited, history, kept))
-                )
+                return self._begin_use(self._to_edit(edited, history, kept))
         if best is None or not shared:
             return self._begin_use(self._new(history))
         if best.is_busy:
