@@ -6,7 +6,6 @@ attended to what stood before them then; only the place of each is another.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -62,12 +61,6 @@ def can_edit(session: Session) -> bool:
     return has_rows and settings.archive > 0 and not settings.policy.compacts_at_anchors
 
 
-def turn_rows(session: Session, turn: int) -> Positions:
-    """The stream positions of the tokens of the turn with this number."""
-    turns = session.ledger.column("turn")  # ascending; numpy's search copies the column
-    return np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
-
-
 def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Event]:
     """Change the conversation to `parts`, in order; turns that are not among them are forgotten.
 
@@ -97,11 +90,12 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     """Forget all other turns; those that are left out are evicted."""
     state, ledger, placed = session.state, session.ledger, list[_Placed]()
+    given = session.template.before(session.template.user("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:
             turn.is_left_out, state.saved = True, min(state.saved, part.turn)
-        placed.append(_Placed(turn, part.rows, _header_after(session, part.turn)))
+        placed.append(_Placed(turn, part.rows, _header_after(session, part.turn, given)))
     out = np.concatenate([_NONE, *(one.rows for one in placed if one.turn.is_left_out)])
     new = np.setdiff1d(out, ledger.left_out)
     if len(new):
@@ -127,7 +121,7 @@ def _read_between(
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)
-    new = [_Placed(turn, turn_rows(session, number)) for number, turn in turns]
+    new = [_Placed(turn, ledger.of_turn(number)) for number, turn in turns]
     before, after = placed[:at], placed[at:]
     if part.joins:
         rows = np.concatenate([before.pop().rows, new[0].rows])
@@ -176,14 +170,15 @@ def _arrange(
     ]
 
 
-def _header_after(session: Session, turn: int) -> list[int] | None:
-    """With which ids of the next reply's header this turn ends; as `TurnIds.header`."""
+def _header_after(session: Session, turn: int, given: list[int] | None) -> list[int] | None:
+    """With which ids of the next reply's header this turn ends; as `TurnIds.header`.
+
+    `given` are those before a reply that was given, and not generated.
+    """
     later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
     following = next((one for one in later if not one.is_left_out), None)
     if following is None or session.turns[turn].role not in _ASKS:
         return session.state.header if following is None else None
     if following.role in _ASKS:
         return []
-    is_given = following.finish == "read"
-    template = session.template
-    return template.before(template.user("a"), "assistant").header if is_given else None
+    return given if following.finish == "read" else None

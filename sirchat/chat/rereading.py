@@ -6,7 +6,6 @@ has other tokens.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ def read_again(
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         if turn.is_left_out:
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
-            session.engine.evictor.leave_out(np.flatnonzero(session.ledger.column("turn") == last))
+            session.engine.evictor.leave_out(session.ledger.of_turn(last))
         for index in range(done, done := len(session.turns)):
             lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
@@ -314,8 +313,7 @@ class _SpelledTurn:
 
     @staticmethod
     def of(session: Session, index: int) -> _SpelledTurn:
-        turns = session.ledger.column("turn")  # ascending; numpy's search copies the column
-        at = np.arange(bisect_left(turns, index), bisect_right(turns, index))
+        at = session.ledger.of_turn(index)
         rows = without_template(session.tokens(at.tolist()))
         rows = [row for row in rows if "thinking" not in row.flags]
         pieces = ["".join(row.text.split()) for row in rows]

@@ -225,11 +225,7 @@ class Evictor:
         now = self._store.placement
         if not now.has_recall:
             return now.held
-        own, most = now.own, self.divide_budget().hard_bound - count
-        if len(own) <= most:
-            return own
-        chosen: Positions = own[self._choose_rows(self.view_of(own, self.round), most).numpy()]
-        return chosen
+        return self._at_most(now.own, self.divide_budget().hard_bound - count)
 
     @contextmanager
     def holding(self, placement: Placement) -> Iterator[None]:
@@ -367,10 +363,7 @@ class Evictor:
     def hold(self, positions: Positions) -> None:
         """Hold the tokens at these positions, too; of more than fit, the policy chooses."""
         held = np.union1d(self._ledger.held_positions, positions)
-        most = self.divide_budget().hard_bound
-        if len(held) > most:
-            held = held[self._choose_rows(self.view_of(held, self.round), most).numpy()]
-        self._place(Placement(held))
+        self._place(Placement(self._at_most(held, self.divide_budget().hard_bound)))
 
     def check_pins(self, more: int, among: Positions | None = None) -> None:
         """Raise SettingError if the pins, and `more` tokens, would leave too little room.
@@ -519,6 +512,13 @@ class Evictor:
         rows = replace(self.view_of(at), protected=torch.from_numpy(stays))
         kept: Positions = at[self._choose_rows(rows, num_keep).numpy()]
         return kept
+
+    def _at_most(self, at: Positions, most: int) -> Positions:
+        """Those of the tokens at these positions that the policy keeps if there are more."""
+        if len(at) <= most:
+            return at
+        chosen: Positions = at[self._choose_rows(self.view_of(at, self.round), most).numpy()]
+        return chosen
 
     def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.

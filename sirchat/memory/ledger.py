@@ -111,6 +111,11 @@ class Ledger:
         """Number of tokens that are in the archive and not in the cache."""
         return int(np.count_nonzero(self.column("state") == State.ARCHIVED))
 
+    def of_turn(self, turn: int) -> Positions:
+        """The stream positions of the tokens of the turn number `turn`."""
+        turns = self.column("turn")  # ascending; numpy's search copies the column
+        return np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
+
     def held_of_turn(self, turn: int) -> int:
         """Number of tokens of the turn number `turn` that are in the cache."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, turn_rows
+from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit
 from sirchat.chat.events import Event
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
@@ -140,7 +140,7 @@ class _Edit:
         """The rows of a message that stays, if the template writes it so in its new place, too."""
         session, messages = self._session, self._history.messages
         role, text = messages[number]
-        rows = turn_rows(session, self._numbers[old])
+        rows = session.ledger.of_turn(self._numbers[old])
         roles, now = self._roles
         if role in ("user", "tool") and (_kind(roles, old + 1) != _kind(now, number + 1)):
             return None
@@ -155,7 +155,7 @@ class _Edit:
         if number:
             ids = session.template.user(text, after_user=_kind(now, number - 1) == "user")
         after = (None, "assistant") if _kind(now, number + 1) == "assistant" else ("user",)
-        own, first = self._ids[rows].tolist(), turn_rows(session, self._numbers[0])
+        own, first = self._ids[rows].tolist(), session.ledger.of_turn(self._numbers[0])
         for wanted in (session.template.before(ids, following).ids for following in after):
             if wanted == own:
                 return rows
@@ -169,7 +169,7 @@ class _Edit:
         """The system prompt: as it was, as far as it begins alike, or read anew."""
         session, ids = self._session, self._system
         has_one = bool(session.turns) and session.turns[0].role == "system"
-        rows = turn_rows(session, 0) if has_one else np.zeros(0, np.int64)
+        rows = session.ledger.of_turn(0) if has_one else np.zeros(0, np.int64)
         if self._history.keys[0] == self._conversation.keys[0]:
             return [KeptTurn(0, rows)] if has_one else []
         session.note_profile(session.profile.model_copy(update={"system": self._history.system}))
@@ -199,7 +199,7 @@ class _Edit:
         out = {turn for turn in turns if session.turns[turn].is_left_out}
         if not (new and is_changed):
             out |= {self._numbers[at] for at in old if marks[at] not in known}
-        rows = ((turn, np.setdiff1d(turn_rows(session, turn), taken)) for turn in sorted(out))
+        rows = ((turn, np.setdiff1d(session.ledger.of_turn(turn), taken)) for turn in sorted(out))
         return [KeptTurn(turn, own, is_left_out=True) for turn, own in rows if len(own)]
 
     def _new(self, number: int, kept: Mapping[int, int]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ A request continues the conversation that has read the longest prefix of the req
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from sirchat.chat.editing import can_edit
@@ -43,7 +44,6 @@ class ConversationPool:
         self.profile = profile
         self.limit = limit
         self._disk, self._reuse = disk, reuse
-        self._can_edit = bool(disk) and can_edit(Session(model, profile))  # of those on disk
         self._held: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation | None:
@@ -196,6 +196,11 @@ class ConversationPool:
             return best, kept
         loaded = self._load(away) if self._make_room() else None
         return (loaded, kept) if loaded is not None and can_edit(loaded.session) else (None, {})
+
+    @cached_property
+    def _can_edit(self) -> bool:
+        """Whether conversations with the settings of this server can be edited."""
+        return can_edit(Session(self.model, self.profile))
 
     def _to_edit(
         self, conversation: ServedConversation, history: History, kept: dict[int, int]

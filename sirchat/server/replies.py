@@ -142,7 +142,7 @@ def generate_reply(
             options.notes.extend(_of_reasoning(session, options))
             allowed = None if options.format is None else options.format(session)
             if not conversation.roles and session.seen:
-                _check_beginning(session, history)
+                _check_beginning(conversation, history)
                 cached = whole = session.seen
             if conversation.kept:
                 whole = -1  # a failure within leaves a part of this
@@ -189,15 +189,13 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
     return before - len(session.ledger.left_out)
 
 
-def _check_beginning(session: Session, history: History) -> None:
+def _check_beginning(conversation: ServedConversation, history: History) -> None:
     """Begin anew if the system prompt of another chat is not what this one's template writes."""
-    role, text = history.messages[0]
+    session, (role, text) = conversation.session, history.messages[0]
     prompt = session.template.opening(text, history.system)[0] if role == "user" else None
     ids = session.ledger.column("token_id").tolist()
-    if session.seen and (prompt is None or prompt.ids != ids):
-        template = session.template
-        session.reset()
-        session.template = template
+    if prompt is None or prompt.ids != ids:
+        conversation.begin_anew()
 
 
 def _read(

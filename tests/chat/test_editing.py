@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chatting import ids_of, session, tiny
-from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, edit, turn_rows
+from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, edit
 from sirchat.chat.session import Session
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
@@ -104,7 +104,7 @@ def test_what_stays_is_not_read_and_all_stands_in_order(number: int) -> None:
             stays += [None] * len(new)
         if n == 0 or n in kept or n in out:
             for turn in (2 * n, 2 * n + 1):
-                rows = turn_rows(chat, turn)
+                rows = chat.ledger.of_turn(turn)
                 parts.append(KeptTurn(turn, rows, is_left_out=n in out))
                 after.append(before[turn])
                 stays.append(rows)
@@ -117,7 +117,9 @@ def test_what_stays_is_not_read_and_all_stands_in_order(number: int) -> None:
     for name in ("turn", "round", "role"):
         assert (chat.ledger.column(name) == slow.ledger.column(name)).all()
     for turn, rows in enumerate(stays):
-        for was, now in zip(rows if rows is not None else (), turn_rows(chat, turn), strict=False):
+        for was, now in zip(
+            rows if rows is not None else (), chat.ledger.of_turn(turn), strict=False
+        ):
             assert ids[was] == chat.ledger.column("token_id")[now]
             if now == chat.seen - 1 and seen - 1 not in rows:
                 continue  # the last one, whose logits nobody had
@@ -149,7 +151,7 @@ def test_nothing_changes_if_all_turns_stay() -> None:
     chat = told(rounds(Random(1), 4), policy="salience", budget=64)
     before, held = first_written(chat), chat.ledger.held_positions.tolist()
     logits, points = chat.engine.logits, len(chat.undo_points)
-    list(edit(chat, [KeptTurn(turn, turn_rows(chat, turn)) for turn in range(len(chat.turns))]))
+    list(edit(chat, [KeptTurn(turn, chat.ledger.of_turn(turn)) for turn in range(len(chat.turns))]))
     assert chat.ledger.held_positions.tolist() == held
     assert chat.engine.logits is logits
     assert len(chat.undo_points) == points
@@ -172,7 +174,7 @@ def test_passages_of_what_stays_are_found_and_no_others() -> None:
     list(read(chat, messages))
     new = [("user", "The password of the lake is marble."), ("assistant", "I see.")]
     parts: list[KeptTurn | ReadTurns] = [
-        KeptTurn(turn, turn_rows(chat, turn)) for turn in (0, 1, 4, 5, 6, 7)
+        KeptTurn(turn, chat.ledger.of_turn(turn)) for turn in (0, 1, 4, 5, 6, 7)
     ]
     parts.insert(2, ReadTurns(partial(read, chat, new, "user")))
     list(edit(chat, parts))
@@ -193,7 +195,7 @@ def test_only_recall_brings_back_what_is_left_out() -> None:
     secret = "The password of the harbour office is walnut."
     list(read(chat, [("user", secret), ("assistant", "I see."), *rounds(Random(2), 3)]))
     turns = range(len(chat.turns))
-    list(edit(chat, [KeptTurn(n, turn_rows(chat, n), is_left_out=n < 2) for n in turns]))
+    list(edit(chat, [KeptTurn(n, chat.ledger.of_turn(n), is_left_out=n < 2) for n in turns]))
     assert "walnut" not in held_text(chat)
     list(chat.read_user("What is the password of the harbour office?"))
     assert "walnut" in held_text(chat)
@@ -214,7 +216,7 @@ def test_an_edited_chat_is_saved_as_it_is(own_home: Path, save_kv: str) -> None:
     saving.save()
     new = rounds(draw, 1)
     parts: list[KeptTurn | ReadTurns] = [
-        KeptTurn(turn, turn_rows(chat, turn), is_left_out=turn in (2, 3)) for turn in range(12)
+        KeptTurn(turn, chat.ledger.of_turn(turn), is_left_out=turn in (2, 3)) for turn in range(12)
     ]
     parts.insert(6, ReadTurns(partial(read, chat, new, "user")))
     list(edit(chat, parts))
