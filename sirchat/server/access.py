@@ -107,8 +107,9 @@ class Access:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given, right = key.strip().encode("latin-1"), (self.key or "").strip().encode()
-        return scheme.lower() == "bearer" and hmac.compare_digest(given, right)
+        given = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        right = (self.key or "").strip().encode()
+        return hmac.compare_digest(given.strip().encode("latin-1"), right)
 
 
 def _host_of(url: str) -> str | None:

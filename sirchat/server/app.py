@@ -32,20 +32,23 @@ from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
+from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part
 from sirchat.server.conversation import History
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import ReplyEnd, ReplyOptions
+from sirchat.server.replies import ReplyEnd, ReplyOptions, prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     ChatRequest,
+    DetokenizeRequest,
     OwnSession,
     ReplyRequest,
     RequestError,
     TextRequest,
+    TokenizeRequest,
     parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
@@ -57,7 +60,7 @@ from sirchat.server.tools import call_parser_for, role_text_pairs
 _LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Shape = CompletionShape | ResponsesShape | OllamaShape  # makes the JSON of one reply
+Shape = CompletionShape | ResponsesShape | MessageShape | OllamaShape  # makes the JSON of one reply
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
@@ -141,6 +144,10 @@ class ChatServer:
             Route("/v1/responses", self._create_response, methods=["POST"]),
             Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
             Route("/v1/completions", self._complete_text, methods=["POST"]),
+            Route("/v1/messages", self._create_message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/api/chat", self._ollama_chat, methods=["POST"]),
             Route("/api/generate", self._ollama_generate, methods=["POST"]),
         ]
@@ -173,6 +180,36 @@ class ChatServer:
     async def _complete_text(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), TextRequest)
         return await self._answer(request, asked, CompletionShape(asked, self.model))
+
+    async def _create_message(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), MessagesRequest)
+        return await self._answer(request, asked.as_request(), MessageShape(self.model))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), CountRequest).as_request()
+        return JSONResponse({"input_tokens": len(await self._ids_of(asked))})
+
+    async def _tokenize(self, request: Request) -> Response:
+        given = parse_request(await read_body(request), TokenizeRequest)
+        ids = await self._ids_of(given.as_request())
+        if not given.has_special and ids[:1] == [self._loaded.tokenizer.bos_token_id]:
+            del ids[0]
+        most = self._loaded.context_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+
+    async def _detokenize(self, request: Request) -> Response:
+        tokens = parse_request(await read_body(request), DetokenizeRequest).tokens
+        if wrong := [token for token in tokens if not 0 <= token < self._loaded.vocab_size]:
+            allowed = f"allowed: 0 to {self._loaded.vocab_size - 1}"
+            raise RequestError(f"there is no token {wrong[0]}; {allowed}", param="tokens")
+        text = self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def _ids_of(self, asked: ReplyRequest) -> list[int]:
+        """The ids that a new conversation would read for this request."""
+        self._check_name(asked.model)
+        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
+        return await asyncio.wrap_future(self.replies.call(work))
 
     async def _create_response(self, request: Request) -> Response:
         given = parse_request(await read_body(request), ResponsesRequest)

@@ -94,6 +94,8 @@ class ServedConversation:
         marks: the hash of each alone, as in `History`.
         id: the name by which clients refer to this conversation; nobody can guess it.
         settings: settings that were changed for this conversation alone, such as its policy.
+        least_budget: the smallest budget under which its system prompt and tools can be pinned,
+            where that is more than the server's; else 0.
         saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether it is being answered or saved.
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
@@ -112,6 +114,7 @@ class ServedConversation:
     marks: list[bytes] = field(default_factory=list)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     settings: dict[str, Any] = field(default_factory=dict)
+    least_budget: int = 0
     saving: Autosave | None = None
     is_busy: bool = False
     is_exact: bool = True
@@ -173,7 +176,8 @@ class ServedConversation:
     def with_session(self, session: Session) -> ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
         said = [*self.keys], [*self.roles], [*self.marks]
-        copy = ServedConversation(session, *said, settings={**self.settings})
+        own = {**self.settings}
+        copy = ServedConversation(session, *said, settings=own, least_budget=self.least_budget)
         copy.origin, copy.is_branch, copy.is_edited = self.origin, True, self.is_edited
         return copy
 

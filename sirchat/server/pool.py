@@ -224,15 +224,14 @@ class ConversationPool:
         if not self._make_room():
             return None
         own = self.profile.model_copy(update={"system": history.system})
-        session = history.profile is None and self._with_beginning(own, history.keys[0])
-        session = session or Session(self.model, history.profile or own)
-        return ServedConversation(session, [history.keys[0]], [])
-
-    def _with_beginning(self, profile: Profile, key: bytes) -> Session | None:
-        """A session with the system prompt and tools of a conversation that begins with `key`."""
         able = (each for each in reversed(self._held) if each.roles and not each.kept)
-        source = next((each for each in able if each.keys[0] == key), None)
-        return None if source is None else copied_beginning(source.session, profile)
+        source = next((each for each in able if each.keys[0] == history.keys[0]), None)
+        session, least = None, 0 if source is None else source.least_budget
+        if source is not None and history.profile is None:  # it begins with the same
+            larger = own.model_copy(update={"budget": max(own.budget, least)})
+            session = copied_beginning(source.session, larger)
+        session = session or Session(self.model, history.profile or own)
+        return ServedConversation(session, [history.keys[0]], [], least_budget=least)
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:

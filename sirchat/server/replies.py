@@ -18,10 +18,13 @@ from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import Reply
 from sirchat.chat.tool_loop import template_for
+from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
+from sirchat.models.model import LoadedModel
+from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.matching import edited
 from sirchat.server.requests import RequestError
@@ -67,11 +70,13 @@ class ReplyEnd:
         finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
         usage: numbers of tokens, as in OpenAI's API.
         memory: the conversation's id, policy and budget, and how many of its tokens are held.
+        stopped_by: the stop string that ended the reply; "" if none did.
     """
 
     finish: str
     usage: dict[str, Any]
     memory: dict[str, Any]
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ def generate_reply(
     session, whole = conversation.session, conversation.session.seen  # of whole messages
     cached = whole - len(session.ledger.left_out)
     memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
+    if memory and memory["budget"] < conversation.least_budget:
+        memory["budget"] = conversation.least_budget
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
@@ -140,6 +147,10 @@ def generate_reply(
         try:
             _set_template(session, history, options)
             options.notes.extend(_of_reasoning(session, options))
+            if memory and (conversation.kept or not conversation.roles):
+                _raise_budget(conversation, history)
+            if memory and conversation.least_budget == session.budget:
+                options.notes.append(f"budget is {session.budget}, for the system prompt and tools")
             allowed = None if options.format is None else options.format(session)
             if not conversation.roles and session.seen:
                 _check_beginning(conversation, history)
@@ -166,6 +177,29 @@ def generate_reply(
             raise
 
 
+def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[int]:
+    """The ids that a new conversation would read to answer `history`."""
+    own = profile.model_copy(update={"system": history.system})
+    session, ids, said = Session(model, own), list[int](), history.messages
+    _set_template(session, history, ReplyOptions())
+    template, state = session.template, session.state
+    for number, (role, text) in enumerate(said):
+        following = said[number + 1][0] if number + 1 < len(said) else None
+        text, turn = _prepared(session, role, text)
+        if role in ("assistant", "calls"):
+            turn = turn or template.assistant(text, state.header)
+            ids += turn.ids + (template.closing if turn.closing is None else turn.closing)
+            continue
+        if not number and turn is None:
+            system, turn = template.opening(text, history.system)
+            ids += system.ids if system is not None else []
+        is_after = number > 0 and said[number - 1][0] in ("user", "tool")
+        turn = template.before(turn or template.user(text, after_user=is_after), following)
+        state.header = turn.header
+        ids += turn.ids
+    return ids
+
+
 def _take_over(conversation: ServedConversation, history: History) -> Generator[None, None, int]:
     """Let the conversation have the messages that it has read already, and read those between.
 
@@ -187,6 +221,31 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
     conversation.kept = {}
     conversation.become(history, len(conversation.turn_numbers))
     return before - len(session.ledger.left_out)
+
+
+def _raise_budget(conversation: ServedConversation, history: History) -> None:
+    """Raise the budget, if need be, so that system prompt and tools, which are pinned, fit.
+
+    It is at most the model's context, and the KV cache takes at most half of the free memory.
+    Raises RequestError, with the smallest budget that works, if that is more.
+    """
+    session, (role, text) = conversation.session, history.messages[0]
+    room = session.engine.evictor.divide_budget().most_pins
+    if room is None or not session.profile.pin_system or role != "user":
+        return
+    with _refuse_template_errors("messages"):
+        prompt = session.template.opening(text, history.system)[0]
+    if prompt is None or len(prompt.ids) <= room:
+        return
+    needed, most = 2 * len(prompt.ids), session.model.context_length
+    if (free := free_memory()) is not None:
+        most = min(most, free // 2 // session.model.row_bytes)
+    if needed > most:
+        problem = f"system prompt and tools take {len(prompt.ids)} tokens, which needs a budget of "
+        problem += f"{needed}; here, at most {most} can be had: send fewer tools"
+        raise RequestError(problem, param="messages", code="context_length_exceeded")
+    session.switch("sirchat", budget=needed)
+    conversation.least_budget = needed
 
 
 def _check_beginning(conversation: ServedConversation, history: History) -> None:
@@ -331,7 +390,7 @@ def _answer(
     is_cut = options.calls is not None and options.calls.is_cut
     is_cut |= bool(calls) and pieces.stops.is_found
     conversation.is_exact = not (role == "text" or options.is_for_ask or is_cut)
-    end = _end(conversation, asked, done, cached)
+    end = replace(_end(conversation, asked, done, cached), stopped_by=pieces.stops.found)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.undo_last_question()
     if options.is_for_ask:
@@ -380,7 +439,12 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self.waiting = ""  # the end of the text, which may be the beginning of a stop string
-        self.is_found = False
+        self.found = ""  # the stop string that is complete
+
+    @property
+    def is_found(self) -> bool:
+        """Whether a stop string is complete."""
+        return bool(self.found)
 
     def push(self, text: str) -> str:
         """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
@@ -388,13 +452,13 @@ class StopStrings:
             return ""
         self.waiting += text
         ends = [
-            (start + len(stop), start)
+            (start + len(stop), start, stop)
             for stop in self._stops
             if (start := self.waiting.find(stop)) >= 0
         ]
         if ends:
-            self.is_found = True
-            return self.waiting[: min(ends)[1]]
+            _, start, self.found = min(ends)
+            return self.waiting[:start]
         longest = min(len(self.waiting), max(map(len, self._stops), default=1) - 1)
         ready = len(self.waiting) - longest
         while ready < len(self.waiting) and not any(

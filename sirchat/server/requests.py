@@ -32,6 +32,16 @@ MOST_MESSAGES = 10_000
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
 
+# Anthropic's names of errors, by their status; others are `invalid_request_error` or `api_error`.
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The parts of a message's content that are read, and where each has its text.
 _NO_RESULT = "no result"
@@ -58,7 +68,11 @@ class RequestError(Exception):
         self.headers = headers or {}
 
     def body_at(self, path: str, client: str = "") -> dict[str, Any]:
-        """The JSON of the response to a `client` (its `User-Agent`): Ollama's errors are texts."""
+        """The JSON of the response at a path, as its API has it, to a `client` (`User-Agent`)."""
+        if path.endswith(("/messages", "/count_tokens")):
+            usual = "invalid_request_error" if self.status < 500 else "api_error"
+            error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
+            return {"type": "error", "error": error}
         # Providers of the AI SDK read an object at Ollama's paths, too, and show no text.
         is_text = path.startswith("/api/") and "ai-sdk/" not in client
         return {"error": str(self)} if is_text else self.body
@@ -460,6 +474,43 @@ class ChatRequest(ReplyRequest):
             raise RequestError(problem, param="reasoning_effort")
         if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
+
+
+class TokenizeRequest(Fields):
+    """The body of a request to `/tokenize`: a text, as llama.cpp or vLLM name it, or messages."""
+
+    place = "request"
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, max_length=MOST_MESSAGES)
+    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def has_special(self) -> bool:
+        """Whether the beginning of a sequence is wanted, as it is if `content` is not given."""
+        given = (self.add_special, self.add_special_tokens, self.content is None)
+        return next(each for each in given if each is not None)
+
+    def as_request(self) -> ReplyRequest:
+        """A request that reads the same; RequestError unless one text or messages are given."""
+        texts = [text for text in (self.content, self.prompt) if text is not None]
+        if len(texts) + (self.messages is not None) != 1:
+            raise RequestError("give one of content, prompt and messages", param="content")
+        if self.messages is None:
+            return make_request(TextRequest, {"model": self.model, "prompt": texts[0]})
+        fields = {"messages": self.messages, "tools": self.tools}
+        return make_request(ChatRequest, {"model": self.model, **fields})
+
+
+class DetokenizeRequest(Fields):
+    """The body of a request to `/detokenize`."""
+
+    place = "request"
+    model: str | None = None
+    tokens: list[int] = Field(max_length=10**6)
 
 
 Request = TypeVar("Request", bound=Fields)

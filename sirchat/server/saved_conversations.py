@@ -55,6 +55,7 @@ class _Fields(BaseModel):
     marks: list[str] = []
     turns: int  # number of the session's turns, the system prompt included
     settings: dict[str, Any]
+    least_budget: int = 0
     origin: str = ""
     is_branch: bool = False
     is_edited: bool = False
@@ -72,6 +73,7 @@ class SavedConversation:
     roles: tuple[str, ...]
     marks: tuple[bytes, ...]
     settings: dict[str, Any]
+    least_budget: int
     first: str
     origin: str
     is_branch: bool
@@ -87,6 +89,7 @@ class SavedConversation:
             tuple(conversation.roles),
             tuple(conversation.marks),
             {**conversation.settings},
+            conversation.least_budget,
             conversation.first,
             conversation.origin,
             conversation.is_branch,
@@ -103,7 +106,8 @@ class SavedConversation:
             keys, marks = (tuple(map(bytes.fromhex, each)) for each in (fields.keys, fields.marks))
             turns, roles = store.turns(), tuple(fields.roles)
             require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
-        about = fields.settings, first_words(turns), fields.origin or fields.id
+        first, origin = first_words(turns), fields.origin or fields.id
+        about = fields.settings, fields.least_budget, first, origin
         kind = fields.is_branch, fields.is_edited
         return SavedConversation(
             fields.id, keys, roles, marks, *about, *kind, _finished_future(store.path)
@@ -162,7 +166,7 @@ class SavedConversations:
         try:
             store = SessionStore.open(path)
             saved = SavedConversation.read(store)  # the last turns may not have been written
-            session = self._resumed(store, saved.settings)
+            session = self._resumed(store, saved)
         except SirchatError as error:
             _LOG.warning("a saved conversation can't be continued: %s", error)
             if store is not None:
@@ -171,7 +175,7 @@ class SavedConversations:
         said = [*saved.keys], [*saved.roles], [*saved.marks]
         loaded = ServedConversation(session, *said, id=saved.id)
         loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
-        loaded.is_edited = saved.is_edited
+        loaded.is_edited, loaded.least_budget = saved.is_edited, saved.least_budget
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
         return loaded
@@ -227,13 +231,15 @@ class SavedConversations:
         self.prune(())
         self._writer.shutdown()
 
-    def _resumed(self, store: SessionStore, changed: dict[str, Any]) -> Session:
-        """The session saved in `store`, under the server's settings and those in `changed`."""
+    def _resumed(self, store: SessionStore, saved: SavedConversation) -> Session:
+        """The session saved in `store`, under the server's settings and those of its own."""
         before = saved_profile(store, (self._profile.policy,))
         now = {name: getattr(self._profile, name) for name in Profile.model_fields}
         session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
         resume_session(session, store)
-        values = {name: now[name] for name in now if name not in (*FIXED, "system")} | changed
+        values = {name: now[name] for name in now if name not in (*FIXED, "system")}
+        values |= saved.settings
+        values["budget"] = max(values["budget"], saved.least_budget)
         other = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
         if other:
             session.switch("the server", **other)
@@ -293,6 +299,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "marks": [mark.hex() for mark in conversation.marks],
         "turns": len(conversation.session.turns),
         "settings": {**conversation.settings},
+        "least_budget": conversation.least_budget,
         "origin": conversation.origin,
         "is_branch": conversation.is_branch,
         "is_edited": conversation.is_edited,

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from chatting import babbler
-from serving import Message, Served, assistant, cached, refusal, said, served, user
+from serving import Message, Served, assistant, cached, refusal, said, served, system, user
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
+from template_shapes import WEATHER, tool_tiny
 
 LONG = " ".join(f"The number {n} is a number." for n in range(12))
 SECRET = "My name is Zebulon, and I live in Oslo."
@@ -227,3 +228,43 @@ def test_a_rule_in_a_history_that_is_sent_at_once_is_kept() -> None:
         assert rule in held_text(memory(server, ident))
         facts = server.client.get(f"/v1/sirchat/sessions/{ident}/facts").json()["data"]
         assert [(one["text"], one["is_rule"]) for one in facts] == [(rule, True)]
+
+
+def many_tools(count: int) -> list[Any]:
+    function: Any = WEATHER["function"]
+    tools = ({**function, "name": f"weather{number}"} for number in range(count))
+    return [{"type": "function", "function": each} for each in tools]
+
+
+@pytest.mark.parametrize("own", [{}, {"sirchat": {"budget": 160}}])
+def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path, own: Any) -> None:
+    """It is raised as far as they need, which each reply says, also in other chats and later."""
+    chat, tools = [system("Be kind."), user("Hello, who are you?")], many_tools(4)
+    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+        first = one.post(chat, tools=tools, **own)
+        reply = first.json()
+        budget = reply["sirchat"]["budget"]
+        rows = memory(one, reply["sirchat"]["id"])["rows"]
+        assert sum("pinned" in row["flags"] for row in rows) == budget // 2
+        assert f"budget is {budget}" in first.headers["X-Sirchat-Note"]
+        other = one.post([chat[0], user("A new chat.")], tools=tools, **own)
+        assert cached(other.json()) > budget // 2 - 8
+        assert other.json()["sirchat"]["budget"] == budget
+        plain = one.ask([user("Hi!")])
+        assert plain["sirchat"]["budget"] == 160
+    longer = [*chat, assistant(said(reply)), user("And now?")]
+    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+        later = one.ask(longer, tools=tools, **own)
+        assert (later["sirchat"]["budget"], later["sirchat"]["id"]) == (
+            budget,
+            reply["sirchat"]["id"],
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_no_budget_holds_are_refused_before_the_reply(stream: bool) -> None:
+    with served(tool_tiny(), budget=160, max_new_tokens=4) as one:
+        asked = one.post([user("Hi!")], tools=many_tools(120), stream=stream)
+        error = refusal(asked)
+        assert error["code"] == "context_length_exceeded"
+        assert "at most" in error["message"]

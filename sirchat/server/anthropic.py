@@ -1,0 +1,261 @@
+"""Anthropic's messages: requests in OpenAI's shape, replies as a message, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sirchat.server.completions import Parts, collect_reply, server_sent_event
+from sirchat.server.replies import ReplyEnd, ReplyText
+from sirchat.server.requests import (
+    MOST_MESSAGES,
+    ChatRequest,
+    Fields,
+    FunctionName,
+    Json,
+    RequestError,
+    RequestMemory,
+    ThinkingOptions,
+    make_request,
+)
+from sirchat.server.rule import MANY
+from sirchat.text.tool_calls import ToolCall
+
+_RENAMED = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "sirchat", "thinking")
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_Blocks = Annotated[
+    list[dict[str, Any]],
+    BeforeValidator(lambda given: [_text(given)] if isinstance(given, str) else given),
+]
+
+
+class AnthropicMessage(Fields):
+    """One message in the field `messages`: its content is a text, or a list of blocks."""
+
+    role: Literal["system", "user", "assistant"]
+    content: _Blocks
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of a chat request that this is: what tools returned comes first."""
+        said, calls = list[dict[str, Any]](), list[dict[str, Any]]()
+        for block in self.content:
+            kind = block.get("type")
+            if kind == "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                calls.append({"id": block.get("id"), "function": function})
+            elif kind == "tool_result":
+                content = block.get("content") or ""
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+            elif kind not in ("thinking", "redacted_thinking"):
+                said.append(block)
+        if said or calls or not self.content:
+            yield {"role": self.role, "content": said or "", "tool_calls": calls}
+
+
+class AnthropicTool(Fields):
+    """An item of the field `tools`: a function that the client calls."""
+
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: str | None = None
+    input_schema: Json
+    strict: bool | None = None
+
+    def tool(self) -> dict[str, Any]:
+        """This function as a tool of a chat request."""
+        given = self.model_dump(exclude={"type", "input_schema"}, exclude_none=True)
+        return {"type": "function", "function": given | {"parameters": self.input_schema}}
+
+
+class AnthropicChoice(Fields):
+    """The field `tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(Fields):
+    """The field `format` of `output_config`, or of earlier requests `output_format`."""
+
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputOptions(Fields):
+    """The field `output_config`: how much the model reasons, and the format of its reply."""
+
+    place = "request"
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Fields):
+    """The body of a request to `/v1/messages/count_tokens`; tools of Anthropic's are left out."""
+
+    place = "request"
+    model: str
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    system: _Blocks | None = None
+    tools: Annotated[
+        list[AnthropicTool],
+        BeforeValidator(lambda given: [one for one in given if not _is_of_anthropic(one)]),
+    ] = Field(default=[])
+    tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions = OutputOptions()
+    output_format: OutputFormat | None = None
+    sirchat: RequestMemory = RequestMemory()
+
+    def as_request(self) -> ChatRequest:
+        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        messages = [one for message in self.messages for one in message.messages()]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        choice: Any = self.tool_choice.type.replace("any", "required")
+        if choice == "tool":
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
+            "messages": messages,
+            "tools": [tool.tool() for tool in self.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "reasoning_effort": (self.output_config.effort or "").replace("max", "xhigh"),
+        }
+        if wanted := self.output_config.format or self.output_format:
+            schema = {"name": "format", "schema": wanted.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})
+
+
+class MessagesRequest(CountRequest):
+    """The body of a request to `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1, le=MANY)
+    stop_sequences: list[str] = Field(default=[])
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
+
+
+class MessageShape:
+    """The JSON of one reply as a message of Anthropic's, whole or as events."""
+
+    media = "text/event-stream"
+
+    def __init__(self, model: str) -> None:
+        self._message = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self._index, self._open = -1, ""  # of the last block, and its kind if that has not ended
+
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
+        """Wait until the reply has ended; returns the JSON object of the message."""
+        said, end = await collect_reply(parts)
+        content = [_thinking(said.thinking)] if said.thinking else []
+        content += [_text(said.text)] if said.text or not said.calls else []
+        content += [_call(call) | {"input": _input(call)} for call in said.calls]
+        return {**self._message, "content": content, **_ended(end), "sirchat": end.memory}
+
+    async def events(self, parts: Parts) -> AsyncIterator[str]:
+        """Yield the server-sent events of the message, while it is generated."""
+        begun: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage({}),
+        }
+        yield _event("message_start", message=self._message | begun)
+        try:
+            async for part in parts:
+                if isinstance(part, ReplyEnd):
+                    for event in self._closed():
+                        yield event
+                    ended = _ended(part)
+                    usage = ended.pop("usage")
+                    yield _event("message_delta", delta=ended, usage=usage, sirchat=part.memory)
+                    yield _event("message_stop")
+                else:
+                    for event in self._piece(part):
+                        yield event
+        except RequestError as error:
+            yield server_sent_event(error.body_at("/messages"), "error")
+
+    def _piece(self, part: ReplyText) -> Iterator[str]:
+        for kind, text in (("thinking", part.thinking), ("text", part.text)):
+            if text:
+                yield from self._begun(kind, _thinking("") if kind == "thinking" else _text(""))
+                yield self._delta(type=f"{kind}_delta", **{kind: text})
+        for call in part.calls:
+            yield from self._begun("", _call(call))
+            yield self._delta(type="input_json_delta", partial_json=call.arguments)
+            yield _event("content_block_stop", index=self._index)
+
+    def _begun(self, kind: str, block: dict[str, Any]) -> Iterator[str]:
+        """Begin a block, unless one of this kind is open."""
+        if not kind or kind != self._open:
+            yield from self._closed()
+            self._index, self._open = self._index + 1, kind
+            yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _closed(self) -> Iterator[str]:
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature=_thinking("")["signature"])
+        if self._open:
+            yield _event("content_block_stop", index=self._index)
+        self._open = ""
+
+    def _delta(self, **delta: str) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _is_of_anthropic(tool: Any) -> bool:
+    """Whether the client expects Anthropic to run the tool, or the model to know it."""
+    return isinstance(tool, dict) and "input_schema" not in tool and "type" in tool
+
+
+def _ended(end: ReplyEnd) -> dict[str, Any]:
+    reason = "stop_sequence" if end.stopped_by else _REASONS.get(end.finish, "end_turn")
+    about = {"stop_reason": reason, "stop_sequence": end.stopped_by or None}
+    return about | {"usage": _usage(end.usage)}
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, int]:
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": usage.get("prompt_tokens", 0) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.get("completion_tokens", 0),
+    }
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": "sirchat"}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments of a call as an object."""
+    given = json.loads(call.arguments or "{}")
+    return given if isinstance(given, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return server_sent_event({"type": kind, **fields}, kind)

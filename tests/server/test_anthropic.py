@@ -1,0 +1,217 @@
+"""Anthropic's messages: what its clients send is read, and what they get is in its shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serving import Served, assistant, served, system, user
+from sirchat.server.anthropic import MessagesRequest
+from sirchat.server.requests import parse_request
+from sirchat.server.tools import role_text_pairs
+from template_shapes import WEATHER, script, tool_tiny
+
+PATH = "/v1/messages"
+FUNCTION: Any = WEATHER["function"]
+TOOL = {
+    "name": "weather",
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
+ASKED = [user("How is the weather in Oslo?")]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
+RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "toolu_1",
+    "is_error": False,
+    "content": [
+        {"type": "text", "text": "It rains.", "cache_control": {"type": "ephemeral"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+    ],
+}
+CALLED: list[Any] = [
+    *ASKED,
+    {"role": "assistant", "content": [USE]},
+    {"role": "user", "content": [RESULT]},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+        yield one
+
+
+def body(messages: list[Any] = ASKED, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "max_tokens": 90, "temperature": 0, "messages": messages, **fields}
+
+
+def events(server: Served, **fields: Any) -> list[tuple[str, Any]]:
+    """Name and JSON of each event of a stream."""
+    response = server.client.post(PATH, json=body(stream=True, **fields))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    told = [each for each in response.text.split("\n\n")[:-1] if not each.startswith(":")]
+    pairs = [each.removeprefix("event: ").split("\ndata: ") for each in told]
+    return [(name, json.loads(data)) for name, data in pairs]
+
+
+def test_what_claude_code_sends_is_read_in_order() -> None:
+    """Blocks, reasoning, results with images beside text, tools that only Anthropic has."""
+    request = parse_request(
+        json.dumps(
+            body(
+                [
+                    user("Look."),
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Oslo.", "signature": "x"},
+                            {"type": "text", "text": "I look."},
+                            USE,
+                        ],
+                    },
+                    {"role": "user", "content": [RESULT, {"type": "text", "text": "And?"}]},
+                ],
+                system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "e"}}],
+                tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+                metadata={"user_id": "u"},
+                thinking={"type": "disabled"},
+            )
+        ).encode(),
+        MessagesRequest,
+    ).as_request()
+    assert request.system == "Be brief."
+    assert [tool.function.name for tool in request.tools] == ["weather"]
+    said = role_text_pairs(request.turns)
+    assert [role for role, _ in said] == ["user", "calls", "tool", "user"]
+    assert "It rains." in said[2][1]
+    assert "an image" in said[2][1]
+    assert said[3] == ("user", "And?")
+
+
+def test_a_reply_is_that_of_a_chat_completion(server: Served) -> None:
+    wanted = server.ask([system("Be kind."), *ASKED], max_tokens=9, temperature=0)
+    got = server.send(PATH, **body(system="Be kind.", max_tokens=9))
+    assert got["content"] == [{"type": "text", "text": wanted["choices"][0]["message"]["content"]}]
+    assert (got["type"], got["role"], got["stop_reason"]) == ("message", "assistant", "max_tokens")
+    usage, other = got["usage"], wanted["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == other["prompt_tokens"]
+    assert usage["output_tokens"] == other["completion_tokens"]
+
+
+def test_a_stream_has_the_blocks_of_the_whole_reply(server: Served) -> None:
+    whole = server.send(PATH, **body())
+    told = events(server)
+    names = [name for name, _ in told]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert all(name == data["type"] for name, data in told)
+    text = "".join(data["delta"]["text"] for name, data in told if name == "content_block_delta")
+    assert text == whole["content"][0]["text"]
+    assert told[-2][1]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    assert told[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_a_stop_sequence_is_named(server: Served) -> None:
+    whole = server.send(PATH, **body())["content"][0]["text"]
+    stop = whole[4:7]
+    got = server.send(PATH, **body(stop_sequences=["never said", stop]))
+    assert (got["stop_reason"], got["stop_sequence"]) == ("stop_sequence", stop)
+    assert got["content"][0]["text"] == whole[: whole.index(stop)]
+
+
+def test_calls_are_blocks_whose_input_is_an_object(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [f"I look.\n{CALL}", f"I look.\n{CALL}", "It rains."])
+    got = server.send(PATH, **body(tools=[TOOL]))
+    assert got["stop_reason"] == "tool_use"
+    assert [each["type"] for each in got["content"]] == ["text", "tool_use"]
+    call = got["content"][1]
+    assert (call["name"], call["input"]) == ("weather", {"city": "Oslo"})
+    told = events(server, tools=[TOOL])
+    begun = [data for name, data in told if name == "content_block_start"]
+    assert [each["index"] for each in begun] == [0, 1]
+    assert begun[1]["content_block"]["input"] == {}
+    written = "".join(d["delta"].get("partial_json", "") for n, d in told if "delta" in d)
+    assert json.loads(written) == {"city": "Oslo"}
+    stops = [data["index"] for name, data in told if name == "content_block_stop"]
+    assert stops == [0, 1]
+    answered = [*ASKED, {"role": "assistant", "content": got["content"]}]
+    result = {"role": "user", "content": [RESULT | {"tool_use_id": call["id"]}]}
+    after = server.send(PATH, **body([*answered, result], tools=[TOOL]))
+    assert after["usage"]["cache_read_input_tokens"] > got["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "any"}, ("required", True)),
+        ({"type": "none"}, ("none", True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
+    ],
+)
+def test_tool_choices_are_those_of_chats(choice: Any, wanted: tuple[str, bool]) -> None:
+    asked = MessagesRequest(**body(tools=[TOOL], tool_choice=choice)).as_request()
+    assert (asked.tool_choice, asked.parallel_tool_calls) == wanted
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        (ASKED, {}),
+        (ASKED, {"system": "Be kind.", "tools": [TOOL]}),
+        ([user("a"), assistant("b"), user("c"), user("d")], {"system": "Be kind."}),
+        (CALLED, {"tools": [TOOL]}),
+    ],
+)
+def test_counted_tokens_are_those_that_are_read(messages: list[Any], fields: Any) -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=4) as one:
+        given = {"model": "tiny", "messages": messages, **fields}
+        counted = one.send(f"{PATH}/count_tokens", **given)["input_tokens"]
+        assert counted == one.send(PATH, **body(messages, **fields))["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind"),
+    [
+        ({"model": "other"}, 404, "not_found_error"),
+        ({"max_tokens": 0}, 400, "invalid_request_error"),
+        ({"top_k": "many"}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, None),
+    ],
+)
+def test_errors_have_the_shape_of_anthropics(
+    server: Served, fields: Any, status: int, kind: str | None
+) -> None:
+    response = server.client.post(PATH, json=body() | fields)
+    assert response.status_code == status
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == (kind or "invalid_request_error")
+
+
+def test_the_key_is_taken_from_either_header() -> None:
+    with served(tool_tiny(), key="k", max_new_tokens=2) as one:
+        for headers, status in (
+            ({"x-api-key": "k"}, 200),
+            ({"Authorization": "Bearer k"}, 200),
+            ({"x-api-key": "other"}, 401),
+            ({}, 401),
+        ):
+            assert one.client.post(PATH, json=body(), headers=headers).status_code == status
+
+
+def test_texts_and_messages_are_tokenized_as_they_are_read(server: Served) -> None:
+    ids = server.send("/tokenize", content="Hello there")["tokens"]
+    assert server.send("/detokenize", tokens=ids)["content"] == "Hello there"
+    chat = server.send("/tokenize", messages=ASKED)
+    assert chat["count"] == len(chat["tokens"])
+    with served(tool_tiny(), policy="full", max_new_tokens=2) as one:
+        assert chat["count"] == one.ask(ASKED)["usage"]["prompt_tokens"]
+    many = server.client.post("/tokenize", json={"content": "a", "prompt": "b"})
+    assert many.status_code == 400
+    assert server.client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
