@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.server.completions import Parts, collect_reply, server_sent_event
 from sirchat.server.replies import ReplyEnd, ReplyText
@@ -16,11 +16,13 @@ from sirchat.server.requests import (
     ChatRequest,
     Fields,
     FunctionName,
+    HostedTool,
     Json,
     RequestError,
     RequestMemory,
     ThinkingOptions,
     make_request,
+    notes_on_tools,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -95,22 +97,34 @@ class OutputOptions(Fields):
     format: OutputFormat | None = None
 
 
+def _kind_of_tool(tool: Any) -> str:
+    has_type = isinstance(tool, HostedTool) or (isinstance(tool, dict) and "type" in tool)
+    return "hosted" if has_type and "input_schema" not in tool else "custom"
+
+
 class CountRequest(Fields):
-    """The body of a request to `/v1/messages/count_tokens`; tools of Anthropic's are left out."""
+    """The body of a request to `/v1/messages/count_tokens`."""
 
     place = "request"
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: _Blocks | None = None
-    tools: Annotated[
-        list[AnthropicTool],
-        BeforeValidator(lambda given: [one for one in given if not _is_of_anthropic(one)]),
+    tools: list[
+        Annotated[
+            Annotated[AnthropicTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
+            Discriminator(_kind_of_tool),
+        ]
     ] = Field(default=[])
     tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions = OutputOptions()
     output_format: OutputFormat | None = None
     sirchat: RequestMemory = RequestMemory()
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the request can't be had."""
+        return notes_on_tools(self.tools)
 
     def as_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
@@ -122,7 +136,7 @@ class CountRequest(Fields):
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
         fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
-            "tools": [tool.tool() for tool in self.tools],
+            "tools": [tool.tool() for tool in self.tools if isinstance(tool, AnthropicTool)],
             "tool_choice": choice,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "reasoning_effort": (self.output_config.effort or "").replace("max", "xhigh"),
@@ -216,11 +230,6 @@ class MessageShape:
 
     def _delta(self, **delta: str) -> str:
         return _event("content_block_delta", index=self._index, delta=delta)
-
-
-def _is_of_anthropic(tool: Any) -> bool:
-    """Whether the client expects Anthropic to run the tool, or the model to know it."""
-    return isinstance(tool, dict) and "input_schema" not in tool and "type" in tool
 
 
 def _ended(end: ReplyEnd) -> dict[str, Any]:

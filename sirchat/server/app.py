@@ -183,7 +183,8 @@ class ChatServer:
 
     async def _create_message(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), MessagesRequest)
-        return await self._answer(request, asked.as_request(), MessageShape(self.model))
+        shape = MessageShape(self.model)
+        return await self._answer(request, asked.as_request(), shape, asked.notes)
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
@@ -216,7 +217,7 @@ class ChatServer:
         asked = self._responses.with_items(given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
-        return await self._answer(request, asked.as_chat_request(before), shape)
+        return await self._answer(request, asked.as_chat_request(before), shape, asked.notes)
 
     async def _find_response(self, request: Request) -> Response:
         ident = request.path_params["id"]
@@ -241,13 +242,16 @@ class ChatServer:
             return JSONResponse(shape.loaded)
         return await self._answer(request, asked.as_request(), shape)
 
-    async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
+    async def _answer(
+        self, request: Request, asked: ReplyRequest, shape: Shape, notes: Sequence[str] = ()
+    ) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one.
 
         Raises RequestError if it names another model, or if the reply fails before it begins.
         """
         self._check_name(asked.model)
         options = self._options(asked)
+        options.notes.extend(notes)
         parts = ReplyParts(self.replies, self._history(asked), options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())

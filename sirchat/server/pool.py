@@ -226,12 +226,14 @@ class ConversationPool:
         own = self.profile.model_copy(update={"system": history.system})
         able = (each for each in reversed(self._held) if each.roles and not each.kept)
         source = next((each for each in able if each.keys[0] == history.keys[0]), None)
-        session, least = None, 0 if source is None else source.least_budget
+        new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])
         if source is not None and history.profile is None:  # it begins with the same
-            larger = own.model_copy(update={"budget": max(own.budget, least)})
-            session = copied_beginning(source.session, larger)
-        session = session or Session(self.model, history.profile or own)
-        return ServedConversation(session, [history.keys[0]], [], least_budget=least)
+            new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
+            new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
+            same = {"budget": max(own.budget, new.least_budget), **new.settings}
+            copy = copied_beginning(source.session, own.model_copy(update=same))
+            new.session = copy or new.session
+        return new
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:

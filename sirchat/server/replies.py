@@ -42,6 +42,7 @@ from sirchat.text.tool_calls import (
 
 # Of the budget: what the tools may take where a text tells of them, unless they are needed.
 _MOST_TOLD = 0.5
+_LEAST_ROOM = 1.25  # the smallest budget, relative to system prompt and tools that are not pinned
 _SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
@@ -150,7 +151,9 @@ def generate_reply(
             if memory and (conversation.kept or not conversation.roles):
                 _raise_budget(conversation, history)
             if memory and conversation.least_budget == session.budget:
-                options.notes.append(f"budget is {session.budget}, for the system prompt and tools")
+                how = "" if session.profile.pin_system else ", which are not pinned"
+                note = f"budget is {session.budget}, for the system prompt and tools{how}"
+                options.notes.append(note)
             allowed = None if options.format is None else options.format(session)
             if not conversation.roles and session.seen:
                 _check_beginning(conversation, history)
@@ -226,8 +229,8 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
     """Raise the budget, if need be, so that system prompt and tools, which are pinned, fit.
 
-    It is at most the model's context, and the KV cache takes at most half of the free memory.
-    Raises RequestError, with the smallest budget that works, if that is more.
+    It is at most the model's context, and the KV cache takes at most half of the free memory. If
+    they would take more than half of that, they are not pinned. RequestError if they don't fit.
     """
     session, (role, text) = conversation.session, history.messages[0]
     room = session.engine.evictor.divide_budget().most_pins
@@ -237,15 +240,18 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= room:
         return
-    needed, most = 2 * len(prompt.ids), session.model.context_length
+    size, most = len(prompt.ids), session.model.context_length
     if (free := free_memory()) is not None:
         most = min(most, free // 2 // session.model.row_bytes)
-    if needed > most:
-        problem = f"system prompt and tools take {len(prompt.ids)} tokens, which needs a budget of "
-        problem += f"{needed}; here, at most {most} can be had: send fewer tools"
+    if size * _LEAST_ROOM > most:
+        problem = f"system prompt and tools take {size} tokens, which needs a budget of "
+        problem += f"{int(size * _LEAST_ROOM)}; here, at most {most} can be had: send fewer tools"
         raise RequestError(problem, param="messages", code="context_length_exceeded")
-    session.switch("sirchat", budget=needed)
-    conversation.least_budget = needed
+    conversation.least_budget = min(2 * size, most)
+    if 2 * size > most:
+        conversation.settings["pin_system"] = False
+        session.switch("sirchat", pin_system=False)
+    session.switch("sirchat", budget=conversation.least_budget)
 
 
 def _check_beginning(conversation: ServedConversation, history: History) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -178,6 +178,18 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: FunctionFields
+
+
+class HostedTool(Fields):
+    """A tool that only a service runs, or only its models know: it is left out."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def notes_on_tools(tools: Iterable[Any]) -> list[str]:
+    """Which of these tools can't be had."""
+    return [f"the tool {tool.type} is left out" for tool in tools if isinstance(tool, HostedTool)]
 
 
 class ToolName(Fields):

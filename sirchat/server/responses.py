@@ -5,6 +5,7 @@ The reply is that of a chat completion with all messages up to this response and
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -26,6 +27,8 @@ from sirchat.server.requests import (
     Fields,
     FunctionCall,
     FunctionFields,
+    FunctionName,
+    HostedTool,
     Json,
     Name,
     RequestError,
@@ -33,6 +36,7 @@ from sirchat.server.requests import (
     ToolName,
     join_text_parts,
     make_request,
+    notes_on_tools,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -40,6 +44,12 @@ from sirchat.text.tool_calls import ToolCall
 _PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
 # What events with a kind of text have, too.
 _LOGPROBS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
+_TEXT = "input"  # the argument of a tool that takes a text
+# Tools that a request may have, but that can't be had here.
+_HOSTED = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp"),
+    *("computer_use", "local_shell", "shell", "apply_patch", "tool_search"),
+)
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # in all responses that are kept
 # Fields that a chat request has, too, and those that the response repeats.
@@ -70,18 +80,34 @@ class CalledFunction(Fields):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Name
+    name: FunctionName
+    namespace: Name | None = None
     arguments: str
 
     def message(self) -> ChatMessage:
         """This item as a message of a chat request."""
-        return _reply("", [ToolCall(self.call_id, self.name, self.arguments)])
+        name = _within(self.namespace, self.name)
+        return _reply("", [ToolCall(self.call_id, name, self.arguments)])
+
+
+class CalledCustom(Fields):
+    """A call of a tool that takes a text, in the field `input` of a request."""
+
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: FunctionName
+    input: str
+
+    def message(self) -> ChatMessage:
+        """This item as a message of a chat request."""
+        given = json.dumps({_TEXT: self.input}, ensure_ascii=False)
+        return _reply("", [ToolCall(self.call_id, self.name, given)])
 
 
 class FunctionOutput(Fields):
     """The result of one tool call, in the field `input` of a request."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: _Content
 
@@ -102,15 +128,48 @@ class FunctionTool(FunctionFields):
 
     type: Literal["function"]
 
-    def tool(self) -> dict[str, Any]:
-        """This function as a tool of a chat request."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+    def functions(self) -> list[dict[str, Any]]:
+        """This function, as the field `function` of a tool of a chat request."""
+        return [self.model_dump(exclude={"type"})]
+
+
+class CustomTool(Fields):
+    """A tool that takes a text; for the model it is a function with one argument.
+
+    A grammar of the text is told, but not kept to.
+    """
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Json = Field(default={"type": "text"})
+
+    def functions(self) -> list[dict[str, Any]]:
+        """This tool, as the field `function` of a tool of a chat request."""
+        told = [self.description or "", str(self.format.get("definition") or "")]
+        schema = {"type": "object", "properties": {_TEXT: {"type": "string"}}, "required": [_TEXT]}
+        about = {"description": "\n".join(filter(None, told)), "parameters": schema}
+        return [{"name": self.name, **about}]
+
+
+class Namespace(Fields):
+    """Functions under a common name, which may have names that others have."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: list[FunctionTool]
+
+    def functions(self) -> list[dict[str, Any]]:
+        """These functions, each as the field `function` of a tool of a chat request."""
+        own = [function for tool in self.tools for function in tool.functions()]
+        return [each | {"name": _within(self.name, each["name"])} for each in own]
 
 
 class NamedFunction(ToolName):
     """The field `tool_choice`, if it names the tool that the reply must call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class TextFormat(Fields):
@@ -143,12 +202,24 @@ class ReasoningOptions(Fields):
 
 
 def _without_reasoning(given: Any) -> Any:
-    """The field `input`, as a list, without reasoning that clients send back: it is not read."""
+    """The field `input`, as a list, without what is not read: reasoning, and calls of hosts."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    return [item for item in given if _kind(item) != "reasoning"]
+    unread = {"reasoning", *(f"{kind}_call" for kind in _HOSTED)}
+    return [item for item in given if _kind(item) not in unread]
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = str(tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", ""))
+    is_hosted = any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED)
+    return "hosted" if is_hosted else kind
+
+
+def _within(namespace: str | None, name: str) -> str:
+    """How the model calls a function of a namespace."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 def _kind(item: Any) -> Any:
@@ -163,6 +234,8 @@ _Items = list[
         Annotated[InputMessage, Tag("message")]
         | Annotated[CalledFunction, Tag("function_call")]
         | Annotated[FunctionOutput, Tag("function_call_output")]
+        | Annotated[CalledCustom, Tag("custom_tool_call")]
+        | Annotated[FunctionOutput, Tag("custom_tool_call_output")]
         | Annotated[ItemReference, Tag("item_reference")],
         Discriminator(_kind),
     ]
@@ -188,10 +261,23 @@ class ResponsesRequest(Fields):
     store: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[FunctionTool] = Field(default=[])
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[CustomTool, Tag("custom")]
+            | Annotated[Namespace, Tag("namespace")]
+            | Annotated[HostedTool, Tag("hosted")],
+            Discriminator(_kind_of_tool),
+        ]
+    ] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     sirchat: RequestMemory = RequestMemory()
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the request can't be had."""
+        return notes_on_tools(self.tools)
 
     def as_chat_request(self, before: list[ChatMessage]) -> ChatRequest:
         """A chat request: messages `before`, then those given; RequestError if not possible."""
@@ -203,7 +289,12 @@ class ResponsesRequest(Fields):
             choice = {"type": "function", "function": {"name": choice.name}}
         fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
-            "tools": [tool.tool() for tool in self.tools],
+            "tools": [
+                {"type": "function", "function": function}
+                for tool in self.tools
+                if not isinstance(tool, HostedTool)
+                for function in tool.functions()
+            ],
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
@@ -281,6 +372,13 @@ class ResponsesShape:
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._told = deque[str]()  # events to be sent
         self._number = 0  # of the next event
+        self._customs = {tool.name for tool in asked.tools if isinstance(tool, CustomTool)}
+        self._named = {  # how clients name the functions of namespaces
+            _within(space.name, tool.name): {"name": tool.name, "namespace": space.name}
+            for space in asked.tools
+            if isinstance(space, Namespace)
+            for tool in space.tools
+        }
         self._common = {
             **asked.model_dump(include=_SHOWN),
             "id": self._id,
@@ -364,16 +462,21 @@ class ResponsesShape:
 
     def _add_call(self, call: ToolCall) -> None:
         """Add a call of a tool."""
-        called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        ident, index = f"fc_{secrets.token_hex(24)}", len(self._items)
-        item = {"id": ident, "type": "function_call", "status": "completed", **called}
-        begun = item | {"arguments": "", "status": "in_progress"}
+        is_custom = call.name in self._customs
+        kind, field, said = "function_call", "arguments", call.arguments
+        events, about = "function_call_arguments", self._named.get(call.name, {"name": call.name})
+        if is_custom:
+            kind, field, events = "custom_tool_call", "input", "custom_tool_call_input"
+            said = str(json.loads(call.arguments).get(_TEXT, ""))
+        ident, index = f"{'ctc' if is_custom else 'fc'}_{secrets.token_hex(24)}", len(self._items)
+        item = {"id": ident, "type": kind, "status": "completed", "call_id": call.id, **about}
+        begun, item = item | {"status": "in_progress", field: ""}, item | {field: said}
         place = {"item_id": ident, "output_index": index}
-        told = {"arguments": call.arguments, "name": call.name}
+        told = {field: said} if is_custom else {field: said, "name": about["name"]}
         self._items.append(item)
         self._add_event("response.output_item.added", output_index=index, item=begun)
-        self._add_event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        self._add_event("response.function_call_arguments.done", **place, **told)
+        self._add_event(f"response.{events}.delta", **place, delta=said)
+        self._add_event(f"response.{events}.done", **place, **told)
         self._add_event("response.output_item.done", output_index=index, item=item)
 
     def _done(self, end: ReplyEnd) -> dict[str, Any]:

@@ -19,6 +19,7 @@ PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 # What a call in tags is up to its CLOSE, which may also stand in a text of its arguments.
 _INSIDE = re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{CLOSE[1:]}))*', re.DOTALL)
 _BARE = '{"name"'  # how a call without tags begins
+_FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
 
@@ -45,7 +46,7 @@ class CallParser:
     """Separates the calls of tools in a reply from its text, while the reply is generated.
 
     Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
-    calls, as with Llama.
+    calls, as with Llama; then it may stand between the fences of a code block.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
     `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
@@ -84,7 +85,7 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        openings = ("{", PYTHON, FUNCTION)
+        openings = ("{", PYTHON, FUNCTION, _FENCE)
         if not self._has_begun and any(_begins(start, opening) for opening in openings):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
@@ -204,6 +205,7 @@ class CallParser:
         """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
         calls: list[ToolCall] = []
         left = written.strip().removeprefix(PYTHON).strip()
+        left = fenced[1] if (fenced := _FENCED.fullmatch(left)) else left
         values: list[Any] = other_calls(left, self._schemas)
         left = "" if values else left
         while left:

@@ -261,6 +261,19 @@ def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path, own: Any
         )
 
 
+def test_tools_that_take_most_of_the_context_are_not_pinned(tmp_path: Path) -> None:
+    chat, tools = [system("Be kind."), user("Hello, who are you?")], many_tools(10)
+    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+        first = one.post(chat, tools=tools)
+        reply = first.json()
+        assert reply["sirchat"]["budget"] == tool_tiny().context_length
+        assert "which are not pinned" in first.headers["X-Sirchat-Note"]
+        assert cached(one.ask([chat[0], user("A new chat.")], tools=tools)) > 1000
+    longer = [*chat, assistant(said(reply)), user("And now?")]
+    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+        assert cached(one.ask(longer, tools=tools)) > 1000
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_no_budget_holds_are_refused_before_the_reply(stream: bool) -> None:
     with served(tool_tiny(), budget=160, max_new_tokens=4) as one:

@@ -252,6 +252,43 @@ def test_a_call_comes_in_events_that_build_it_up(
         assert built == [*texts, output[-1]["arguments"]]
 
 
+def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
+    with_tools: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two namespaces may have a function of one name; what only OpenAI runs is left out."""
+    patch = {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "a: b"}}
+    spaces = [{"type": "namespace", "name": name, "tools": [TOOL]} for name in ("home", "away")]
+    tools = [*spaces, patch, {"type": "web_search", "external_web_access": True}]
+    city = '{"city": "Oslo"}'
+    script(
+        monkeypatch,
+        [
+            f'<tool_call>\n{{"name": "away.weather", "arguments": {city}}}\n</tool_call>',
+            '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\""}}\n</tool_call>',
+            "Done.",
+        ],
+    )
+    asked = [user(ASKED)]
+    body = {"model": "tiny", "input": asked, "tools": tools}
+    response = with_tools.client.post(RESPONSES, json=body)
+    assert "the tool web_search is left out" in response.headers["X-Sirchat-Note"]
+    (call,) = response.json()["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("away", "weather", city)
+    history = [*asked, call, returned(call)]
+    events = streamed(with_tools, input=history, tools=tools)
+    (use,) = events[-1]["response"]["output"]
+    assert (use["type"], use["name"], use["input"]) == ("custom_tool_call", "patch", 'a "b"')
+    assert "response.custom_tool_call_input.done" in [one["type"] for one in events]
+    done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
+    last = with_tools.send(RESPONSES, input=[*history, use, done], tools=tools)
+    assert cached(last) == events[-1]["response"]["sirchat"]["seen"]
+
+
+def test_tools_of_unknown_kinds_are_refused(with_tools: Served) -> None:
+    body = {"model": "tiny", "input": ASKED, "tools": [{"type": "functoin", "name": "f"}]}
+    assert "tools" in refusal(with_tools.client.post(RESPONSES, json=body))["param"]
+
+
 def test_a_response_can_be_made_to_call_a_tool(with_tools: Served) -> None:
     days = {"type": "integer", "minimum": 1, "maximum": 9}
     function = TOOL | {"parameters": {"type": "object", "properties": {"days": days}}}
