@@ -69,6 +69,7 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
+_LONGEST_NAME = 256  # of a conversation, in a header
 _SILENT = 1.0  # seconds in which a stream has at least one byte
 _FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
@@ -252,7 +253,8 @@ class ChatServer:
         self._check_name(asked.model)
         options = self._options(asked)
         options.notes.extend(notes)
-        parts = ReplyParts(self.replies, self._history(asked), options)
+        name = request.headers.get("X-Sirchat-Conversation", "")[:_LONGEST_NAME]
+        parts = ReplyParts(self.replies, self._history(asked, name), options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -273,17 +275,20 @@ class ChatServer:
         self._told |= set(notes)
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
-    def _history(self, asked: ReplyRequest) -> History:
+    def _history(self, asked: ReplyRequest, name: str = "") -> History:
         if isinstance(asked, TextRequest):
             return History.of_single_message("text", asked.prompt)
         assert isinstance(asked, ChatRequest)
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
             return History.of_single_message("user", asked.messages[-1].text, profile)
-        system = self._profile.system if asked.system is None else asked.system
+        name = asked.sirchat.conversation or name
+        has_own = asked.system is not None or name  # a name stands for what was sent before, too
+        system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, role_text_pairs(asked.turns), written, asked.sirchat.reuse or "")
+        said, reuse = role_text_pairs(asked.turns), asked.sirchat.reuse or ""
+        return History.of(system, said, written, reuse, name)
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.

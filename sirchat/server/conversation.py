@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+from sirchat.chat.editing import can_edit
 from sirchat.chat.rereading import copied
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
@@ -36,6 +37,7 @@ class History:
         tools: the tools that the model may call, as JSON; "" if there are none.
         profile: the settings of a session that answers this request alone; None for the server's.
         reuse: as `Limits` has it; "" for the server's.
+        name: that of the conversation which the client continues; "" if it goes by the messages.
     """
 
     system: str | None
@@ -45,6 +47,7 @@ class History:
     tools: str = ""
     profile: Profile | None = None
     reuse: str = ""
+    name: str = ""
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class History:
         messages: Iterable[tuple[str, str]],
         tools: str = "",
         reuse: str = "",
+        name: str = "",
     ) -> History:
         """The history of these messages, with computed keys; lone surrogates are replaced."""
         system = None if system is None else without_surrogates(system)
@@ -64,7 +68,7 @@ class History:
         for role, text in read:
             keys.append(key_after(keys[-1], role, text))
         marks = tuple(key_after(b"", role, text) for role, text in read)
-        return cls(system, read, tuple(keys), marks, tools, reuse=reuse)
+        return cls(system, read, tuple(keys), marks, tools, reuse=reuse, name=name)
 
     @classmethod
     def of_single_message(cls, role: str, text: str, profile: Profile | None = None) -> History:
@@ -106,6 +110,9 @@ class ServedConversation:
         kept: of the request that is answered next, the messages that were read already though they
             now follow others, and their numbers here; empty if it goes on with all of `keys`.
         is_edited: whether messages were changed before others that were not read again.
+        continued_by: the history of that request, with the messages before it, if it goes on here
+            by the name.
+        name: by which its client continues it; "" if it has none.
     """
 
     session: Session
@@ -123,6 +130,8 @@ class ServedConversation:
     is_branch: bool = False
     kept: dict[int, int] = field(default_factory=dict)
     is_edited: bool = False
+    continued_by: History | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
@@ -144,9 +153,9 @@ class ServedConversation:
 
     def become(self, history: History, count: int) -> None:
         """Note that the session has read the first `count` messages of `history`, and no others."""
-        self.keys, self.roles, self.marks = [history.keys[0]], [], []
-        for role, text in history.messages[:count]:
-            self.add(role, text)
+        self.keys, self.marks = [*history.keys[: count + 1]], [*history.marks[:count]]
+        roles = (role for role, _ in history.messages[:count])
+        self.roles = ["user" if role == "tool" else role for role in roles]
 
     @property
     def turn_numbers(self) -> list[int]:
@@ -157,6 +166,34 @@ class ServedConversation:
     def count_shared(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one always must."""
         return count_shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
+
+    def continued(self, history: History) -> History:
+        """A history that goes on here by this conversation's name, with all messages before.
+
+        Of those that the client sends, the first ones may be the last ones here: it may send only
+        what is new, or a window. If it sends the chat from its beginning, `history` itself.
+        """
+        sent, size = history.marks, len(self.marks)
+        if not self.roles or (len(sent) > 1 and sent[0] == self.marks[0]):
+            return history
+        said = history.messages
+        if said[0] == ("user", "") and len(sent) > 1:  # stands before a window with a reply first
+            said, sent = said[1:], sent[1:]
+        sizes = range(min(size, len(sent) - 1), -1, -1)
+        end, same = size, next(n for n in sizes if [*sent[:n]] == self.marks[size - n :])
+        asked, before = self._last_question, len(sent) - 1
+        is_again = 0 < before <= asked and [*sent] == self.marks[asked - before : asked + 1]
+        if is_again and self.session.undo_points:  # another reply to the last message
+            end, same = asked, before
+        texts = (self.session.turns[at].text for at in self.turn_numbers)
+        said = (*zip(self.roles[:end], texts, strict=False), *said[same:])
+        has_prompt = history.system is not None or history.tools
+        is_new = has_prompt and history.keys[0] != self.keys[0] and can_edit(self.session)
+        keys = [history.keys[0]] if is_new else self.keys[: end + 1]
+        for role, text in said[len(keys) - 1 :]:
+            keys.append(key_after(keys[-1], role, text))
+        marks = (*self.marks[:end], *sent[same:])
+        return replace(history, messages=said, keys=tuple(keys), marks=marks)
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
         """How well this conversation suits to continue `history`; a greater tuple is better."""

@@ -32,11 +32,13 @@ _KINDS = {"tool": "user", "calls": "assistant"}  # as the messages after them te
 ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
 
 
-def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> dict[int, int]:
+def matched(
+    keys: Sequence[bytes], marks: Sequence[bytes], history: History, *, is_sure: bool = False
+) -> dict[int, int]:
     """Which messages of `history` a conversation has read: their numbers here, and there.
 
-    `keys` and `marks` are those of the conversation. The last such message is a reply. Where it is
-    not sure that this is the same chat, these are only those before which all is the same.
+    `keys` and `marks` are those of the conversation. The last such message is a reply. Unless it
+    `is_sure` that this is the same chat, these may be only those before which all is the same.
     """
     new, found = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(new):
@@ -52,7 +54,7 @@ def matched(keys: Sequence[bytes], marks: Sequence[bytes], history: History) -> 
     is_whole = keys[0] == history.keys[0] and gone is None
     after = {history.messages[number] for number, at in found.items() if at >= (gone or 0)}
     size = sum(len(text) for role, text in after if role != "calls")
-    if not is_whole and size < SURE:  # then what both begin with
+    if not (is_sure or is_whole) and size < SURE:  # then what both begin with
         found = {number: number for number in range(shared(keys, history.keys[:-1]) - 1)}
         _end_with_reply(found, history)
     return found if len(found) > 1 else {}

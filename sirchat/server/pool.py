@@ -51,6 +51,33 @@ class ConversationPool:
 
         None if the conversation that fits best is busy, or if memory has no place for another.
         """
+        named = next((held for held in self._held if history.name == held.name != ""), None)
+        away = self._disk.all if self._disk is not None and history.name and named is None else []
+        if saved := next((each for each in away if each.name == history.name), None):
+            if not self._make_room():
+                return None
+            named = self._load(saved)
+        if named is not None and named.is_busy:
+            return None
+        if named is not None and (own := named.continued(history)) is not history:
+            return self._begin_use(self._go_on(named, own))
+        taken = self._take_by_messages(history)
+        if taken is not None and history.name:
+            if named is not None:
+                named.name = ""
+            taken.name = history.name
+        return taken
+
+    def _go_on(self, named: ServedConversation, history: History) -> ServedConversation:
+        """The conversation, with the messages that `history` has before its new ones."""
+        named.undo_to(min(len(named.marks), len(history.marks) - 1))
+        if history.keys[0] != named.keys[0]:  # with another system prompt, or other tools
+            named.kept, named.is_edited = {at: at for at in range(len(named.marks))}, True
+        named.continued_by = history
+        return named
+
+    def _take_by_messages(self, history: History) -> ServedConversation | None:
+        """As `take`, by what the messages have in common with those of a conversation."""
         is_exact = (history.reuse or self._reuse) == "exact"
         able = (held for held in reversed(self._held) if not (is_exact and held.is_edited))
         best = max(able, key=lambda held: held.fitness(history), default=None)
@@ -60,7 +87,7 @@ class ConversationPool:
             if not self._make_room():
                 return None
             if (best := self._load(saved)) is None:
-                return self.take(history)  # `saved` is no longer listed
+                return self._take_by_messages(history)  # `saved` is no longer listed
             shared = best.count_shared(history)
         if not is_exact and shared < len(history.marks) - 1:
             edited, kept = self._best_edited(history, unread(history, range(shared), shared > 0))
@@ -111,11 +138,19 @@ class ConversationPool:
 
     def overview(self) -> list[dict[str, Any]]:
         """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
-        held = [(each.id, each.first, len(each.roles), each.is_busy, True) for each in self._held]
-        saved = [] if self._disk is None else self._disk.all
-        away = [(each.id, each.first, len(each.roles), False, False) for each in saved]
-        names = ("id", "first", "messages", "busy", "in_memory")
-        return [dict(zip(names, values, strict=True)) for values in reversed([*away, *held])]
+        away = [] if self._disk is None else self._disk.all
+        both: list[ServedConversation | SavedConversation] = [*away, *self._held]
+        return [
+            {
+                "id": each.id,
+                "name": each.name,
+                "first": each.first,
+                "messages": len(each.roles),
+                "busy": isinstance(each, ServedConversation) and each.is_busy,
+                "in_memory": isinstance(each, ServedConversation),
+            }
+            for each in reversed(both)
+        ]
 
     def release(
         self, conversation: ServedConversation, then: Callable[[], None] = lambda: None
@@ -129,7 +164,7 @@ class ConversationPool:
             conversation.is_busy = False
             then()
 
-        conversation.kept = {}  # of a request that was refused
+        conversation.kept, conversation.continued_by = {}, None  # of a request that was refused
 
         if not conversation.is_exact or not conversation.roles:
             self._drop(conversation)
@@ -183,12 +218,14 @@ class ConversationPool:
         """
         best, away, kept = None, None, dict[int, int]()
         for held in reversed(self._held):
-            found = matched(held.keys, held.marks, history)
+            is_sure = history.name == held.name != ""
+            found = matched(held.keys, held.marks, history, is_sure=is_sure)
             left = unread(history, found, held.keys[0] == history.keys[0])
             if found and left < most and can_edit(held.session):
                 best, kept, most = held, found, left
         for saved in () if self._disk is None else reversed(self._disk.all):
-            found = matched(saved.keys, saved.marks, history)
+            is_sure = history.name == saved.name != ""
+            found = matched(saved.keys, saved.marks, history, is_sure=is_sure)
             left = unread(history, found, saved.keys[0] == history.keys[0])
             if found and left < most and self._can_edit:
                 away, kept, most = saved, found, left
@@ -223,7 +260,9 @@ class ConversationPool:
     def _new(self, history: History) -> ServedConversation | None:
         if not self._make_room():
             return None
-        own = self.profile.model_copy(update={"system": history.system})
+        own = self.profile
+        if history.system is not None or not history.name:
+            own = own.model_copy(update={"system": history.system})
         able = (each for each in reversed(self._held) if each.roles and not each.kept)
         source = next((each for each in able if each.keys[0] == history.keys[0]), None)
         new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])

@@ -135,6 +135,7 @@ def generate_reply(
     If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
+    history = conversation.continued_by or history
     session, whole = conversation.session, conversation.session.seen  # of whole messages
     cached = whole - len(session.ledger.left_out)
     memory = {} if options.is_for_ask else options.memory_settings_for(conversation)

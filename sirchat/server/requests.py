@@ -326,14 +326,21 @@ class MemorySettings(Fields):
         return self.model_dump(exclude_none=True)
 
 
+ConversationName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class RequestMemory(MemorySettings):
-    """As `MemorySettings`; `reuse` is as in `Limits`, for this request."""
+    """As `MemorySettings`; `reuse` is as in `Limits`, for this request.
+
+    `conversation` is the name by which the client continues a conversation.
+    """
 
     reuse: Literal["exact", "messages"] | None = None
+    conversation: ConversationName | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True, exclude={"reuse"})
+        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
 
 
 class OwnSession(Fields):

@@ -23,6 +23,7 @@ from sirchat.server.requests import (
     CallId,
     ChatMessage,
     ChatRequest,
+    ConversationName,
     Effort,
     Fields,
     FunctionCall,
@@ -273,6 +274,10 @@ class ResponsesRequest(Fields):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     sirchat: RequestMemory = RequestMemory()
+    conversation: Annotated[
+        ConversationName | None,
+        BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
+    ] = None
 
     @property
     def notes(self) -> list[str]:
@@ -300,6 +305,8 @@ class ResponsesRequest(Fields):
             "response_format": self.text.response_format(),
             "reasoning_effort": self.reasoning.effort,
         }
+        if self.conversation is not None:
+            fields["sirchat"] = self.sirchat.model_copy(update={"conversation": self.conversation})
         return make_request(ChatRequest, fields)
 
 
@@ -388,6 +395,7 @@ class ResponsesShape:
             "error": None,
             "incomplete_details": None,
             "metadata": {},
+            "conversation": asked.conversation and {"id": asked.conversation},
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
             "truncation": "auto",
             "usage": None,

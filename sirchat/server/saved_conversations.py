@@ -59,6 +59,7 @@ class _Fields(BaseModel):
     origin: str = ""
     is_branch: bool = False
     is_edited: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class SavedConversation:
     origin: str
     is_branch: bool
     is_edited: bool
+    name: str
     file: Future[Path | None]
 
     @staticmethod
@@ -94,6 +96,7 @@ class SavedConversation:
             conversation.origin,
             conversation.is_branch,
             conversation.is_edited,
+            conversation.name,
             file,
         )
 
@@ -108,7 +111,7 @@ class SavedConversation:
             require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
         first, origin = first_words(turns), fields.origin or fields.id
         about = fields.settings, fields.least_budget, first, origin
-        kind = fields.is_branch, fields.is_edited
+        kind = fields.is_branch, fields.is_edited, fields.name
         return SavedConversation(
             fields.id, keys, roles, marks, *about, *kind, _finished_future(store.path)
         )
@@ -176,6 +179,7 @@ class SavedConversations:
         loaded = ServedConversation(session, *said, id=saved.id)
         loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
         loaded.is_edited, loaded.least_budget = saved.is_edited, saved.least_budget
+        loaded.name = saved.name
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
         return loaded
@@ -303,6 +307,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "origin": conversation.origin,
         "is_branch": conversation.is_branch,
         "is_edited": conversation.is_edited,
+        "name": conversation.name,
     }
 
 

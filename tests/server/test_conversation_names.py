@@ -1,0 +1,130 @@
+"""A client goes on in a conversation by its name, whatever of the messages it sends again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import CHAT, Message, Served, assistant, cached, said, served, system, user
+from template_shapes import WEATHER, script, tool_tiny
+
+ANNA, NAME, AGAIN = (
+    "My name is Anna, and I live in Oslo.",
+    "What is my name?",
+    "And where do I live?",
+)
+
+
+def talk(server: Served, messages: list[Any], name: str | None = "mine", **fields: Any) -> Any:
+    own = {} if name is None else {"sirchat": {"conversation": name}}
+    return server.ask(messages, **own, **fields)
+
+
+def whole(server: Served, texts: list[str]) -> list[Message]:
+    """A chat of these messages and the replies to them, without a name, sent as a whole."""
+    messages: list[Message] = []
+    for text in texts:
+        messages.append(user(text))
+        messages.append(assistant(said(server.ask(messages, temperature=0))))
+    return messages
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 99])
+def test_a_client_may_send_what_is_new_a_window_or_all(window: int) -> None:
+    """The replies are those to the whole chat, and nothing is read twice."""
+    texts = [ANNA, NAME, AGAIN, NAME]
+    with served(policy="full", max_new_tokens=8) as one:
+        wanted = whole(one, texts)
+    with served(policy="full", max_new_tokens=8) as one:
+        messages: list[Message] = []
+        seen, idents = 0, set()
+        for text in texts:
+            messages.append(user(text))
+            reply = talk(one, messages[-window:], temperature=0)
+            assert cached(reply) == seen
+            seen = reply["sirchat"]["seen"]
+            idents.add(reply["sirchat"]["id"])
+            messages.append(assistant(said(reply)))
+        assert messages == wanted
+        assert len(idents) == 1
+
+
+def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> None:
+    with served(policy="full", max_new_tokens=6) as one:
+        talk(one, [user(ANNA)])
+        first = talk(one, [user("Go on.")])
+        second = talk(one, [user("Go on.")])
+        assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
+        window = [assistant(said(first)), user("Go on.")]
+        third = talk(one, window)  # the last reply is wanted again
+        assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+
+
+def test_names_are_kept_on_disk_and_belong_to_one_conversation_each(tmp_path: Path) -> None:
+    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+        mine, other = talk(one, [user(ANNA)]), talk(one, [user("Hello!")], "other")
+        assert mine["sirchat"]["id"] != other["sirchat"]["id"]
+    with served(policy="full", max_new_tokens=6, folder=tmp_path, conversations=1) as one:
+        for _ in range(2):
+            for name, before in (("mine", mine), ("other", other)):
+                reply = talk(one, [user(NAME)], name)
+                assert reply["sirchat"]["id"] == before["sirchat"]["id"]
+                assert cached(reply) >= before["sirchat"]["seen"]
+        listed = one.client.get("/v1/sirchat/sessions").json()["data"]
+        assert {each["name"] for each in listed} == {"mine", "other"}
+
+
+def test_another_system_prompt_is_read_and_nothing_else() -> None:
+    """Also one whose client sends only what is new; without one, it stays as it was."""
+    with served(tool_tiny(), policy="full", max_new_tokens=6) as one:
+        first = talk(one, [system("Be brief. It is 9:00."), user(ANNA)])
+        second = talk(one, [system("Be brief. It is 9:05."), user(NAME)])
+        assert second["sirchat"]["id"] == first["sirchat"]["id"]
+        assert second["usage"]["prompt_tokens"] - cached(second) < 50
+        third = talk(one, [user(AGAIN)])
+        assert cached(third) == second["sirchat"]["seen"]
+        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
+        text = "".join(row["text"] for row in shown["rows"])
+        assert "9:05" in text
+        assert "9:00" not in text
+        assert text.count("Anna, and") == 1
+
+
+def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+        script(monkeypatch, [call, "It rains.", "Yes."])
+        first = talk(one, [user("Weather?")], tools=[WEATHER])
+        (made,) = first["choices"][0]["message"]["tool_calls"]
+        messages = [
+            user("Weather?"),
+            {"role": "assistant", "content": None, "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": made["id"], "content": "rain"},
+        ]
+        second = talk(one, messages, tools=[WEATHER])
+        assert cached(second) == first["sirchat"]["seen"]
+        third = talk(one, [assistant("It rains."), user("Sure?")], tools=[WEATHER])
+        assert cached(third) == second["sirchat"]["seen"]
+
+
+def test_a_header_and_the_field_of_responses_are_names_too() -> None:
+    with served(policy="full", max_new_tokens=6) as one:
+        first = talk(one, [user(ANNA)])
+        body = {"model": "tiny", "messages": [user(NAME)]}
+        headers = {"X-Sirchat-Conversation": "mine"}
+        second = one.client.post(CHAT, json=body, headers=headers).json()
+        third = one.send("/v1/responses", input=AGAIN, conversation={"id": "mine"})
+        assert third["conversation"] == {"id": "mine"}
+        assert {first["sirchat"]["id"], second["sirchat"]["id"], third["sirchat"]["id"]} == {
+            first["sirchat"]["id"]
+        }
+        assert cached(third) == second["sirchat"]["seen"]
+
+
+def test_without_the_name_nothing_of_it_is_used() -> None:
+    with served(policy="full", max_new_tokens=6) as one:
+        talk(one, [user(ANNA)])
+        other = talk(one, [user(NAME)], None)
+        assert cached(other) == 0
