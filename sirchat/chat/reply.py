@@ -11,8 +11,9 @@ from itertools import starmap
 import numpy as np
 
 from sirchat.chat.events import Delta, Event, Finish, Notice
-from sirchat.chat.state import CUT, UndoPoint
+from sirchat.chat.state import CUT, ConversationState, UndoPoint
 from sirchat.chat.turn import OpenTurn
+from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, StepResult, step
 from sirchat.engine.types import EvictedRows, GeneratedToken, Stopped
 from sirchat.errors import ContextFullError
@@ -27,12 +28,19 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 class AfterReply:
     """What is known of a reply once it has ended.
 
-    `at_end`: the number of tokens seen, and where these were. `cut`, of a reply that can go on: the
-    state, and vectors for passages, before what ended its round.
+    `at_end`: the number of tokens seen, and where these were. `before`: the state, and vectors for
+    passages, before the reply; `cut`, of a reply that can go on: before what ended its round.
     """
 
     at_end: tuple[int, Placement] | None = None
+    before: tuple[UndoPoint, TokenVectors] | None = None
     cut: tuple[UndoPoint, TokenVectors] | None = None
+
+
+def state_now(state: ConversationState, engine: Engine) -> tuple[UndoPoint, TokenVectors]:
+    """The state within a round, and the vectors for its passages."""
+    here = UndoPoint.of(state, engine.checkpoint(), "", False, engine.budget)
+    return here, deepcopy(engine.ledger.token_vectors)
 
 
 class OpenReply(AbstractContextManager["OpenReply"]):
@@ -124,8 +132,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         self._note_finish()
         if stats.finish in CUT and self._can_go_on:
-            here = UndoPoint.of(turn.now, turn.engine.checkpoint(), "", False, turn.engine.budget)
-            self.after.cut = here, deepcopy(turn.engine.ledger.token_vectors)
+            self.after.cut = state_now(turn.now, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._said += new
         said = [] if self._failure or new else [Delta("")]

@@ -9,8 +9,8 @@ from typing import Any
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import updated_profile
-from sirchat.chat.state import CUT, reply_at_end
+from sirchat.chat.settings import undone_at_end, updated_profile
+from sirchat.chat.state import CUT, UndoPoint, reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -62,7 +62,7 @@ def retry_under(
     before = reply_at_end(session.ledger, session.turns)
     yield from session.undo(keep_pins=True)
     try:
-        with session.trial("/retry", updates):
+        with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
                 if isinstance(event, Reading | Delta | Notice):
                     yield event
@@ -106,6 +106,21 @@ def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> 
             yield Reading(written, said)
         elif not isinstance(event, Notice | TurnDone) or written > said:
             yield event
+
+
+@contextmanager
+def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
+    """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
+    profile, points = session.profile, session.undo_points
+    with undone_at_end(session.engine) as checkpoint:
+        start = UndoPoint.of(session.state, checkpoint, "", profile.pin_system, session.budget)
+        try:
+            session.switch(source, **updates)
+            yield
+        finally:
+            session.profile, session.undo_points = profile, points
+            session.state = start.restored_state(session.state)
+    session.recall.undo()
 
 
 @contextmanager

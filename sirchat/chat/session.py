@@ -18,14 +18,13 @@ from torch import Tensor
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
-from sirchat.chat.reply import AfterReply, OpenReply
+from sirchat.chat.reply import AfterReply, OpenReply, state_now
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
     build_engine,
     build_sampler,
     check_profile,
-    undone_at_end,
     updated_profile,
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
@@ -159,8 +158,7 @@ class Session:
 
     def budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of so many tokens; None if there is none."""
-        settings = self.engine.settings
-        return budget_for(tokens, settings, self.ledger, self.model.context_length)
+        return budget_for(tokens, self.engine.settings, self.ledger, self.model.context_length)
 
     def ask(
         self,
@@ -224,8 +222,10 @@ class Session:
 
         The caller generates it by `OpenReply.events`, or by `step` with those of other sessions.
         """
-        turn = turn or self._open_turn("assistant")
         profile, closing = self.profile, self.template.closing
+        can_go_back = turn is None and profile.archive != "off" and self.undo_points
+        before = state_now(self.state, self.engine) if can_go_back else None
+        turn = turn or self._open_turn("assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
             self.engine,
@@ -250,6 +250,7 @@ class Session:
             can_go_on=profile.archive != "off",
         )
         self.last_reply = opened.after
+        opened.after.before = before
         return opened
 
     def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
@@ -258,18 +259,25 @@ class Session:
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
+        self.undo_reply(to_cut=True)
+        turn = self._open_turn(self.state.reply)
+        yield from self.begin_reply(interrupted, turn=turn).events()
+
+    def undo_reply(self, *, to_cut: bool = False) -> None:
+        """Undo the last reply, but not the message before; `to_cut`: only what ended its round.
+
+        Raises LookupError, changing nothing, if more was read since, or if a token is lost.
+        """
         last = self.last_reply
-        at_end, cut, last.cut = last.at_end, last.cut, None
-        if cut is None or at_end is None or at_end[0] != self.seen or not self.undo_points:
-            raise LookupError("the state at the end of the reply is not known")
-        self.engine.undo(cut[0].checkpoint, keep_pins=True)
-        self.state = cut[0].restored_state(self.state, keep_pins=True)
-        self.ledger.token_vectors = cut[1]
+        point, at_end = last.cut if to_cut else last.before, last.at_end
+        if point is None or at_end is None or at_end[0] != self.seen or not self.undo_points:
+            raise LookupError("the state of the last reply is not known")
+        self.engine.undo(point[0].checkpoint, keep_pins=True)
+        self.state = point[0].restored_state(self.state, keep_pins=True)
+        self.ledger.token_vectors = point[1]
         start = self.undo_points[-1].checkpoint.cache.seen
         self.recall.search.truncate(start)
         self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
-        turn = self._open_turn(self.state.reply)
-        yield from self.begin_reply(interrupted, turn=turn).events()
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -379,20 +387,6 @@ class Session:
             self.ledger.pin(self.state.system, pin_system)
             self.engine.evictor.exclude(np.asarray(self.state.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
-
-    @contextmanager
-    def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
-        """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
-        profile, points = self.profile, self.undo_points
-        with undone_at_end(self.engine) as checkpoint:
-            start = UndoPoint.of(self.state, checkpoint, "", profile.pin_system, self.budget)
-            try:
-                self.switch(source, **updates)
-                yield
-            finally:
-                self.profile, self.undo_points = profile, points
-                self.state = start.restored_state(self.state)
-        self.recall.undo()
 
     def switch(
         self,

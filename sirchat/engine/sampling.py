@@ -17,8 +17,8 @@ from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.captured_step import MOST_SAID, CapturedStep, TokenChoice
 
-# Limits a reply to a format: from the reply's ids so far to a mask [V], on the CPU, of those that
-# may follow.
+# Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
+# that may follow; or float32 [V], which is added to the logits.
 Allowed = Callable[[Sequence[int]], Tensor]
 
 _CANDIDATES = 1024  # likeliest ids, which usually tell what top-k, top-p and min-p leave
@@ -69,10 +69,12 @@ class Sampler:
         """
         if self._allowed is None:
             return self._choose(logits, said_ids, position)
-        mask = self._allowed(self._picked)
-        if not mask.any():
+        limits = self._allowed(self._picked)
+        if limits.dtype == torch.bool:
+            limits = torch.zeros(len(limits)).masked_fill(~limits, -math.inf)
+        if limits.max() == -math.inf:
             raise ModelError("no token may follow in the format of this reply")
-        allowed = logits.masked_fill(to_device([~mask], logits.device)[0], -math.inf)
+        allowed = logits.float() + to_device([limits], logits.device)[0]
         self._picked.append(self._choose(allowed, said_ids, position))
         return self._picked[-1]
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sirchat.errors import format_value
-from sirchat.server.requests import MOST_BYTES, RequestError
+from sirchat.server.fields import MOST_BYTES, RequestError
 
 # `host.docker.internal` is how containers call the machine on which they run.
 _NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")

@@ -10,18 +10,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.server.completions import Parts, collect_reply, server_sent_event
-from sirchat.server.replies import ReplyEnd, ReplyText
-from sirchat.server.requests import (
+from sirchat.server.fields import (
     MOST_MESSAGES,
-    ChatRequest,
     Fields,
     FunctionName,
-    HostedTool,
     Json,
     RequestError,
+    make_request,
+)
+from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.requests import (
+    ChatRequest,
+    HostedTool,
     RequestMemory,
     ThinkingOptions,
-    make_request,
     notes_on_tools,
 )
 from sirchat.server.rule import MANY

@@ -35,21 +35,21 @@ from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part
 from sirchat.server.conversation import History
+from sirchat.server.fields import RequestError, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
+from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import ReplyEnd, ReplyOptions, prompt_ids
+from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     ChatRequest,
     DetokenizeRequest,
     OwnSession,
     ReplyRequest,
-    RequestError,
     TextRequest,
     TokenizeRequest,
-    parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.rule import nearest
@@ -254,7 +254,11 @@ class ChatServer:
         options = self._options(asked)
         options.notes.extend(notes)
         name = request.headers.get("X-Sirchat-Conversation", "")[:_LONGEST_NAME]
-        parts = ReplyParts(self.replies, self._history(asked, name), options)
+        if isinstance(asked, TextRequest):
+            histories = [History.of_single_message("text", prompt) for prompt in asked.prompt]
+        else:
+            histories = [self._history(asked, name)]
+        parts = ReplyParts(self.replies, histories, options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -277,7 +281,7 @@ class ChatServer:
 
     def _history(self, asked: ReplyRequest, name: str = "") -> History:
         if isinstance(asked, TextRequest):
-            return History.of_single_message("text", asked.prompt)
+            return History.of_single_message("text", asked.prompt[0])
         assert isinstance(asked, ChatRequest)
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
@@ -334,14 +338,24 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
-        options = ReplyOptions(settings, memory, tuple(asked.stop), own=frozenset(own), notes=notes)
+        assert isinstance(asked, ChatRequest | TextRequest)
+        if asked.alternatives:
+            settings["lookup"] = False  # each token is generated in a step of its own
+        options = ReplyOptions(
+            settings,
+            memory,
+            tuple(asked.stop),
+            asked.alternatives,
+            own=frozenset(own),
+            notes=notes,
+            count=asked.n,
+            format=partial(self._formats.of, asked, notes),
+        )
         if not isinstance(asked, ChatRequest):
             return options
         return replace(
             options,
-            logprobs=asked.logprobs,
             calls=call_parser_for(asked),
-            format=partial(self._formats.of, asked, notes),
             must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
         )
@@ -353,43 +367,70 @@ def model_names(model: str) -> tuple[str, ...]:
 
 
 class ReplyParts:
-    """The parts of one reply, which one thread generates and the event loop iterates over.
+    """The parts of the replies to a request, which one thread generates, in order.
 
-    A new instance submits the reply; iterating raises RequestError if it fails.
+    A new instance submits them, one for each of the `histories`; iterating raises RequestError if
+    one fails.
     """
 
-    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
-        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Sent]()
-
-        def send(part: Sent) -> None:
-            with suppress(RuntimeError):  # the event loop has ended: no client is left
-                loop.call_soon_threadsafe(self._queue.put_nowait, part)
-
-        self._thread = thread
-        self._reply = WaitingReply(history, options, send)
+    def __init__(
+        self, thread: ReplyThread, histories: Sequence[History], options: ReplyOptions
+    ) -> None:
+        self._thread, self._each = thread, options.count
+        self._queues = [asyncio.Queue[Sent]() for _ in histories]
+        self._replies = list[WaitingReply]()
         self._first: Part | None = None
-        thread.submit(self._reply)
+        for history, queue in zip(histories, self._queues, strict=True):
+            self._replies.append(WaitingReply(history, options, partial(self._send, queue)))
+        self._loop = asyncio.get_running_loop()
+        try:
+            for reply in self._replies:
+                thread.submit(reply)
+        except RequestError:  # too many wait
+            self.cancel()
+            raise
+
+    def _send(self, queue: asyncio.Queue[Sent], part: Sent) -> None:
+        with suppress(RuntimeError):  # the event loop has ended: no client is left
+            self._loop.call_soon_threadsafe(queue.put_nowait, part)
 
     async def begin(self) -> None:
         """Wait for the first part of the reply; raises RequestError if the reply fails first."""
-        self._first = await self._next()
+        self._first = await self._next(self._queues[0])
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        part = self._first or await self._next()
-        yield part
-        while not isinstance(part, ReplyEnd):
-            part = await self._next()
-            yield part
+        ends = list[ReplyEnd]()
+        for number, queue in enumerate(self._queues):
+            part, self._first = self._first, None
+            while not isinstance(part, ReplyEnd):
+                if part is not None:
+                    yield replace(part, choice=part.choice + number * self._each)
+                part = await self._next(queue)
+            ends.append(replace(part, choice=part.choice + number * self._each))
+            if number < len(self._queues) - 1:
+                yield ReplyText("", choice=ends[-1].choice, finish=part.finish)
+        yield replace(ends[-1], usage=_sum([end.usage for end in ends]))
 
     def cancel(self) -> None:
-        """Stop generating the reply, because the client no longer waits for it."""
-        self._thread.cancel(self._reply)
+        """Stop generating the replies, because the client no longer waits for them."""
+        for reply in self._replies:
+            self._thread.cancel(reply)
 
-    async def _next(self) -> Part:
-        part = await self._queue.get()
+    async def _next(self, queue: asyncio.Queue[Sent]) -> Part:
+        part = await queue.get()
         if isinstance(part, RequestError):
             raise part
         return part
+
+
+def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of tokens, added up by their names."""
+    return {
+        name: _sum([usage[name] for usage in usages])
+        if isinstance(value, dict)
+        else sum(usage[name] for usage in usages)
+        for name, value in usages[0].items()
+    }
 
 
 class _EventStream(StreamingResponse):

@@ -29,7 +29,7 @@ from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
 from sirchat.server.app import Limits, open_server
-from sirchat.server.requests import RequestError
+from sirchat.server.fields import RequestError
 
 _SESSIONS = "/v1/sirchat/sessions"
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")

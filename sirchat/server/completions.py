@@ -6,27 +6,39 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator
+from itertools import accumulate, starmap
 from typing import Any
 
-from sirchat.server.replies import ReplyEnd, ReplyText
-from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
+from sirchat.server.fields import RequestError
+from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.requests import ChatRequest, TextRequest
 
 Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
 
 
+async def collect_replies(parts: Parts) -> tuple[list[tuple[ReplyText, str]], ReplyEnd]:
+    """Wait for all parts; returns each reply, its texts joined to one, and its finish; the end."""
+    *said, end = [part async for part in parts]
+    assert isinstance(end, ReplyEnd)
+    pieces = [part for part in said if isinstance(part, ReplyText)]
+    replies = list[tuple[ReplyText, str]]()
+    for choice in range(end.choice + 1):
+        own = [piece for piece in pieces if piece.choice == choice]
+        whole = ReplyText(
+            "".join(piece.text for piece in own),
+            tuple(token for piece in own for token in piece.tokens),
+            tuple(call for piece in own for call in piece.calls),
+            "".join(piece.thinking for piece in own),
+        )
+        replies.append((whole, "".join(piece.finish for piece in own) or end.finish))
+    return replies, end
+
+
 async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
     """Wait for all parts of a reply; returns its texts, joined to one, and its end."""
-    *said, end = [part async for part in parts]
-    pieces = [part for part in said if isinstance(part, ReplyText)]
-    assert isinstance(end, ReplyEnd)
-    whole = ReplyText(
-        "".join(piece.text for piece in pieces),
-        tuple(token for piece in pieces for token in piece.tokens),
-        tuple(call for piece in pieces for call in piece.calls),
-        "".join(piece.thinking for piece in pieces),
-    )
-    return whole, end
+    replies, end = await collect_replies(parts)
+    return replies[0][0], end
 
 
 def server_sent_event(content: dict[str, Any], name: str = "") -> str:
@@ -40,9 +52,9 @@ class CompletionShape:
 
     media = "text/event-stream"
 
-    def __init__(self, asked: ReplyRequest, model: str) -> None:
+    def __init__(self, asked: ChatRequest | TextRequest, model: str) -> None:
         self._is_chat = isinstance(asked, ChatRequest)
-        self._has_logprobs = isinstance(asked, ChatRequest) and asked.logprobs
+        self._alternatives = asked.alternatives
         self._usage = asked.stream_options.include_usage
         self._kind, prefix = "text_completion", "cmpl"
         if self._is_chat:
@@ -53,37 +65,50 @@ class CompletionShape:
 
     async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the response."""
-        said, end = await collect_reply(parts)
-        fields: dict[str, Any] = {"text": said.text}
-        if self._is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": said.text}
-            if said.calls:
-                calls = [call.message() for call in said.calls]
-                message |= {"content": said.text or None, "tool_calls": calls}
-            if said.thinking:
-                message["reasoning_content"] = said.thinking
-            fields = {"message": message}
+        replies, end = await collect_replies(parts)
         return {
             **self._common,
             "object": self._kind,
-            "choices": [self._choice(fields, self._logprobs(said), end.finish)],
+            "choices": [
+                self._choice(number, self._whole(said), self._logprobs(said), finish)
+                for number, (said, finish) in enumerate(replies)
+            ],
             "usage": end.usage,
             "sirchat": end.memory,
         }
 
+    def _whole(self, said: ReplyText) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"text": said.text}
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.calls:
+            calls = [call.message() for call in said.calls]
+            message |= {"content": said.text or None, "tool_calls": calls}
+        if said.thinking:
+            message["reasoning_content"] = said.thinking
+        return {"message": message}
+
     async def events(self, parts: Parts) -> AsyncIterator[str]:
         """Yield the server-sent events of the reply, while it is generated."""
+        empty: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        first = {"delta": {"role": "assistant", "content": ""}}
         if self._is_chat:
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+            yield self._chunk(0, first)
+        begun = 0  # the last choice that has begun
         try:
             async for part in parts:
+                choice = part.choice
+                if self._is_chat and choice > begun:
+                    begun, self._calls = choice, 0
+                    yield self._chunk(choice, first)
                 if isinstance(part, ReplyEnd):
-                    fields: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-                    yield self._chunk(fields, finish=part.finish, sirchat=part.memory)
+                    yield self._chunk(choice, empty, finish=part.finish, sirchat=part.memory)
                     if self._usage:
                         yield self._event(choices=[], usage=part.usage)
-                elif part != ReplyText(""):
-                    yield self._chunk(self._piece(part), self._logprobs(part))
+                elif part.finish:
+                    yield self._chunk(choice, empty, finish=part.finish)
+                elif part != ReplyText("", choice=choice):
+                    yield self._chunk(choice, self._piece(part), self._logprobs(part))
         except RequestError as error:
             yield server_sent_event(error.body)
             return
@@ -105,23 +130,48 @@ class CompletionShape:
         return {"delta": delta}
 
     def _logprobs(self, said: ReplyText) -> dict[str, Any] | None:
-        if not self._has_logprobs:
+        if self._alternatives is None:
             return None
-        tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in said.tokens
+        if not self._is_chat:
+            ends = accumulate((len(token.text) for token in said.tokens), initial=0)
+            likeliest = [dict(token.likeliest) for token in said.tokens]
+            return {
+                "tokens": [token.text for token in said.tokens],
+                "token_logprobs": [token.logprob for token in said.tokens],
+                "top_logprobs": likeliest if self._alternatives else None,
+                "text_offset": [*ends][:-1],
+            }
+        content = [
+            {
+                **_chance(token.text, token.logprob),
+                "top_logprobs": list(starmap(_chance, token.likeliest)),
+            }
+            for token in said.tokens
         ]
-        return {"content": tokens, "refusal": None}
+        return {"content": content, "refusal": None}
 
-    def _choice(self, fields: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        return {"index": 0, **fields, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(
+        self, number: int, fields: dict[str, Any], logprobs: Any, finish: str | None
+    ) -> dict[str, Any]:
+        return {"index": number, **fields, "logprobs": logprobs, "finish_reason": finish}
 
     def _chunk(
-        self, fields: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
+        self,
+        number: int,
+        fields: dict[str, Any],
+        logprobs: Any = None,
+        finish: str | None = None,
+        **more: Any,
     ) -> str:
         usage = {"usage": None} if self._usage else {}
-        return self._event(choices=[self._choice(fields, logprobs, finish)], **usage, **more)
+        return self._event(
+            choices=[self._choice(number, fields, logprobs, finish)], **usage, **more
+        )
 
     def _event(self, **fields: Any) -> str:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
         return server_sent_event({**self._common, "object": kind, **fields})
+
+
+def _chance(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

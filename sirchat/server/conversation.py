@@ -109,6 +109,8 @@ class ServedConversation:
         is_branch: whether this is a copy, and only one request was answered in it.
         kept: of the request that is answered next, the messages that were read already though they
             now follow others, and their numbers here; empty if it goes on with all of `keys`.
+        is_again: whether that request asks for another reply to the last message here.
+        reasoning: the setting under which that was read.
         is_edited: whether messages were changed before others that were not read again.
         continued_by: the history of that request, with the messages before it, if it goes on here
             by the name.
@@ -129,6 +131,8 @@ class ServedConversation:
     origin: str = ""
     is_branch: bool = False
     kept: dict[int, int] = field(default_factory=dict)
+    is_again: bool = False
+    reasoning: str = ""
     is_edited: bool = False
     continued_by: History | None = None
     name: str = ""
@@ -205,6 +209,11 @@ class ServedConversation:
         asked = 1 + self._last_question
         return len(history.keys) > asked and history.keys[asked] == self.keys[asked]
 
+    def has_answered(self, history: History) -> bool:
+        """Whether the last messages here are the last one of `history`, and a reply to it."""
+        size = len(history.keys)
+        return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
+
     def copy(self) -> ServedConversation | None:
         """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
         session = copied(self.session, KV_BYTES)
@@ -217,6 +226,24 @@ class ServedConversation:
         copy = ServedConversation(session, *said, settings=own, least_budget=self.least_budget)
         copy.origin, copy.is_branch, copy.is_edited = self.origin, True, self.is_edited
         return copy
+
+    def undo_reply(self) -> bool:
+        """Undo the last reply; if that is not possible, also its message, or all, and return False.
+
+        The end of a message is not the same under another setting `reasoning`.
+        """
+        try:
+            if self.session.profile.reasoning != self.reasoning:
+                raise LookupError
+            self.session.undo_reply()
+        except LookupError:
+            self.undo_last_question()
+            if not self.is_exact:
+                self.begin_anew()
+            self.is_exact = False
+            return False
+        del self.roles[-1], self.marks[-1], self.keys[-1]
+        return True
 
     def undo_last_question(self) -> None:
         """Undo the last user message and what follows; `is_exact` is whether this was possible."""

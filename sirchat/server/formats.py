@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from torch import Tensor
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import format_value
-from sirchat.server.requests import ChatRequest, FunctionFields, NamedTool, RequestError
+from sirchat.server.fields import RequestError
+from sirchat.server.requests import ChatRequest, FunctionFields, NamedTool, TextRequest
 from sirchat.server.rule import FORMATS, NOT_KEPT
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
 
+_MOST_BIAS = 100
 _MOST_CALLS = 8  # in a reply that must call tools
 # Keywords of a schema: with schemas by names, and with values.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -43,13 +46,28 @@ class Formats:
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
-    def of(self, asked: ChatRequest, notes: list[str], session: Session) -> Allowed | None:
+    def of(
+        self, asked: ChatRequest | TextRequest, notes: list[str], session: Session
+    ) -> Allowed | None:
         """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
-        What of a schema is not kept is added to `notes`. RequestError if the model or a schema
-        can't be used, if the chat template does not write calls as JSON, or if the reply has begun
-        in another way.
+        Also what it says of single tokens, `logit_bias`. What of a schema is not kept is added to
+        `notes`. RequestError if the model or a schema can't be used, if the chat template does not
+        write calls as JSON, or if the reply has begun in another way.
         """
+        allowed = self._of_chat(asked, notes, session) if isinstance(asked, ChatRequest) else None
+        if not asked.logit_bias:
+            return allowed
+        bias = torch.zeros(size := session.model.vocab_size)
+        for name, value in asked.logit_bias.items():
+            if int(name) >= size:
+                raise _refusal("logit_bias", f"has the token {name}; allowed: 0 to {size - 1}")
+            bias[int(name)] = -math.inf if value <= -_MOST_BIAS else min(value, _MOST_BIAS)
+        if allowed is None:
+            return lambda ids: bias
+        return lambda ids: bias.masked_fill(~allowed(ids), -math.inf)
+
+    def _of_chat(self, asked: ChatRequest, notes: list[str], session: Session) -> Allowed | None:
         made = self._made(asked, notes, session)
         begun = session.template.as_text((asked.prefill or "").rstrip())
         if made is None or not begun:

@@ -20,9 +20,9 @@ from sirchat.errors import format_value
 from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
+from sirchat.server.fields import Fields, RequestError, parse_request
 from sirchat.server.ollama import OllamaOptions
 from sirchat.server.reply_thread import ReplyThread
-from sirchat.server.requests import Fields, RequestError, parse_request
 from sirchat.text.times import local_time
 
 VERSION = "0.12.0"  # of Ollama, whose API this is

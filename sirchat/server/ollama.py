@@ -12,21 +12,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sirchat.server.completions import Parts, collect_reply
-from sirchat.server.replies import ReplyEnd, ReplyText
-from sirchat.server.requests import (
+from sirchat.server.fields import (
     MOST_MESSAGES,
     CallId,
-    ChatRequest,
     Fields,
     Json,
     Name,
-    ReplyRequest,
     RequestError,
-    RequestMemory,
-    TextRequest,
-    Tool,
     make_request,
 )
+from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.requests import ChatRequest, ReplyRequest, RequestMemory, TextRequest, Tool
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall, call_id
 

@@ -16,8 +16,8 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
-from sirchat.server.requests import RequestError
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
 
@@ -96,7 +96,7 @@ class ConversationPool:
             if edited is not None:
                 return self._begin_use(self._to_edit(edited, history, kept))
         if best is None or not shared:
-            return self._begin_use(self._new(history))
+            return self._begin_use(self._asked_again(history) or self._new(history))
         if best.is_busy:
             return None
         return self._begin_use(self._rewind(best, history, shared) or self._new(history))
@@ -165,6 +165,7 @@ class ConversationPool:
             then()
 
         conversation.kept, conversation.continued_by = {}, None  # of a request that was refused
+        conversation.is_again = False
 
         if not conversation.is_exact or not conversation.roles:
             self._drop(conversation)
@@ -196,9 +197,21 @@ class ConversationPool:
         if shared == len(conversation.roles):
             conversation.is_branch = False
             return conversation
+        if conversation.has_answered(history):
+            conversation.is_again = True
+            return conversation
         if not conversation.is_answered_again(history):
             conversation = self._branch(conversation)
         return conversation if conversation.undo_to(shared) else None
+
+    def _asked_again(self, history: History) -> ServedConversation | None:
+        """A conversation with the one message of `history` alone, for another reply to it."""
+        for held in reversed(self._held):
+            is_own = held.settings.keys() - {"pin_system"}  # for its own client alone
+            if held.has_answered(history) and not (held.is_busy or is_own or held.name):
+                held.is_again = True
+                return held
+        return None
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from sirchat.chat.editing import KeptTurn, edit
-from sirchat.chat.events import Delta, Event, Notice, TurnDone
+from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import Reply
@@ -26,13 +24,12 @@ from sirchat.memory.ledger import Flag
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
-from sirchat.server.requests import RequestError
+from sirchat.server.pieces import Pieces, ReplyEnd, ReplyOptions, ReplyText
 from sirchat.text.other_templates import NoToolsError, PlainText, PromptedTools, ToolTemplate
-from sirchat.text.reply_marks import shared
 from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
-    CallParser,
     ToolCall,
     calls_as_text,
     calls_from_key,
@@ -44,82 +41,6 @@ from sirchat.text.tool_calls import (
 _MOST_TOLD = 0.5
 _LEAST_ROOM = 1.25  # the smallest budget, relative to system prompt and tools that are not pinned
 _SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
-
-
-@dataclass(frozen=True)
-class ReplyText:
-    """A part of a reply.
-
-    Attributes:
-        text: the next piece of the answer, without calls of tools.
-        tokens: text and log-probability of each token that ends in this part, if asked for.
-        calls: the calls of tools that end in this part.
-        thinking: the next piece of the reasoning.
-    """
-
-    text: str
-    tokens: tuple[tuple[str, float], ...] = ()
-    calls: tuple[ToolCall, ...] = ()
-    thinking: str = ""
-
-
-@dataclass(frozen=True)
-class ReplyEnd:
-    """The last part of a reply.
-
-    Attributes:
-        finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
-        usage: numbers of tokens, as in OpenAI's API.
-        memory: the conversation's id, policy and budget, and how many of its tokens are held.
-        stopped_by: the stop string that ended the reply; "" if none did.
-    """
-
-    finish: str
-    usage: dict[str, Any]
-    memory: dict[str, Any]
-    stopped_by: str = ""
-
-
-@dataclass(frozen=True)
-class ReplyOptions:
-    """How the reply to a request is generated.
-
-    Attributes:
-        settings: sampling settings, for this reply alone.
-        memory: memory settings, such as the policy, of the request or else of the server.
-        stop: strings that end the reply.
-        logprobs: whether to return the log-probability of each token.
-        calls: finds calls of tools in the reply; None if it must not have calls.
-        format: makes the reply's format, which says which tokens may come next.
-        own: names of the memory settings that the request itself has. Only these replace settings
-            that were changed for the conversation before.
-        is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
-        holds_all: whether the budget is raised for such a reply to hold all of the message.
-        must_call: whether the reply must call a tool; else a model that takes none goes without.
-        prefill: the beginning of the reply, which is not sent.
-        notes: says what is not quite as the request asked; complete when the reply begins.
-        headers: of the response; complete then, too.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    stop: Sequence[str] = ()
-    logprobs: bool = False
-    calls: CallParser | None = None
-    format: Callable[[Session], Allowed | None] | None = None
-    own: frozenset[str] = frozenset()
-    is_for_ask: bool = False
-    holds_all: bool = False
-    must_call: bool = False
-    prefill: str = ""
-    notes: list[str] = field(default_factory=list)
-    headers: dict[str, str] = field(default_factory=dict)
-
-    def memory_settings_for(self, conversation: ServedConversation) -> dict[str, Any]:
-        """The memory settings for this reply: the request's, the conversation's, the server's."""
-        own = self.own | ({"policy_options"} if "policy" in self.own else set())
-        set_before = {k: v for k, v in conversation.settings.items() if k not in own}
-        return {**self.memory, **set_before}
 
 
 Part = ReplyText | ReplyEnd | None
@@ -163,6 +84,10 @@ def generate_reply(
                 whole = -1  # a failure within leaves a part of this
                 cached = yield from _take_over(conversation, history)
                 whole = session.seen
+            is_again = conversation.is_again and conversation.undo_reply()
+            if conversation.is_again:
+                whole = session.seen
+                cached = whole - len(session.ledger.left_out)
             options.headers["X-Sirchat-Reused"] = str(cached)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
@@ -174,7 +99,8 @@ def generate_reply(
                 if gone():
                     conversation.undo_last_question()
                     return
-            yield from _answer(conversation, history, options, gone, cached, allowed)
+            own = gone, cached, allowed
+            yield from _answer(conversation, history, options, *own, is_again=is_again)
         except (ContextFullError, SettingError, RequestError):
             # Most of these errors are raised before anything of the message is read.
             conversation.is_exact = session.seen == whole
@@ -351,9 +277,14 @@ def _answer(
     gone: Interrupted,
     cached: int,
     allowed: Allowed | None,
+    *,
+    is_again: bool,
 ) -> Parts:
-    """Read the last message, and reply; `cached` tokens had been read before this request."""
-    session, pieces, notes = conversation.session, _Pieces(conversation.session, options), []
+    """Read the last message, unless it `is_again` answered, and reply.
+
+    `cached` tokens had been read before this request.
+    """
+    session, notes = conversation.session, list[str]()
     role, question = history.messages[-1]
     text, given = _prepared(session, role, question)
     plain = PlainReply(session) if options.is_for_ask else None
@@ -361,48 +292,72 @@ def _answer(
         if options.holds_all:
             raise_budget_for(session, text)
         notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
+    if options.count > 1 and session.profile.archive == "off":
+        raise RequestError("several replies can't be had with --archive off", param="n")
     reply = _begun_reply(session, options.prefill) if options.prefill else None
-    asked = done = None
-
-    def part_of(event: Event) -> ReplyText | None:
-        nonlocal notes
-        said = event if isinstance(event, Delta) else Delta("")
-        if plain is not None:
-            text, more = plain.push(event)
-            said, notes = Delta(text), notes + more
-        return pieces.push(said) if said.text else None
-
-    for event in session.read_question(text, gone, given=given):
-        if isinstance(event, TurnDone) and event.role == "user":
-            asked = event
-        yield part_of(event)
-    pieces.begin()
-    with session.begin_reply(lambda: gone() or pieces.has_ended, reply, allowed) as opened:
-        while not opened.is_over():
-            stepped = yield opened.generation
-            assert stepped is not None
-            yield from filter(None, map(part_of, opened.push(stepped)))
-        for event in opened.end():
-            done = event if isinstance(event, TurnDone) else done
-            yield from filter(None, [part_of(event)])
-    assert asked is not None
-    assert done is not None
-    yield pieces.end(is_short=done.finish in _SHORT)
-    conversation.add("tool" if role == "tool" else "user", question)
+    pieces, said, is_read = Pieces(session, options, plain), 0, True
+    if not is_again:
+        for event in session.read_question(text, gone, given=given):
+            if isinstance(event, TurnDone) and event.role == "user":
+                is_read = event.finish != "interrupt"
+            yield pieces.push(event)
+        conversation.reasoning = session.profile.reasoning
+    asked = session.seen, session.resident
+    for choice in range(options.count):
+        session.state.attempt = choice
+        done = yield from _generate(session, pieces, gone, reply, allowed, choice)
+        said += done.tokens_out
+        yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
+        if choice < options.count - 1:  # another one to the same message
+            yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
+            session.undo_reply()
+            allowed = None if options.format is None else options.format(session)
+            pieces = Pieces(session, options, plain)
+    if not is_again:
+        conversation.add("tool" if role == "tool" else "user", question)
     calls = pieces.calls
     if calls:
         conversation.add("calls", calls_key(pieces.said, calls))
     else:
         conversation.add("assistant", done.text)
-    is_cut = options.calls is not None and options.calls.is_cut
-    is_cut |= bool(calls) and pieces.stops.is_found
-    conversation.is_exact = not (role == "text" or options.is_for_ask or is_cut)
-    end = replace(_end(conversation, asked, done, cached), stopped_by=pieces.stops.found)
-    if asked.finish == "interrupt":  # the question was not read completely
+    conversation.is_exact = not (role == "text" or options.is_for_ask or pieces.is_cut)
+    end = _end(conversation, asked, done, cached, said)
+    if not is_read:
         conversation.undo_last_question()
     if options.is_for_ask:
-        end.memory["notes"] = notes
-    yield replace(end, finish="tool_calls") if calls and end.finish == "stop" else end
+        end.memory["notes"] = [*notes, *pieces.notes]
+    yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice)
+
+
+def _generate(
+    session: Session,
+    pieces: Pieces,
+    gone: Interrupted,
+    reply: Reply | None,
+    allowed: Allowed | None,
+    choice: int,
+) -> Generator[Part | Generation, StepResult | None, TurnDone]:
+    """Generate a reply, and yield all its parts but the last."""
+    pieces.begin()
+    done = None
+    with session.begin_reply(lambda: gone() or pieces.has_ended, reply, allowed) as opened:
+        while not opened.is_over():
+            pieces.note_logits()
+            stepped = yield opened.generation
+            assert stepped is not None
+            parts = filter(None, map(pieces.push, opened.push(stepped)))
+            yield from (replace(part, choice=choice) for part in parts)
+        for event in opened.end():
+            done = event if isinstance(event, TurnDone) else done
+            if (part := pieces.push(event)) is not None:
+                yield replace(part, choice=choice)
+    assert done is not None
+    return done
+
+
+def _finish(done: TurnDone, calls: Sequence[ToolCall]) -> str:
+    finish = "length" if done.finish in _SHORT else "stop"
+    return "tool_calls" if calls and finish == "stop" else finish
 
 
 def _begun_reply(session: Session, prefill: str) -> Reply:
@@ -412,18 +367,26 @@ def _begun_reply(session: Session, prefill: str) -> Reply:
     return Reply(tuple(session.template.as_text(prefill.rstrip())), None)
 
 
-def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
+def _end(
+    served: ServedConversation, asked: tuple[int, int], done: TurnDone, cached: int, said: int
+) -> ReplyEnd:
+    """The end of a reply.
+
+    When it began, the tokens `asked` were seen, and held; `said` ones were generated, and `cached`
+    not read again.
+    """
+    seen, held = asked
     ledger, left_out = served.session.ledger, len(served.session.ledger.left_out)
     thinks = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0
     thought = int((thinks & (ledger.column("turn") == done.index)).sum())
     usage = {
-        "prompt_tokens": asked.seen - left_out,
-        "completion_tokens": done.tokens_out,
-        "total_tokens": asked.seen - left_out + done.tokens_out,
+        "prompt_tokens": seen - left_out,
+        "completion_tokens": said,
+        "total_tokens": seen - left_out + said,
         "prompt_tokens_details": {
             "cached_tokens": cached,
             # Recall may have restored some that are left out.
-            "evicted_tokens": max(0, asked.seen - left_out - asked.resident),
+            "evicted_tokens": max(0, seen - left_out - held),
         },
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
@@ -437,136 +400,4 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "policy": served.session.profile.policy,
         "budget": served.session.budget,
     }
-    return ReplyEnd("length" if done.finish in _SHORT else "stop", usage, memory)
-
-
-class StopStrings:
-    """Cuts off a text, which comes in pieces, before the stop string that is complete first."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self.waiting = ""  # the end of the text, which may be the beginning of a stop string
-        self.found = ""  # the stop string that is complete
-
-    @property
-    def is_found(self) -> bool:
-        """Whether a stop string is complete."""
-        return bool(self.found)
-
-    def push(self, text: str) -> str:
-        """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
-        if self.is_found:
-            return ""
-        self.waiting += text
-        ends = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := self.waiting.find(stop)) >= 0
-        ]
-        if ends:
-            _, start, self.found = min(ends)
-            return self.waiting[:start]
-        longest = min(len(self.waiting), max(map(len, self._stops), default=1) - 1)
-        ready = len(self.waiting) - longest
-        while ready < len(self.waiting) and not any(
-            stop.startswith(self.waiting[ready:]) for stop in self._stops
-        ):
-            ready += 1
-        sent, self.waiting = self.waiting[:ready], self.waiting[ready:]
-        return sent
-
-
-class _Pieces:
-    """Cuts a reply into parts: stop strings are left out, calls of tools are taken out of the text.
-
-    `said` is the answer so far, without the `calls` that are complete.
-    """
-
-    def __init__(self, session: Session, options: ReplyOptions) -> None:
-        self._session, self._options = session, options
-        self.stops = StopStrings(options.stop)
-        self._tokens: _TokenProbabilities | None = None
-        self._prefill = options.prefill  # as far as it was not generated yet
-        self.said = ""
-        self.calls: list[ToolCall] = []
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the reply has ended, by a stop string or by the only call that it may have."""
-        calls = self._options.calls
-        return self.stops.is_found or (calls is not None and calls.has_ended)
-
-    def begin(self) -> None:
-        """The next generated token is the first one of the reply."""
-        if self._options.logprobs:
-            self._tokens = _TokenProbabilities(self._session)
-
-    def push(self, said: Delta) -> ReplyText | None:
-        """Add generated text; returns the next part, None if all is held back."""
-        if said.part == "thinking":
-            return ReplyText("", thinking=said.text)
-        calls = self._options.calls
-        if said.part == "call" and calls is not None and calls.holds(said.text):
-            return None
-        if self._tokens is not None:
-            waiting = len(self.stops.waiting) + len(said.text)
-            text = self.stops.push(said.text)
-            return ReplyText(text, self._tokens.complete(text, said.end - waiting + len(text)))
-        size = shared(self._prefill, said.text)
-        text, self._prefill = said.text[size:], self._prefill[size:] if not said.text[size:] else ""
-        return self._add(*((text, []) if calls is None else calls.push(text)))
-
-    def end(self, *, is_short: bool) -> ReplyText:
-        """The last part: what was held back until the reply's end; `is_short`: it was cut there."""
-        calls = self._options.calls
-        if calls is None:
-            tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
-            return ReplyText(self._rest(), tokens)
-        lead = self._session.template.marks.call_lead
-        last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
-        rest = self._rest()
-        self.said += rest
-        return replace(last, text=last.text + rest)
-
-    def _add(self, text: str, new: Sequence[ToolCall]) -> ReplyText | None:
-        """Add text and calls, up to a stop string in the text."""
-        new = () if self.stops.is_found else tuple(new)
-        text = self.stops.push(text)
-        self.said += text
-        self.calls += new
-        return ReplyText(text, calls=new) if text or new else None
-
-    def _rest(self) -> str:
-        return "" if self.stops.is_found else self.stops.waiting
-
-
-class _TokenProbabilities:
-    """Divides an answer's tokens and their log-probabilities among the pieces of its text."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._next = session.seen  # position of the next token
-        self._waiting: deque[tuple[int, str, float]] = deque()
-        self._generated = 0  # characters
-        self._has_begun = False
-
-    def complete(self, text: str, end: int) -> tuple[tuple[str, float], ...]:
-        """Text and log-probability of each token that ends in `text`, the answer's next piece.
-
-        `end` is the index in the whole reply at which it ends; the tokens before it are dropped.
-        """
-        self._has_begun |= bool(text)
-        for row in self._session.tokens(range(self._next, self._session.seen)):
-            self._generated += len(row.text)
-            self._waiting.append((self._generated, row.text, -(row.surprisal or 0.0)))
-        self._next = self._session.seen
-        tokens = []
-        while self._waiting and self._waiting[0][0] <= end:
-            at, said, value = self._waiting.popleft()
-            if at > end - len(text):
-                tokens.append((said, value))
-        return tuple(tokens)
-
-    def rest(self) -> tuple[tuple[str, float], ...]:
-        """Text and log-probability of each token that `complete` has not returned yet."""
-        return tuple((text, value) for _, text, value in self._waiting if self._has_begun)
+    return ReplyEnd("", usage, memory)

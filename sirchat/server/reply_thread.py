@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from sirchat.engine.generation import Generation, StepResult, step
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.fields import RequestError
+from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import Parts, ReplyEnd, ReplyOptions, ReplyText, generate_reply
-from sirchat.server.requests import RequestError
+from sirchat.server.replies import Parts, generate_reply
 
 Sent = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -22,121 +19,26 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
-from sirchat.server.rule import MANY, READ_AS, TAKEN, is_taken
-from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import is_deep
-
-MOST_BYTES = 16 * 2**20  # of a request's body
-MOST_MESSAGES = 10_000
+from sirchat.server.fields import (
+    MOST_MESSAGES,
+    CallId,
+    Fields,
+    FunctionName,
+    Json,
+    Name,
+    RequestError,
+    join_text_parts,
+    make_request,
+)
+from sirchat.server.rule import MANY, READ_AS
 
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
-
-# Anthropic's names of errors, by their status; others are `invalid_request_error` or `api_error`.
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_MOST_PROMPTS, _MOST_LOGPROBS = 64, 20
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-# The parts of a message's content that are read, and where each has its text.
 _NO_RESULT = "no result"
 _IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
-_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-
-class RequestError(Exception):
-    """A request can't be answered; `body` is the JSON of the response, as OpenAI writes errors."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.headers = headers or {}
-
-    def body_at(self, path: str, client: str = "") -> dict[str, Any]:
-        """The JSON of the response at a path, as its API has it, to a `client` (`User-Agent`)."""
-        if path.endswith(("/messages", "/count_tokens")):
-            usual = "invalid_request_error" if self.status < 500 else "api_error"
-            error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
-            return {"type": "error", "error": error}
-        # Providers of the AI SDK read an object at Ollama's paths, too, and show no text.
-        is_text = path.startswith("/api/") and "ai-sdk/" not in client
-        return {"error": str(self)} if is_text else self.body
-
-
-def refuse_deep_nesting(value: Any) -> Any:
-    """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
-    if is_deep(value):
-        raise PydanticCustomError("deep", "lists and objects are nested too deeply")
-    return value
-
-
-def join_text_parts(content: Any) -> Any:
-    """Join a list of text parts to one text; return all else unchanged.
-
-    Raises PydanticCustomError for other parts, and for fields of a part that can't be had.
-    """
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        name = _PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-        if name is None or not isinstance(part.get(name), str):
-            raise PydanticCustomError("content", "only text is read: no images, audio or files")
-        for field in set(part) - {"type", name}:
-            if not is_taken("item", field, part[field]):
-                raise PydanticCustomError("content", f"{field} of a part is not supported")
-        texts.append(part[name])
-    return "\n".join(texts)
-
-
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
-CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/=+@~-]{1,256}$")]
-Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
-
-
-class Fields(BaseModel):
-    """Base class of requests and their items; fields that these do not define are as in `rule`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[str] = "item"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_the_rule(cls, given: Any) -> Any:
-        """The fields that have an effect, and those to refuse."""
-        if not isinstance(given, dict):
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {}
-        for name, value in given.items():
-            is_known, meant = name in known, value
-            if is_known and cls.place == "request" and isinstance(value, int | str):
-                meant = READ_AS.get(name, {}).get(value, value)
-            elif is_known and isinstance(value, float) and value.is_integer():
-                is_whole = cls.model_fields[name].annotation == int | None
-                meant = int(value) if is_whole else value
-            if not (meant is None if is_known else is_taken(cls.place, name, value)):
-                kept[name] = meant
-        return kept
-
-    def check(self) -> None:
-        """Raise RequestError if the values of some fields contradict each other."""
 
 
 class FunctionCall(Fields):
@@ -161,7 +63,7 @@ class FunctionFields(Fields):
 
     name: FunctionName
     description: str | None = None
-    parameters: Json = {"type": "object", "properties": {}}
+    parameters: Json = Field(default={"type": "object", "properties": {}})
     strict: bool | None = None
 
     @field_validator("parameters")
@@ -377,6 +279,8 @@ class ReplyRequest(Fields):
     ] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    n: int = Field(default=1, ge=1, le=8)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], float] = Field(default={})
     num_ctx: int | None = None  # the budget, but at most the model's context
     sirchat: RequestMemory = RequestMemory()
 
@@ -399,11 +303,18 @@ class TextRequest(ReplyRequest):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
     prompt: Annotated[
-        str,
-        BeforeValidator(
-            lambda text: text[0] if isinstance(text, list) and len(text) == 1 else text
-        ),
-    ] = Field(min_length=1)
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        Field(min_length=1, max_length=_MOST_PROMPTS),
+    ]
+    logprobs: Annotated[
+        int | None, BeforeValidator(lambda given: given if given is not False else None)
+    ] = Field(default=None, ge=0, le=_MOST_LOGPROBS)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likeliest tokens are told for each one; None: no log-probabilities."""
+        return self.logprobs
 
 
 class ChatRequest(ReplyRequest):
@@ -412,6 +323,7 @@ class ChatRequest(ReplyRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
     logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=_MOST_LOGPROBS)
     tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -427,6 +339,11 @@ class ChatRequest(ReplyRequest):
         limit, reasoning = self.max_completion_tokens, sorted(self._reasoning - {"on"}) or ["on"]
         own = {"max_new_tokens": limit} if limit else {}
         return super().settings() | own | ({"reasoning": reasoning[0]} if self._reasoning else {})
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likeliest tokens are told for each one; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def _reasoning(self) -> set[str]:
@@ -479,6 +396,8 @@ class ChatRequest(ReplyRequest):
         others = self.model_fields_set - {"messages", "stream", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
         if self.prefill is not None and (self.called_tools or self.logprobs):
@@ -519,7 +438,7 @@ class TokenizeRequest(Fields):
         if len(texts) + (self.messages is not None) != 1:
             raise RequestError("give one of content, prompt and messages", param="content")
         if self.messages is None:
-            return make_request(TextRequest, {"model": self.model, "prompt": texts[0]})
+            return make_request(TextRequest, {"model": self.model, "prompt": texts})
         fields = {"messages": self.messages, "tools": self.tools}
         return make_request(ChatRequest, {"model": self.model, **fields})
 
@@ -530,53 +449,6 @@ class DetokenizeRequest(Fields):
     place = "request"
     model: str | None = None
     tokens: list[int] = Field(max_length=10**6)
-
-
-Request = TypeVar("Request", bound=Fields)
-
-
-def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse the JSON body of a request of this kind; RequestError for the first problem."""
-    try:
-        given = json.loads(body, parse_float=_number, parse_constant=_number)
-        if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
-            given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
-    except (ValueError, RecursionError):
-        raise RequestError("the request's body is not JSON") from None
-    if not isinstance(given, dict):
-        raise RequestError("the request's body is not a JSON object")
-    return make_request(kind, given)
-
-
-def _number(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise RequestError(f"the request has the number {text[:30]}; allowed: finite numbers")
-    return number
-
-
-def make_request(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """Make a request of this kind from its fields; RequestError names the first wrong field."""
-    try:
-        request = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error) from None
-    request.check()
-    return request
-
-
-def _refusal(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False)[0]
-    names = [str(name) for name in first["loc"] if not str(name).startswith("literal[")]
-    place, value = ".".join(names), format_value(first["input"])
-    if first["type"] == "extra_forbidden":
-        values = TAKEN.get(("request", names[-1])) if len(names) < 3 else None
-        problem, code = f"{place} is not supported", "unsupported_parameter"
-        if values:
-            allowed = " or ".join(map(format_value, values))
-            problem, code = f"{place} can't be {value}; allowed: {allowed}", "unsupported_value"
-        return RequestError(problem, param=place, code=code)
-    shown = "" if first["type"] == "missing" else f" (not {value})"
-    return RequestError(f"{place}: {first['msg']}{shown}", param=place)
 
 
 def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

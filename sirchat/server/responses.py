@@ -16,27 +16,29 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.errors import format_value
 from sirchat.server.completions import Parts, collect_reply, server_sent_event
-from sirchat.server.replies import ReplyEnd, ReplyText
-from sirchat.server.requests import (
+from sirchat.server.fields import (
     MOST_MESSAGES,
-    CallFields,
     CallId,
+    Fields,
+    FunctionName,
+    Json,
+    Name,
+    RequestError,
+    join_text_parts,
+    make_request,
+)
+from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.requests import (
+    CallFields,
     ChatMessage,
     ChatRequest,
     ConversationName,
     Effort,
-    Fields,
     FunctionCall,
     FunctionFields,
-    FunctionName,
     HostedTool,
-    Json,
-    Name,
-    RequestError,
     RequestMemory,
     ToolName,
-    join_text_parts,
-    make_request,
     notes_on_tools,
 )
 from sirchat.server.rule import MANY

@@ -20,9 +20,10 @@ from sirchat.chat.events import Event, to_json
 from sirchat.memory.policies import policy_names
 from sirchat.server.access import read_body
 from sirchat.server.conversation import ServedConversation
+from sirchat.server.fields import RequestError, parse_request
 from sirchat.server.pool import ConversationPool
 from sirchat.server.reply_thread import ReplyThread
-from sirchat.server.requests import MemorySettings, RequestError, parse_request
+from sirchat.server.requests import MemorySettings
 
 _FRESH = {"Cache-Control": "no-store"}
 

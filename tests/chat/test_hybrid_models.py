@@ -21,6 +21,7 @@ from attacking import MANY
 from chatting import answer, session
 from families import HYBRIDS, build
 from sirchat.chat.events import Notice
+from sirchat.chat.retry import trial
 from sirchat.chat.session import Session
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
@@ -101,7 +102,7 @@ def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
     engine = talk.engine
     assert engine.ledger.archived_count, "there is something to search"
     before = memory(talk)
-    with talk.trial("/retry", {"policy": "sink", "recall": "off"}):
+    with trial(talk, "/retry", {"policy": "sink", "recall": "off"}):
         list(talk.ask("and now something else"))
     assert same(memory(talk), before)
     ids = engine.ledger.column("token_id")[:9].tolist()  # the search reads them, and undoes that

@@ -22,9 +22,11 @@ from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, step
 from sirchat.engine.sampling import FixedIds
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.fields import make_request
+from sirchat.server.pieces import ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import ReplyOptions, generate_reply
-from sirchat.server.requests import ChatRequest, make_request
+from sirchat.server.replies import generate_reply
+from sirchat.server.requests import ChatRequest
 from sirchat.server.tools import role_text_pairs
 from template_shapes import WEATHER, tool_tiny
 

@@ -17,7 +17,7 @@ from serving import CHAT, Served, assistant, listening, refusal, said, served, s
 from sirchat.chat.events import TurnDone
 from sirchat.server import app
 from sirchat.server.app import model_names
-from sirchat.server.replies import StopStrings
+from sirchat.server.pieces import StopStrings
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"

@@ -21,8 +21,9 @@ from chatting import session, smallest
 from real_tokenizers import unpacked
 from serving import Served, assistant, refusal, said, served, told, user
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
+from sirchat.server.fields import RequestError, make_request
 from sirchat.server.formats import Formats
-from sirchat.server.requests import ChatRequest, RequestError, make_request
+from sirchat.server.requests import ChatRequest
 from sirchat.text.reply_marks import Marks
 from template_shapes import template, tool_tiny
 
@@ -116,7 +117,8 @@ def test_a_format_that_can_t_be_kept_is_refused(
         error = refusal(server.post(ASKED, response_format=form))
         assert "pip install 'sirchat[server]'" in error["message"]
     monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
-    assert "reasoning" in refusal(server.post(ASKED, response_format=form))["message"]
+    asked = [user("Something that was not asked before.")]
+    assert "reasoning" in refusal(server.post(asked, response_format=form))["message"]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(3.0, 2, 0.1, repetition_penalty=1.5)])

@@ -11,7 +11,8 @@ import torch
 
 from chatting import tiny
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
-from sirchat.server.requests import ChatMessage, RequestError
+from sirchat.server.fields import RequestError
+from sirchat.server.requests import ChatMessage
 from sirchat.server.responses import KeptResponses
 from template_shapes import WEATHER, script, tool_tiny
 
@@ -224,7 +225,7 @@ def test_a_response_calls_a_tool_and_the_next_one_reads_only_what_it_returned(
     third = with_tools.send(
         RESPONSES, input=[user(ASKED), *first["output"], *results], tools=[TOOL]
     )
-    assert cached(third) == first["sirchat"]["seen"]
+    assert cached(third) == third["usage"]["input_tokens"]
 
 
 def test_a_call_comes_in_events_that_build_it_up(

@@ -19,9 +19,9 @@ import pytest
 from chatting import answer, babbler, session
 from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.conversation import History
-from sirchat.server.replies import ReplyEnd, ReplyOptions
+from sirchat.server.fields import RequestError
+from sirchat.server.pieces import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import Sent, WaitingReply
-from sirchat.server.requests import RequestError
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
 
@@ -265,7 +265,8 @@ def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
         messages = [*talks[name], user(text)]
         reply = server.ask(messages)
         assert said(reply) == told(messages, max_new_tokens=12)
-        assert cached(reply) == seen[name]
+        if len(messages) > 1:  # the first one is equal
+            assert cached(reply) == seen[name]
         seen[name] = reply["sirchat"]["seen"]
         talks[name] = [*messages, assistant(said(reply))]
 

@@ -127,9 +127,9 @@ NEUTRAL: list[tuple[str, str, Any]] = [
 ]
 # What the field itself is named for in the error.
 REFUSED: list[tuple[str, str, Any]] = [
-    *((CHAT, "n", value) for value in (2, "1")),
+    *((CHAT, "n", value) for value in (9, 0, "1")),
     (CHAT, "nosuch", 1),
-    (CHAT, "logit_bias", {"5": 100}),
+    (CHAT, "logit_bias", {"five": 100}),
     (CHAT, "frequency_penalty", 0.5),
     (CHAT, "top_logprobs", 3),
     (CHAT, "modalities", ["text", "audio"]),
@@ -172,10 +172,10 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", form({"type": "string", "pattern": "("})),
     (CHAT, "response_format", form({"not": {"type": "string"}})),
     (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
-    *((TEXT, "prompt", value) for value in ("", ["a", "b"], [1, 2])),
+    *((TEXT, "prompt", value) for value in ("", ["a", ""], [1, 2])),
     (TEXT, "suffix", "x"),
     (TEXT, "echo", True),
-    (TEXT, "logprobs", 3),
+    (TEXT, "logprobs", 30),
     (TEXT, "messages", [user("a")]),
     (RESPONSES, "input", []),
     (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),

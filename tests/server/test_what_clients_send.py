@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from serving import Served, assistant, cached, refusal, said, served, system, user
 from sirchat.engine.sampling import Continued
-from sirchat.server.requests import ChatRequest, RequestError, make_request
+from sirchat.server.fields import RequestError, make_request
+from sirchat.server.requests import ChatRequest
 from sirchat.text.tool_calls import CallParser
 from template_shapes import WEATHER, script, tool_tiny
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sirchat.chat.events import TurnDone
+from sirchat.chat.retry import trial
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.lab.studies.by_question import Measured, mean_difference, mean_of, per_question
@@ -186,7 +187,7 @@ class ReadChat:
         recall.update()
         # With `recall_n`, the best passages fill the room, also under `focus`.
         more = {"budget": budget, "recall_n": max(counts), "focus": "off"}
-        with session.trial("eval", more):
+        with trial(session, "eval", more):
             for question in self.questions():
                 turn = session.template.user(question.text)
                 for count in counts if question.sources else ():
