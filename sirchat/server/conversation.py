@@ -102,6 +102,7 @@ class ServedConversation:
             where that is more than the server's; else 0.
         saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether it is being answered or saved.
+        is_saving: whether it is being saved.
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
             conversation is dropped.
         is_outdated: whether the file lacks the newest part, because writing it failed.
@@ -126,6 +127,7 @@ class ServedConversation:
     least_budget: int = 0
     saving: Autosave | None = None
     is_busy: bool = False
+    is_saving: bool = False
     is_exact: bool = True
     is_outdated: bool = False
     origin: str = ""
@@ -202,7 +204,7 @@ class ServedConversation:
     def fitness(self, history: History) -> tuple[int, bool, bool]:
         """How well this conversation suits to continue `history`; a greater tuple is better."""
         shared = self.count_shared(history)
-        return shared, shared == len(self.roles), not self.is_busy
+        return shared, not self.is_busy, shared == len(self.roles)
 
     def is_answered_again(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""

@@ -14,6 +14,7 @@ from sirchat.chat.events import Event
 from sirchat.chat.rereading import copied_beginning
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
@@ -98,7 +99,7 @@ class ConversationPool:
         if best is None or not shared:
             return self._begin_use(self._asked_again(history) or self._new(history))
         if best.is_busy:
-            return None
+            return self._begin_use(self._fork_of_busy(best, shared))
         return self._begin_use(self._rewind(best, history, shared) or self._new(history))
 
     def find(self, ident: str) -> ServedConversation:
@@ -161,7 +162,7 @@ class ConversationPool:
         """
 
         def free() -> None:
-            conversation.is_busy = False
+            conversation.is_busy = conversation.is_saving = False
             then()
 
         conversation.kept, conversation.continued_by = {}, None  # of a request that was refused
@@ -175,6 +176,7 @@ class ConversationPool:
         elif self._disk is None:
             free()
         else:
+            conversation.is_saving = True
             self._disk.save(conversation, free)
 
     def end(self) -> None:
@@ -212,6 +214,25 @@ class ConversationPool:
                 held.is_again = True
                 return held
         return None
+
+    def _fork_of_busy(self, busy: ServedConversation, shared: int) -> ServedConversation | None:
+        """A copy of a conversation that is answering, with the first `shared` messages it has read.
+
+        None if it is only being saved, which takes no time, or if there is no room for a copy.
+        """
+        is_within = busy.kept or busy.is_again or busy.continued_by
+        if busy.is_saving or is_within or not self._make_room(besides=busy):
+            return None
+        said = [turn.role for turn in busy.session.turns if not turn.is_left_out].count("user")
+        more = said - busy.roles.count("user")  # messages that are being read, or answered
+        if (copy := busy.copy()) is None:
+            return None
+        try:
+            for _ in range(more):
+                copy.session.undo(keep_pins=True)
+        except UndoError:
+            return None
+        return copy if copy.undo_to(shared) else None
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""
