@@ -266,6 +266,13 @@ class ServedConversation:
         return True
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the keys and values take: those held, and those archived in RAM."""
+        engine = self.session.engine
+        sizes = engine.store.archive.bytes_by_device()
+        return engine.cache.nbytes + sum(sizes.values()) - sizes["disk"]
+
+    @property
     def first(self) -> str:
         """The beginning of the first user message, on one line."""
         return first_words(self.session.turns)

@@ -5,6 +5,7 @@ A request continues the conversation that has read the longest prefix of the req
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
+from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
@@ -30,7 +32,8 @@ class ConversationPool:
     """The conversations of one model; at most `limit` of them are in memory.
 
     When a place is needed, the conversation used longest ago leaves memory, for `disk` if there is
-    one. `profile` has the settings of each new conversation; `reuse` is as in `Limits`.
+    one; so it does if all take more than half of the memory that was free. `profile` has the
+    settings of each new conversation; `reuse` is as in `Limits`.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class ConversationPool:
         self.profile = profile
         self.limit = limit
         self._disk, self._reuse = disk, reuse
+        free = free_memory()
+        self._most_bytes = math.inf if free is None else free // 2
         self._held: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation | None:
@@ -149,6 +154,7 @@ class ConversationPool:
                 "messages": len(each.roles),
                 "busy": isinstance(each, ServedConversation) and each.is_busy,
                 "in_memory": isinstance(each, ServedConversation),
+                "bytes": each.nbytes if isinstance(each, ServedConversation) else 0,
             }
             for each in reversed(both)
         ]
@@ -314,6 +320,9 @@ class ConversationPool:
             self._held.append(conversation)
             conversation.is_busy = True
             if self._disk is not None:
+                while sum(held.nbytes for held in self._held) > self._most_bytes:
+                    if not self._let_one_leave():
+                        break
                 self._disk.prune(self._held)
         return conversation
 
@@ -330,8 +339,10 @@ class ConversationPool:
 
         Neither a busy conversation nor `besides` leaves.
         """
-        if len(self._held) < self.limit:
-            return True
+        return len(self._held) < self.limit or self._let_one_leave(besides)
+
+    def _let_one_leave(self, besides: ServedConversation | None = None) -> bool:
+        """Let the conversation used longest ago leave memory; False if all are in use."""
         idle = (each for each in self._held if not each.is_busy and each is not besides)
         if (leaving := next(idle, None)) is None:
             return False

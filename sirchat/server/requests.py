@@ -468,8 +468,7 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         elif role == "tool":
             waiting.discard(message.tool_call_id or "")
         elif role == "user" and waiting:
-            for call in sorted(waiting):
-                turns.append(ChatMessage(role="tool", content=_NO_RESULT, tool_call_id=call))
+            turns += _without_result(waiting)
             waiting.clear()
         waiting |= {call.id for call in message.tool_calls}
         text, calls = message.text, message.tool_calls
@@ -489,7 +488,13 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             )
         )
         is_system = message.role == "system"
-    return turns
+    return [*turns, *_without_result(waiting)] if turns[-1].role == "tool" else turns
+
+
+def _without_result(calls: Iterable[str]) -> list[ChatMessage]:
+    return [
+        ChatMessage(role="tool", content=_NO_RESULT, tool_call_id=call) for call in sorted(calls)
+    ]
 
 
 def _check_calls(turns: Sequence[ChatMessage]) -> None:

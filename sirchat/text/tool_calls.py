@@ -205,7 +205,8 @@ class CallParser:
         """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
         calls: list[ToolCall] = []
         left = written.strip().removeprefix(PYTHON).strip()
-        left = fenced[1] if (fenced := _FENCED.fullmatch(left)) else left
+        if fenced := _FENCED.fullmatch(left):
+            left = fenced[1]
         values: list[Any] = other_calls(left, self._schemas)
         left = "" if values else left
         while left:
@@ -223,6 +224,8 @@ class CallParser:
             if isinstance(arguments, str):
                 arguments = _parse_arguments(arguments)
             if not isinstance(name, str) or not isinstance(arguments, dict):
+                return False
+            if fenced and set(call) != {"name", "arguments"}:  # such as one with its result
                 return False
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False

@@ -228,3 +228,21 @@ def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
     first, second = memory
     assert second["id"] == first["id"]
     assert second["cached"] == first["seen"]
+
+
+def test_conversations_leave_for_the_disk_if_they_take_too_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each takes is told: the held tokens, and those archived in memory."""
+    with served(policy="full", max_new_tokens=4, folder=tmp_path) as server:
+        server.ask([user("Hello!")])
+        (alone,) = server.client.get("/v1/sirchat/sessions").json()["data"]
+    assert alone["bytes"] > 0
+    most = 4 * alone["bytes"]
+    monkeypatch.setattr("sirchat.server.pool.free_memory", lambda: most)
+    with served(policy="full", max_new_tokens=4, folder=tmp_path / "b") as server:
+        for number in range(6):
+            server.ask([user(f"The number is {number}.")])
+        told = server.client.get("/v1/sirchat/sessions").json()["data"]
+    assert len(told) == 6
+    assert 0 < sum(one["in_memory"] for one in told) < 4

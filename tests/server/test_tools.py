@@ -179,6 +179,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_of_them_by_a_text_if_it_i
 ARGUMENTS = {"city": "Oslo"}
 ONE = json.dumps({"name": "weather", "arguments": ARGUMENTS})
 LLAMA = ONE.replace("arguments", "parameters")
+ANSWERED = f'```json\n{ONE[:-1]}, "response": "Rain."}}\n```'  # no other call
 
 
 @pytest.mark.parametrize(
@@ -199,8 +200,10 @@ LLAMA = ONE.replace("arguments", "parameters")
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', 0),
         (f"{LLAMA} is how to call it", f"{LLAMA} is how to call it", 0),
         (f"It is {LLAMA}", f"It is {LLAMA}", 0),
-        (f"```json\n{LLAMA}\n```", "", 1),
-        (f"```json\n{LLAMA}\n```\nSo?", f"```json\n{LLAMA}\n```\nSo?", 0),
+        (f"```json\n{ONE}\n```", "", 1),
+        (f"```json\n{ONE}\n```\nSo?", f"```json\n{ONE}\n```\nSo?", 0),
+        (ANSWERED, ANSWERED, 0),
+        ("```json\n5\n```", "```json\n5\n```", 0),
         ('```json\n{"city": "Oslo"}\n```', '```json\n{"city": "Oslo"}\n```', 0),
         (f"So: ```json\n{LLAMA}\n```", f"So: ```json\n{LLAMA}\n```", 0),
         ("a <b> < tool\n", "a <b> < tool\n", 0),
