@@ -173,11 +173,12 @@ class ServedConversation:
         """How many messages of `history` need not be read again; the last one always must."""
         return count_shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
 
-    def continued(self, history: History) -> History:
+    def continued(self, history: History, found: int) -> History:
         """A history that goes on here by this conversation's name, with all messages before.
 
         Of those that the client sends, the first ones may be the last ones here: it may send only
-        what is new, or a window. If it sends the chat from its beginning, `history` itself.
+        what is new, or a window. If it sends the chat from its beginning, or if more of it is
+        `found` here than a window would have, `history` itself.
         """
         sent, size = history.marks, len(self.marks)
         if not self.roles or (len(sent) > 1 and sent[0] == self.marks[0]):
@@ -191,6 +192,8 @@ class ServedConversation:
         is_again = 0 < before <= asked and [*sent] == self.marks[asked - before : asked + 1]
         if is_again and self.session.undo_points:  # another reply to the last message
             end, same = asked, before
+        if found > same:
+            return history
         texts = (self.session.turns[at].text for at in self.turn_numbers)
         said = (*zip(self.roles[:end], texts, strict=False), *said[same:])
         has_prompt = history.system is not None or history.tools

@@ -65,8 +65,10 @@ class ConversationPool:
             named = self._load(saved)
         if named is not None and named.is_busy:
             return None
-        if named is not None and (own := named.continued(history)) is not history:
-            return self._begin_use(self._go_on(named, own))
+        if named is not None:
+            found = matched(named.keys, named.marks, history, is_sure=True)
+            if (own := named.continued(history, len(found))) is not history:
+                return self._begin_use(self._go_on(named, own))
         taken = self._take_by_messages(history)
         if taken is not None and history.name:
             if named is not None:

@@ -51,6 +51,20 @@ def test_a_client_may_send_what_is_new_a_window_or_all(window: int) -> None:
         assert len(idents) == 1
 
 
+def test_a_client_that_changes_what_it_said_has_only_that_read_again() -> None:
+    """Its first message, for example, after each round."""
+    with served(policy="full", max_new_tokens=6) as one:
+        messages: list[Message] = []
+        for number in range(8):
+            messages.append(user(f"{number} is a number."))
+            changed = [user(f"Cleared {number}."), *messages[1:]] if number else messages
+            reply = talk(one, changed)
+            assert reply["usage"]["prompt_tokens"] - cached(reply) < 50
+            assert reply["usage"]["prompt_tokens"] < 60 + 30 * number
+            messages.append(assistant(said(reply)))
+        assert len(one.client.get("/v1/sirchat/sessions").json()["data"]) == 1
+
+
 def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> None:
     with served(policy="full", max_new_tokens=6) as one:
         talk(one, [user(ANNA)])
