@@ -217,8 +217,9 @@ class ConversationPool:
     def _asked_again(self, history: History) -> ServedConversation | None:
         """A conversation with the one message of `history` alone, for another reply to it."""
         for held in reversed(self._held):
-            is_own = held.settings.keys() - {"pin_system"}  # for its own client alone
-            if held.has_answered(history) and not (held.is_busy or is_own or held.name):
+            is_changed = bool(held.settings.keys() - {"pin_system"}) or held.is_edited
+            is_own = is_changed or held.name != history.name  # for its own client alone
+            if held.has_answered(history) and not (held.is_busy or is_own):
                 held.is_again = True
                 return held
         return None
