@@ -217,13 +217,16 @@ class Session:
         reply: Reply | None = None,
         allowed: Allowed | None = None,
         turn: OpenTurn | None = None,
+        *,
+        is_undoable: bool = False,
     ) -> OpenReply:
         """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
 
-        The caller generates it by `OpenReply.events`, or by `step` with those of other sessions.
+        The caller generates it by `OpenReply.events`, or by `step` with those of other sessions. If
+        it `is_undoable`, `undo_reply` can take it back.
         """
         profile, closing = self.profile, self.template.closing
-        can_go_back = turn is None and profile.archive != "off" and self.undo_points
+        can_go_back = is_undoable and profile.archive != "off" and self.undo_points
         before = state_now(self.state, self.engine) if can_go_back else None
         turn = turn or self._open_turn("assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)

@@ -70,11 +70,11 @@ class Sampler:
         if self._allowed is None:
             return self._choose(logits, said_ids, position)
         limits = self._allowed(self._picked)
-        if limits.dtype == torch.bool:
-            limits = torch.zeros(len(limits)).masked_fill(~limits, -math.inf)
-        if limits.max() == -math.inf:
+        is_mask = limits.dtype == torch.bool
+        if not (limits if is_mask else limits > -math.inf).any():
             raise ModelError("no token may follow in the format of this reply")
-        allowed = logits.float() + to_device([limits], logits.device)[0]
+        (by,) = to_device([~limits if is_mask else limits], logits.device)
+        allowed = logits.masked_fill(by, -math.inf) if is_mask else logits.float() + by
         self._picked.append(self._choose(allowed, said_ids, position))
         return self._picked[-1]
 

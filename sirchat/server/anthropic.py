@@ -24,7 +24,6 @@ from sirchat.server.requests import (
     HostedTool,
     RequestMemory,
     ThinkingOptions,
-    notes_on_tools,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -122,11 +121,6 @@ class CountRequest(Fields):
     output_config: OutputOptions = OutputOptions()
     output_format: OutputFormat | None = None
     sirchat: RequestMemory = RequestMemory()
-
-    @property
-    def notes(self) -> list[str]:
-        """What of the request can't be had."""
-        return notes_on_tools(self.tools)
 
     def as_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""

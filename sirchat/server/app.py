@@ -44,12 +44,14 @@ from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
+    LONGEST_NAME,
     ChatRequest,
     DetokenizeRequest,
     OwnSession,
     ReplyRequest,
     TextRequest,
     TokenizeRequest,
+    notes_on_tools,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.rule import nearest
@@ -69,7 +71,6 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_LONGEST_NAME = 256  # of a conversation, in a header
 _SILENT = 1.0  # seconds in which a stream has at least one byte
 _FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
@@ -185,7 +186,7 @@ class ChatServer:
     async def _create_message(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), MessagesRequest)
         shape = MessageShape(self.model)
-        return await self._answer(request, asked.as_request(), shape, asked.notes)
+        return await self._answer(request, asked.as_request(), shape, notes_on_tools(asked.tools))
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
@@ -218,7 +219,8 @@ class ChatServer:
         asked = self._responses.with_items(given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
-        return await self._answer(request, asked.as_chat_request(before), shape, asked.notes)
+        chat, notes = asked.as_chat_request(before), notes_on_tools(asked.tools)
+        return await self._answer(request, chat, shape, notes)
 
     async def _find_response(self, request: Request) -> Response:
         ident = request.path_params["id"]
@@ -253,7 +255,7 @@ class ChatServer:
         self._check_name(asked.model)
         options = self._options(asked)
         options.notes.extend(notes)
-        name = request.headers.get("X-Sirchat-Conversation", "")[:_LONGEST_NAME]
+        name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
         if isinstance(asked, TextRequest):
             histories = [History.of_single_message("text", prompt) for prompt in asked.prompt]
         else:

@@ -21,10 +21,12 @@ async def collect_replies(parts: Parts) -> tuple[list[tuple[ReplyText, str]], Re
     """Wait for all parts; returns each reply, its texts joined to one, and its finish; the end."""
     *said, end = [part async for part in parts]
     assert isinstance(end, ReplyEnd)
-    pieces = [part for part in said if isinstance(part, ReplyText)]
+    pieces = [list[ReplyText]() for _ in range(end.choice + 1)]
+    for part in said:
+        assert isinstance(part, ReplyText)
+        pieces[part.choice].append(part)
     replies = list[tuple[ReplyText, str]]()
-    for choice in range(end.choice + 1):
-        own = [piece for piece in pieces if piece.choice == choice]
+    for own in pieces:
         whole = ReplyText(
             "".join(piece.text for piece in own),
             tuple(token for piece in own for token in piece.tokens),

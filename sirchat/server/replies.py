@@ -340,7 +340,9 @@ def _generate(
     """Generate a reply, and yield all its parts but the last."""
     pieces.begin()
     done = None
-    with session.begin_reply(lambda: gone() or pieces.has_ended, reply, allowed) as opened:
+    with session.begin_reply(
+        lambda: gone() or pieces.has_ended, reply, allowed, is_undoable=True
+    ) as opened:
         while not opened.is_over():
             pieces.note_logits()
             stepped = yield opened.generation

@@ -32,6 +32,8 @@ from sirchat.server.fields import (
 )
 from sirchat.server.rule import MANY, READ_AS
 
+LONGEST_NAME = 256  # of a conversation
+
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
 _MOST_PROMPTS, _MOST_LOGPROBS = 64, 20
@@ -228,7 +230,7 @@ class MemorySettings(Fields):
         return self.model_dump(exclude_none=True)
 
 
-ConversationName = Annotated[str, Field(min_length=1, max_length=256)]
+ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 class RequestMemory(MemorySettings):

@@ -39,7 +39,6 @@ from sirchat.server.requests import (
     HostedTool,
     RequestMemory,
     ToolName,
-    notes_on_tools,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -280,11 +279,6 @@ class ResponsesRequest(Fields):
         ConversationName | None,
         BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
     ] = None
-
-    @property
-    def notes(self) -> list[str]:
-        """What of the request can't be had."""
-        return notes_on_tools(self.tools)
 
     def as_chat_request(self, before: list[ChatMessage]) -> ChatRequest:
         """A chat request: messages `before`, then those given; RequestError if not possible."""
