@@ -70,6 +70,10 @@ class History:
         marks = tuple(key_after(b"", role, text) for role, text in read)
         return cls(system, read, tuple(keys), marks, tools, reuse=reuse, name=name)
 
+    def may_use(self, name: str) -> bool:
+        """Whether a conversation of this name may go on with this; "": one without a name."""
+        return name in ("", self.name)
+
     @classmethod
     def of_single_message(cls, role: str, text: str, profile: Profile | None = None) -> History:
         """The history of one message that is in no conversation: random keys match no others.

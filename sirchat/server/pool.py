@@ -59,7 +59,7 @@ class ConversationPool:
         """
         named = next((held for held in self._held if history.name == held.name != ""), None)
         away = self._disk.all if self._disk is not None and history.name and named is None else []
-        if saved := next((each for each in away if each.name == history.name), None):
+        if saved := next((each for each in reversed(away) if each.name == history.name), None):
             if not self._make_room():
                 return None
             named = self._load(saved)
@@ -87,7 +87,8 @@ class ConversationPool:
     def _take_by_messages(self, history: History) -> ServedConversation | None:
         """As `take`, by what the messages have in common with those of a conversation."""
         is_exact = (history.reuse or self._reuse) == "exact"
-        able = (held for held in reversed(self._held) if not (is_exact and held.is_edited))
+        own = (held for held in reversed(self._held) if history.may_use(held.name))
+        able = (held for held in own if not (is_exact and held.is_edited))
         best = max(able, key=lambda held: held.fitness(history), default=None)
         shared = 0 if best is None else best.count_shared(history)
         disk = self._disk
@@ -264,13 +265,13 @@ class ConversationPool:
             is_sure = history.name == held.name != ""
             found = matched(held.keys, held.marks, history, is_sure=is_sure)
             left = unread(history, found, held.keys[0] == history.keys[0])
-            if found and left < most and can_edit(held.session):
+            if found and left < most and can_edit(held.session) and history.may_use(held.name):
                 best, kept, most = held, found, left
         for saved in () if self._disk is None else reversed(self._disk.all):
             is_sure = history.name == saved.name != ""
             found = matched(saved.keys, saved.marks, history, is_sure=is_sure)
             left = unread(history, found, saved.keys[0] == history.keys[0])
-            if found and left < most and self._can_edit:
+            if found and left < most and self._can_edit and history.may_use(saved.name):
                 away, kept, most = saved, found, left
         if away is None:
             return best, kept

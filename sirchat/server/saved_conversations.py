@@ -148,12 +148,12 @@ class SavedConversations:
     ) -> SavedConversation | None:
         """The entry whose conversation has read most messages of `history`, without undo.
 
-        None if no conversation has read more than `shared` messages of it; `is_exact`: edited ones
-        do not count.
+        None if no conversation has read more than `shared` messages of it. Those of another name do
+        not count; `is_exact`: nor do edited ones.
         """
         best = None
         for saved in reversed(self.all):
-            if is_exact and saved.is_edited:
+            if not history.may_use(saved.name) or (is_exact and saved.is_edited):
                 continue
             count = count_shared_messages(saved.keys, saved.roles, history, 0)
             if count > shared:
