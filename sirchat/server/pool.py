@@ -23,6 +23,12 @@ from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
+# Settings that a request may change for its reply alone.
+OF_REPLIES = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_window", "seed"),
+    *("max_new_tokens", "reasoning", "lookup"),
+)
+
 
 class BusyError(Exception):
     """A conversation is in use, or memory has no place for another; to be tried again later."""
@@ -237,6 +243,8 @@ class ConversationPool:
         more = said - busy.roles.count("user")  # messages that are being read, or answered
         if (copy := busy.copy()) is None:
             return None
+        usual = {name: getattr(self.profile, name) for name in OF_REPLIES}
+        copy.session.note_profile(copy.session.profile.model_copy(update=usual))
         try:
             for _ in range(more):
                 copy.session.undo(keep_pins=True)

@@ -88,7 +88,7 @@ class HostedTool(Fields):
     """A tool that only a service runs, or only its models know: it is left out."""
 
     model_config = ConfigDict(extra="allow")
-    type: str
+    type: Name  # a header says which are left out
 
 
 def notes_on_tools(tools: Iterable[Any]) -> list[str]:

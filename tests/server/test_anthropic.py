@@ -182,6 +182,8 @@ def test_counted_tokens_are_those_that_are_read(messages: list[Any], fields: Any
         ({"model": "other"}, 404, "not_found_error"),
         ({"max_tokens": 0}, 400, "invalid_request_error"),
         ({"top_k": "many"}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "日本", "name": "a"}]}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "a\r\nSet-Cookie: b", "name": "a"}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, None),
     ],
 )

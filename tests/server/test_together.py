@@ -277,7 +277,7 @@ def test_a_fork_begins_while_the_conversation_answers(policy: str) -> None:
     """From the middle of a reply, in a copy that goes back to before its message."""
     begun = [("user", TEXTS[1]), ("assistant", "Hello, Tom."), ("user", TEXTS[2])]
     histories = [History.of(None, [*begun[:2], ("user", text)]) for text in ("Well?", "And you?")]
-    with served(babbler(), policy=policy, budget=32, seed=3) as server:
+    with served(babbler(), policy=policy, budget=32, seed=3, max_new_tokens=16) as server:
         parts, thread = SimpleQueue[tuple[int, Sent]](), server.server.replies
         server.send(CHAT, messages=[user(TEXTS[1])], max_tokens=4)
 
@@ -296,6 +296,10 @@ def test_a_fork_begins_while_the_conversation_answers(policy: str) -> None:
                 is_forked = True
                 submit(1, 12)
         assert ends == [1, 0]
+        # The fork goes on under the server's settings, not those of the reply that was under way.
+        said = [user(TEXTS[1]), assistant("Hello, Tom."), user("And you?"), assistant(texts[1])]
+        later = server.send(CHAT, messages=[*said, user("Why?")])
+        assert 0 < later["usage"]["completion_tokens"] <= 16
     with served(babbler(), policy=policy, budget=32, seed=3) as server:
         parts, thread = SimpleQueue[tuple[int, Sent]](), server.server.replies
         submit(1, 12)
