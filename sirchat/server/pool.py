@@ -24,7 +24,7 @@ from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
 # Settings that a request may change for its reply alone.
-OF_REPLIES = (
+_OF_REPLIES = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_window", "seed"),
     *("max_new_tokens", "reasoning", "lookup"),
 )
@@ -243,7 +243,7 @@ class ConversationPool:
         more = said - busy.roles.count("user")  # messages that are being read, or answered
         if (copy := busy.copy()) is None:
             return None
-        usual = {name: getattr(self.profile, name) for name in OF_REPLIES}
+        usual = {name: getattr(self.profile, name) for name in _OF_REPLIES}
         copy.session.note_profile(copy.session.profile.model_copy(update=usual))
         try:
             for _ in range(more):
