@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.models.shape import free_memory
 from sirchat.text.tool_calls import CLOSE as CALL_END
 from sirchat.text.transcript import CLOSE, OPEN
 
@@ -93,8 +92,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     needed = len(turn.ids) + session.profile.max_new_tokens
     if needed <= session.engine.evictor.divide_budget().evictable:
         return
-    budget = session.budget_for(needed) or session.model.context_length
-    if (free := free_memory()) is not None:
-        budget = min(budget, free // 2 // session.model.row_bytes)
+    most = session.model.most_rows
+    budget = min(session.budget_for(needed) or most, most)
     if budget > session.budget:
         session.switch("ask", budget=budget)

@@ -17,7 +17,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
 from sirchat.models import background
-from sirchat.models.shape import hides_avx512
+from sirchat.models.shape import free_memory, hides_avx512
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -68,6 +68,11 @@ def free_bytes(device: torch.device) -> int:
         return int(torch.mps.recommended_max_memory())
     free: int = torch.get_device_module(device).mem_get_info(device)[0]
     return free
+
+
+def free_at(device: torch.device) -> int | None:
+    """Bytes of memory that can still be taken where the device has it; None if that is unknown."""
+    return free_memory() if device.type == "cpu" else free_bytes(device)
 
 
 def is_spread(module: Any) -> bool:

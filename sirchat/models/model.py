@@ -29,6 +29,7 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import (
     DtypeName,
+    free_at,
     input_device,
     is_spread,
     pick_dtype,
@@ -303,6 +304,13 @@ class LoadedModel:
         cache = self.new_cache(1)
         self.forward([0], cache)
         return cache.nbytes // cache.capacity
+
+    @property
+    def most_rows(self) -> int:
+        """Tokens of a KV cache that takes at most half of the free memory, within the context."""
+        free = free_at(self.device)
+        within = self.context_length if free is None else free // 2 // self.row_bytes
+        return min(self.context_length, within)
 
     @cached_property
     def decode_step(self) -> DecodeStep | CapturedStep | None:

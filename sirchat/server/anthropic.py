@@ -130,12 +130,14 @@ class CountRequest(Fields):
         choice: Any = self.tool_choice.type.replace("any", "required")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        effort = self.output_config.effort if thinks else None  # else it is one of the answer
         fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
             "tools": [tool.tool() for tool in self.tools if isinstance(tool, AnthropicTool)],
             "tool_choice": choice,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "reasoning_effort": (self.output_config.effort or "").replace("max", "xhigh"),
+            "reasoning_effort": (effort or "").replace("max", "xhigh"),
         }
         if wanted := self.output_config.format or self.output_format:
             schema = {"name": "format", "schema": wanted.schema_}

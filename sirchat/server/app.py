@@ -71,6 +71,7 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
+_MOST_TOLD = 1000  # different notes
 _SILENT = 1.0  # seconds in which a stream has at least one byte
 _FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
@@ -278,7 +279,7 @@ class ChatServer:
         """The header that says what is not quite as the request asked; the log says it once."""
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
-        self._told |= set(notes)
+        self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
     def _history(self, asked: ReplyRequest, name: str = "") -> History:

@@ -193,16 +193,20 @@ class ServedConversation:
         sizes = range(min(size, len(sent) - 1), -1, -1)
         end, same = size, next(n for n in sizes if [*sent[:n]] == self.marks[size - n :])
         asked, before = self._last_question, len(sent) - 1
-        is_again = 0 < before <= asked and [*sent] == self.marks[asked - before : asked + 1]
-        if is_again and self.session.undo_points:  # another reply to the last message
-            end, same = asked, before
+        if 0 < before <= asked and [*sent] == self.marks[asked - before : asked + 1]:
+            end, same = asked, before  # another reply to the last message
         if found > same:
             return history
+        # Calls and results are read again, if need be, as the texts that the session has of them.
+        roles = ("assistant" if role == "calls" else role for role in self.roles[:end])
         texts = (self.session.turns[at].text for at in self.turn_numbers)
-        said = (*zip(self.roles[:end], texts, strict=False), *said[same:])
+        said = (*zip(roles, texts, strict=False), *said[same:])
         has_prompt = history.system is not None or history.tools
         is_new = has_prompt and history.keys[0] != self.keys[0] and can_edit(self.session)
-        keys = [history.keys[0]] if is_new else self.keys[: end + 1]
+        if history.system is None:  # the one before stays
+            history = replace(history, system=self.session.profile.system)
+        first = History.of(history.system, (), history.tools).keys
+        keys = [*first] if is_new and first[0] != self.keys[0] else self.keys[: end + 1]
         for role, text in said[len(keys) - 1 :]:
             keys.append(key_after(keys[-1], role, text))
         marks = (*self.marks[:end], *sent[same:])

@@ -84,9 +84,10 @@ class ConversationPool:
 
     def _go_on(self, named: ServedConversation, history: History) -> ServedConversation:
         """The conversation, with the messages that `history` has before its new ones."""
-        named.undo_to(min(len(named.marks), len(history.marks) - 1))
+        named.is_again = named.has_answered(history)
         if history.keys[0] != named.keys[0]:  # with another system prompt, or other tools
-            named.kept, named.is_edited = {at: at for at in range(len(named.marks))}, True
+            before = min(len(named.marks), len(history.marks) - 1)
+            named.kept, named.is_edited = {at: at for at in range(before)}, True
         named.continued_by = history
         return named
 

@@ -22,7 +22,6 @@ from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.models.model import LoadedModel
-from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
@@ -58,7 +57,6 @@ def generate_reply(
     """
     history = conversation.continued_by or history
     session, whole = conversation.session, conversation.session.seen  # of whole messages
-    cached = whole - len(session.ledger.left_out)
     memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
     if memory and memory["budget"] < conversation.least_budget:
         memory["budget"] = conversation.least_budget
@@ -77,17 +75,21 @@ def generate_reply(
                 note = f"budget is {session.budget}, for the system prompt and tools{how}"
                 options.notes.append(note)
             allowed = None if options.format is None else options.format(session)
+            if options.count > 1 and session.profile.archive == "off":
+                raise RequestError("several replies can't be had with --archive off", param="n")
+            reply = _begun_reply(session, options.prefill) if options.prefill else None
             if not conversation.roles and session.seen:
                 _check_beginning(conversation, history)
-                cached = whole = session.seen
+            is_again = conversation.is_again and conversation.undo_reply()
+            goes_back = conversation.continued_by is not None and not is_again
+            if goes_back and not conversation.undo_to(len(history.messages) - 1):
+                _begin_anew(conversation, history)
+            whole = session.seen
+            cached = whole - len(session.ledger.left_out)
             if conversation.kept:
                 whole = -1  # a failure within leaves a part of this
                 cached = yield from _take_over(conversation, history)
                 whole = session.seen
-            is_again = conversation.is_again and conversation.undo_reply()
-            if conversation.is_again:
-                whole = session.seen
-                cached = whole - len(session.ledger.left_out)
             options.headers["X-Sirchat-Reused"] = str(cached)
             for (role, text), (following, _) in pairwise(
                 history.messages[len(conversation.roles) :]
@@ -99,7 +101,7 @@ def generate_reply(
                 if gone():
                     conversation.undo_last_question()
                     return
-            own = gone, cached, allowed
+            own = gone, cached, allowed, reply
             yield from _answer(conversation, history, options, *own, is_again=is_again)
         except (ContextFullError, SettingError, RequestError):
             # Most of these errors are raised before anything of the message is read.
@@ -145,12 +147,20 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
     except (SettingError, ContextFullError):  # it may fit without what was pinned or left out
         parts = []
     if not parts:
-        session.note_profile(session.profile.model_copy(update={"system": history.system}))
-        conversation.begin_anew()
+        _begin_anew(conversation, history)
         before = 0
     conversation.kept = {}
     conversation.become(history, len(conversation.turn_numbers))
     return before - len(session.ledger.left_out)
+
+
+def _begin_anew(conversation: ServedConversation, history: History) -> None:
+    """Forget all messages; the system prompt is that of `history`."""
+    session = conversation.session
+    session.note_profile(session.profile.model_copy(update={"system": history.system}))
+    conversation.begin_anew()
+    conversation.become(history, 0)
+    conversation.kept = {}
 
 
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
@@ -167,9 +177,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= room:
         return
-    size, most = len(prompt.ids), session.model.context_length
-    if (free := free_memory()) is not None:
-        most = min(most, free // 2 // session.model.row_bytes)
+    size, most = len(prompt.ids), session.model.most_rows
     if size * _LEAST_ROOM > most:
         problem = f"system prompt and tools take {size} tokens, which needs a budget of "
         problem += f"{int(size * _LEAST_ROOM)}; here, at most {most} can be had: send fewer tools"
@@ -277,10 +285,11 @@ def _answer(
     gone: Interrupted,
     cached: int,
     allowed: Allowed | None,
+    reply: Reply | None,
     *,
     is_again: bool,
 ) -> Parts:
-    """Read the last message, unless it `is_again` answered, and reply.
+    """Read the last message, unless it `is_again` answered, and reply; `reply` has begun already.
 
     `cached` tokens had been read before this request.
     """
@@ -292,9 +301,6 @@ def _answer(
         if options.holds_all:
             raise_budget_for(session, text)
         notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-    if options.count > 1 and session.profile.archive == "off":
-        raise RequestError("several replies can't be had with --archive off", param="n")
-    reply = _begun_reply(session, options.prefill) if options.prefill else None
     pieces, said, is_read = Pieces(session, options, plain), 0, True
     if not is_again:
         for event in session.read_question(text, gone, given=given):

@@ -29,6 +29,7 @@ from sirchat.server.fields import (
     RequestError,
     join_text_parts,
     make_request,
+    refuse_deep_nesting,
 )
 from sirchat.server.rule import MANY, READ_AS
 
@@ -89,6 +90,11 @@ class HostedTool(Fields):
 
     model_config = ConfigDict(extra="allow")
     type: Name  # a header says which are left out
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_deep(cls, given: Any) -> Any:
+        return refuse_deep_nesting(given)
 
 
 def notes_on_tools(tools: Iterable[Any]) -> list[str]:

@@ -58,7 +58,7 @@ _MOST_CHARACTERS = 2**26  # in all responses that are kept
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
 _SHOWN = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
-    *("store", "parallel_tool_calls", "tool_choice", "tools"),
+    *("store", "parallel_tool_calls", "tools"),
 }
 
 _Messages = list[ChatMessage]
@@ -172,6 +172,7 @@ class NamedFunction(ToolName):
     """The field `tool_choice`, if it names the tool that the reply must call."""
 
     type: Literal["function", "custom"]
+    namespace: Name | None = None
 
 
 class TextFormat(Fields):
@@ -287,7 +288,8 @@ class ResponsesRequest(Fields):
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         choice: Any = self.tool_choice
         if not isinstance(choice, str):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            name = _within(choice.namespace, choice.name)
+            choice = {"type": "function", "function": {"name": name}}
         fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
             "tools": [
@@ -318,7 +320,7 @@ class KeptResponses:
         """Keep a response: the messages `before` its request, and those of request and reply."""
         texts = [message.text for message in new]  # those of earlier messages are shared
         texts += [call.function.arguments for message in new for call in message.tool_calls]
-        size = sum(map(len, texts))
+        size = sum(map(len, texts)) + len(json.dumps(response))
         self._kept[response["id"]] = [*before, *new], size, response
         self._items |= {item["id"]: item for item in response["output"]}
         self._size += size
@@ -384,6 +386,7 @@ class ResponsesShape:
         }
         self._common = {
             **asked.model_dump(include=_SHOWN),
+            **asked.model_dump(include={"tool_choice"}, exclude_none=True),
             "id": self._id,
             "object": "response",
             "created_at": int(time.time()),

@@ -46,7 +46,8 @@ _ROWS: list[tuple[str, str, tuple[Any, ...] | None]] = [
     ("request", "verbosity", ("medium",)),
     ("request", "web_search_options", ()),
     ("item", "id index status phase created_at cache_control citations annotations logprobs", None),
-    ("item", "timestamp is_error", None),
+    ("item", "timestamp is_error display eager_input_streaming defer_loading", None),
+    ("item", "allowed_callers input_examples", None),
     ("item", "parsed parsed_arguments encrypted_content reasoning thinking", None),
     ("item", "reasoning_content reasoning_details thinking_blocks provider_specific_fields", None),
 ]

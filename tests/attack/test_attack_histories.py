@@ -60,10 +60,34 @@ def check(server: Served, messages: list[Message], reply: Any) -> None:
         assert (np.diff(column) >= 0).all()
 
 
+def go_on_by_name(draw: Random, server: Served, name: str, named: dict[str, list[Message]]) -> None:
+    """Send all messages, the newest, or one; or ask for another reply to the last."""
+    messages = [*named[name], user(f"{text(draw)} {len(named[name])}")]
+    if len(messages) > 4 and draw.random() < 0.2:
+        messages = messages[:-2]
+        sent = messages[-2:]
+    else:
+        sent = messages[draw.choice([0, 0, -1, -1, -3, -5]) :]
+    prompt = draw.choice([None, None, None, "Be kind.", f"Now {text(draw)}", LONG])
+    response = server.post(
+        sent if prompt is None else [system(prompt), *sent],
+        sirchat={"conversation": name},
+        **({"tools": [TOOL], "tool_choice": "none"} if draw.random() < 0.1 else {}),
+    )
+    if response.status_code == 400:
+        assert "budget" in response.text or "context" in response.text
+        return
+    assert response.status_code == 200, response.text
+    said = response.json()["choices"][0]["message"]["content"]
+    check(server, messages, response.json())
+    named[name] = [*messages, assistant(said)]
+
+
 def act(draw: Random) -> None:
     policy, archive = draw.choice(POLICIES), draw.choice(["ram", "ram", "disk", "off"])
     folder = Path(tempfile.mkdtemp())
     talks: list[list[Message]] = [[]]
+    named: dict[str, list[Message]] = {"one": [], "two": []}  # each by its name
     settings: dict[str, Any] = {
         "policy": policy,
         "budget": 2048 if policy == "full" else draw.choice([96, 128, 256, 512]),
@@ -78,6 +102,9 @@ def act(draw: Random) -> None:
     }
     with served(tool_tiny(), **settings) as server:
         for step in range(draw.randint(4, 14)):
+            if settings["folder"] is not None and draw.random() < 0.3:  # else it can be dropped
+                go_on_by_name(draw, server, draw.choice([*named]), named)
+                continue
             before = draw.choice(talks)
             messages = [*changed(draw, before), user(text(draw))]
             prompt = draw.choice([None, None, "Be kind.", f"It is {step}. {text(draw)}", LONG])

@@ -161,6 +161,30 @@ def test_tool_choices_are_those_of_chats(choice: Any, wanted: tuple[str, bool]) 
 
 
 @pytest.mark.parametrize(
+    ("thinking", "wanted"),
+    [
+        (None, None),
+        ({"type": "disabled"}, "off"),
+        ({"type": "adaptive", "display": "summarized"}, "high"),
+        ({"type": "enabled", "budget_tokens": 2000}, "high"),
+    ],
+)
+def test_effort_is_one_of_reasoning_only_where_the_model_reasons(
+    thinking: Any, wanted: str | None
+) -> None:
+    fields = {} if thinking is None else {"thinking": thinking}
+    asked = MessagesRequest(**body(output_config={"effort": "high"}, **fields)).as_request()
+    asked.check()
+    assert asked.settings().get("reasoning") == wanted
+
+
+def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> None:
+    more = {"eager_input_streaming": True, "defer_loading": True, "input_examples": [{"a": 1}]}
+    tool = TOOL | more | {"allowed_callers": ["direct"]}
+    assert server.send(PATH, **body(tools=[tool]))["type"] == "message"
+
+
+@pytest.mark.parametrize(
     ("messages", "fields"),
     [
         (ASKED, {}),

@@ -16,6 +16,8 @@ ANNA, NAME, AGAIN = (
     "And where do I live?",
 )
 
+WRONG = {"name": "wrong", "schema": {"type": "nothing"}}
+
 
 def talk(server: Served, messages: list[Any], name: str | None = "mine", **fields: Any) -> Any:
     own = {} if name is None else {"sirchat": {"conversation": name}}
@@ -73,6 +75,17 @@ def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> No
         assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
         window = [assistant(said(first)), user("Go on.")]
         third = talk(one, window)  # the last reply is wanted again
+        assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+
+
+def test_a_reply_from_before_a_restart_is_replaced_too(tmp_path: Path) -> None:
+    """It can't be undone, so the messages before it are read again."""
+    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+        first = talk(one, [system("Be kind."), user(ANNA)], temperature=0)
+        second = talk(one, [user(NAME)], temperature=0)
+    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+        third = talk(one, [assistant(said(first)), user(NAME)], temperature=0)
+        assert said(third) == said(second)
         assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
 
 
@@ -166,3 +179,63 @@ def test_without_the_name_nothing_of_it_is_used() -> None:
         talk(one, [user(ANNA)])
         other = talk(one, [user(NAME)], None)
         assert cached(other) == 0
+
+
+def test_calls_are_read_again_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+        script(monkeypatch, [call, "It rains.", "Yes.", "No."])
+        first = talk(one, [user("Weather?")], tools=[WEATHER])
+        (made,) = first["choices"][0]["message"]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "rain"}
+        asked = {"role": "assistant", "content": None, "tool_calls": [made]}
+        talk(one, [user("Weather?"), asked, result], tools=[WEATHER])
+        monkeypatch.setattr("sirchat.server.replies.edited", lambda *_: [])
+        third = talk(one, [system("Be brief."), user("Sure?")])
+        assert said(third) == "Yes."
+        assert cached(third) == 0
+        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
+        text = "".join(row["text"] for row in shown["rows"])
+        for part in ("Be brief.", "Oslo", "rain", "It rains.", "Sure?"):
+            assert part in text
+
+
+def test_other_tools_leave_the_system_prompt_that_was_not_sent_again() -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=6) as one:
+        first = talk(one, [system("Be brief and kind."), user(ANNA)])
+        second = talk(one, [user(NAME)], tools=[WEATHER])
+        third = talk(one, [user(AGAIN)], tools=[WEATHER])
+        assert cached(third) == second["sirchat"]["seen"]
+        assert third["sirchat"]["id"] == first["sirchat"]["id"]
+        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
+        text = "".join(row["text"] for row in shown["rows"])
+        assert text.count("Be brief and kind.") == 1
+        assert "weather" in text
+
+
+@pytest.mark.parametrize("name", ["mine", None])
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": WRONG}},
+        {"n": 2, "archive": "off"},
+        {"budget": 9},
+    ],
+)
+def test_a_refused_request_for_another_reply_leaves_the_one_before(
+    name: str | None, refused: dict[str, Any]
+) -> None:
+    wanted = dict(refused)
+    archive, budget = wanted.pop("archive", "ram"), wanted.pop("budget", None)
+    memory = {"conversation": name} if name else {}
+    memory |= {"budget": budget} if budget else {}
+    settings: Any = {"policy": "salience", "archive": archive, "recall": "off"}
+    with served(max_new_tokens=6, **settings) as one:
+        messages: list[Any] = [user(ANNA)]
+        messages.append(assistant(said(talk(one, messages, name))))
+        messages.append(user(NAME))
+        first = talk(one, messages, name)
+        assert one.post(messages[1:] if name else messages, sirchat=memory, **wanted).is_error
+        messages += [assistant(said(first)), user(AGAIN)]
+        after = talk(one, messages, name)
+        assert cached(after) == first["sirchat"]["seen"]

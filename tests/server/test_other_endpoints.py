@@ -13,7 +13,7 @@ from chatting import tiny
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.fields import RequestError
 from sirchat.server.requests import ChatMessage
-from sirchat.server.responses import KeptResponses
+from sirchat.server.responses import KeptResponses, ResponsesRequest
 from template_shapes import WEATHER, script, tool_tiny
 
 RESPONSES = "/v1/responses"
@@ -146,6 +146,11 @@ def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
     assert kept.messages("1001")
     with pytest.raises(RequestError):
         kept.messages("1")
+    long = {"output": [], "instructions": "a" * 2**25}  # counts as much as messages do
+    for ident in ("long", "longer"):
+        kept.add([], [], {"id": ident, **long})
+    with pytest.raises(RequestError):
+        kept.find("long")
 
 
 def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
@@ -279,14 +284,23 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     events = streamed(with_tools, input=history, tools=tools)
     (use,) = events[-1]["response"]["output"]
     assert (use["type"], use["name"], use["input"]) == ("custom_tool_call", "patch", 'a "b"')
+    named = {"type": "function", "namespace": "away", "name": "weather"}
+    choosing = {"input": ASKED, "tools": tools, "tool_choice": named}
+    built = ResponsesRequest.model_validate(choosing).as_chat_request([])
+    assert [one.name for one in built.called_tools] == ["away.weather"]
     assert "response.custom_tool_call_input.done" in [one["type"] for one in events]
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
     last = with_tools.send(RESPONSES, input=[*history, use, done], tools=tools)
     assert cached(last) == events[-1]["response"]["sirchat"]["seen"]
 
 
-def test_tools_of_unknown_kinds_are_refused(with_tools: Served) -> None:
-    body = {"model": "tiny", "input": ASKED, "tools": [{"type": "functoin", "name": "f"}]}
+def test_tools_of_unknown_kinds_or_nested_deeply_are_refused(with_tools: Served) -> None:
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    body = {"model": "tiny", "input": ASKED, "tools": [{"type": "web_search", "filters": deep}]}
+    assert "deep" in refusal(with_tools.client.post(RESPONSES, json=body))["message"]
+    body["tools"] = [{"type": "functoin", "name": "f"}]
     assert "tools" in refusal(with_tools.client.post(RESPONSES, json=body))["param"]
 
 
