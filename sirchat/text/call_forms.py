@@ -9,29 +9,56 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 _MOST_NESTED = 1000  # brackets that Python's parser gets
 FUNCTION = "<function="  # how a call may begin without tags around it
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
-# A call, with its name and arguments, and an argument, with its name and value. Where a value has
-# the mark of its end in its text, only what may follow tells which one ends it.
+# What stands around calls: tags, which some models have as control tokens.
+TAGS = {
+    "<tool_call>": "</tool_call>",
+    "<minimax:tool_call>": "</minimax:tool_call>",
+    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
+}
+_INVOKE = "<(?:｜DSML｜)?invoke name="
+_PARAMETER = "(?:｜DSML｜)?parameter"
+
+# A call, with its name and what it gets, and an argument, with its name and value. Where a value
+# has the mark of its end in its text, only what may follow tells which one ends it.
 _FORMS = [
     (re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL))
     for call, argument in (
-        (  # Qwen3-Coder, Nemotron 3, Seed-OSS
+        (  # Qwen3-Coder, Nemotron 3, Seed-OSS; with JSON in place of arguments Functionary, Llama
             r"\s*<function=([\w.-]+)>(.*?)</function>(?=\s*(?:<function=|\Z))\s*",
-            r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))\s*",
+            r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            r"(?=\s*(?:<parameter=|\Z))\s*",
+        ),
+        (  # MiniMax M2, DeepSeek 3.2
+            rf"\s*{_INVOKE}\"([^\"\n]+)\">(.*?)</(?:｜DSML｜)?invoke>(?=\s*(?:{_INVOKE}|\Z))\s*",
+            rf"\s*<{_PARAMETER} name=\"(?P<name>[^\"\n]+)\"(?: string=\"(?P<is_text>\w+)\")?>"
+            rf"(?P<value>.*?)</{_PARAMETER}>(?=\s*(?:<{_PARAMETER} name=|\Z))\s*",
         ),
         (  # GLM 4.5 to 4.7
             r"\s*([\w.-]{1,64}+)\s*(<arg_key>.*|)\Z",
-            r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))\s*",
+            r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+            r"(?=\s*(?:<arg_key>|\Z))\s*",
         ),
     )
 ]
-_BEGINNINGS = re.compile(r"\s*+(?:<function=|[\w.-]{1,64}+\s*+<arg_key>)")
+_BEGINNINGS = re.compile(rf"\s*+(?:<function=|{_INVOKE}|[\w.-]{{1,64}}+\s*+<arg_key>)")
+_GEMMA = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")  # before the arguments of a call of Gemma 4
+_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around a list of calls of LFM2
+# In a call of Gemma 4: its name, a text, or what stands before a colon.
+_UNQUOTED = re.compile(
+    rf'({_GEMMA.pattern})|<\|"\|>(.*?)<\|"\|>|(?<=[{{,])([^{{}}\[\],:<"]+)(?=:)', re.DOTALL
+)
+# In Python: a text, or a name, which may have a hyphen or be a word of Python's own.
+_NAMES = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|([^\W\d][\w.-]*)(?=\s*[(=])""", re.DOTALL
+)
 
 
 def _finite(written: str) -> float | None:
@@ -65,17 +92,42 @@ def other_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     return _python_calls(text)
 
 
+def marked_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
+    """The calls in a text with control tokens that is no JSON; [] if there are none."""
+    if _GEMMA.search(text):
+        return list(_gemma_calls(text))
+    return [call for part in _BETWEEN.split(text) for call in other_calls(part.strip(), tools)]
+
+
+def _gemma_calls(text: str) -> Iterator[dict[str, Any]]:
+    """The calls of Gemma 4, such as `call:weather{city:<|"|>Oslo<|"|>,days:3}`."""
+    written = _UNQUOTED.sub(lambda part: part[1] or json.dumps(part[4] or part[3]), text)
+    at = 0
+    while call := _GEMMA.search(written, at):
+        try:
+            arguments, at = JSON.raw_decode(written, call.end())
+        except (ValueError, RecursionError):
+            return
+        yield {"name": call["name"], "arguments": arguments}
+
+
 def _arguments(
     form: re.Pattern[str], text: str, schema: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call; None if the text has others than these."""
     found, at, known = dict[str, Any](), 0, schema.get("properties")
     known = known if isinstance(known, dict) else {}
+    if text.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            given = JSON.decode(text)
+            return given if isinstance(given, dict) else None
     while at < len(text.rstrip()):
         if (argument := form.match(text, at)) is None:
             return None
-        name = argument[1].strip()
-        found[name], at = _typed(argument[2], known.get(name, {})), argument.end()
+        parts = argument.groupdict()
+        kind = {"true": {"type": "string"}, "false": {}}.get(parts.get("is_text") or "")
+        name, at = parts["name"].strip(), argument.end()
+        found[name] = _typed(parts["value"], known.get(name, {}) if kind is None else kind)
     return found
 
 
@@ -104,21 +156,28 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
     """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`."""
     if text[:1] != "[" or sum(map(text.count, "[({")) > _MOST_NESTED:
         return []
+    names = list[str]()
+
+    def numbered(part: re.Match[str]) -> str:
+        names.extend([part[2]] * (part[1] is None))
+        return part[1] or f"n{len(names) - 1}"
+
     try:
-        made: Any = ast.parse(text, mode="eval").body
+        made: Any = ast.parse(_NAMES.sub(numbered, text), mode="eval").body
         return [
-            {"name": ast.unparse(call.func), "arguments": _keywords(call)} for call in made.elts
+            {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
+            for call in made.elts
         ]
     except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
         return []
 
 
-def _keywords(call: Any) -> Any:
+def _keywords(call: Any, names: Sequence[str]) -> Any:
     """The arguments of a call in Python, as JSON has them; ValueError if one has no name."""
     if call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("an argument without a name")
-    found = {one.arg: ast.literal_eval(_FromJson().visit(one.value)) for one in call.keywords}
-    return JSON.decode(json.dumps(found))
+    given = [(names[int(one.arg[1:])], _FromJson().visit(one.value)) for one in call.keywords]
+    return JSON.decode(json.dumps({name: ast.literal_eval(value) for name, value in given}))
 
 
 class _FromJson(ast.NodeTransformer):

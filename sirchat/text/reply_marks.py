@@ -37,6 +37,12 @@ _TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>)|.*\w.*[:\]>]\Z")
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
+_OPENS = re.compile("start|begin", re.IGNORECASE)
+_WHOLE = re.compile(
+    r"text|turn|sentence|sequence|document|message|header|role|prompt|inst|utterance|im_|\A<s>"
+    r"|\A<\|(start|begin)\|>",
+    re.IGNORECASE,
+)
 CONTROL = re.compile(f"{START}([^{END}]*){END}")
 _UNIT = re.compile(rf"{START}[^{END}]*{END}|<[^<>\s]+>|\[[^\[\]\s]+\]|◁[^◁▷\s]+▷|.", re.DOTALL)
 _LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{END}]*\Z")
@@ -223,6 +229,20 @@ def _after(header: list[str], text: str) -> str:
     """What is left of the text after the units with which both it and `header` begin."""
     units = _units(text)
     return "".join(units[shared(header, units) :])
+
+
+def paired(names: Collection[str]) -> set[str]:
+    """Of names of control tokens, those that open and close a part within a text, such as a box.
+
+    The pairs around a whole text, a turn or a header are none of these.
+    """
+    found = set[str]()
+    for name in names:
+        closing = _OPENS.sub(lambda word: "END" if word[0].isupper() else "end", name)
+        closing = re.sub(r"\A([<\[])(?=\w)", r"\1/", name) if closing == name else closing
+        if closing != name and closing in names and not _WHOLE.search(name):
+            found |= {name, closing}
+    return found
 
 
 def shared(left: Sequence[object], right: Sequence[object]) -> int:

@@ -28,6 +28,7 @@ from sirchat.text.reply_marks import (
     Switches,
     find_marks,
     find_switches,
+    paired,
     shared,
 )
 from sirchat.text.reply_parts import ReplyStream
@@ -361,14 +362,14 @@ class Template:
 
     @property
     def _unused_controls(self) -> set[int]:
-        """Control tokens that the template never uses, or only at the chat's start."""
+        """Control tokens without a use in replies: no template has them, or only at its start."""
         used = {
             *self._render(STUB_HISTORY, prompt=False),
             *self._render([STUB_QUESTION], prompt=True),
         }
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
-        known = self._tokenizer.added_tokens_decoder
-        used |= {i for i in self._control if known[i].content in source}
+        within = paired(self.controls.values())
+        used |= {i for i, name in self.controls.items() if name in source or name in within}
         return set(self._control - (used - {self._tokenizer.bos_token_id}))
 
     @property

@@ -8,16 +8,23 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.text.call_forms import FUNCTION, JSON, Schemas, begins_call, other_calls
-from sirchat.text.control_tokens import START
-from sirchat.text.reply_marks import CONTROL
+from sirchat.text.call_forms import (
+    FUNCTION,
+    JSON,
+    TAGS,
+    Schemas,
+    begins_call,
+    marked_calls,
+    other_calls,
+)
 from sirchat.text.text_file import without_surrogates
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = next(iter(TAGS.items()))
 PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
 # What a call in tags is up to its CLOSE, which may also stand in a text of its arguments.
 _INSIDE = re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{CLOSE[1:]}))*', re.DOTALL)
+_TAG = re.compile("|".join(TAGS))
 _BARE = '{"name"'  # how a call without tags begins
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -45,7 +52,7 @@ class ToolCall:
 class CallParser:
     """Separates the calls of tools in a reply from its text, while the reply is generated.
 
-    Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
+    Either calls stand in `TAGS`, as Hermes and Qwen write each, or the whole reply consists of
     calls, as with Llama; then it may stand between the fences of a code block.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
@@ -95,7 +102,7 @@ class CallParser:
 
     def holds(self, text: str) -> bool:
         """Whether `text` of calls is held back, since they stand between control tokens."""
-        if self._marked == "" and text.startswith(OPEN):
+        if self._marked == "" and _TAG.match(text):
             self._marked = None  # they have tags
         if self._marked is not None:
             self._marked += text
@@ -110,8 +117,8 @@ class CallParser:
         if self.has_ended:
             self.is_cut = bool(left.strip())
             return "", []
-        if left.startswith(OPEN):
-            is_call = self._add(left.removeprefix(OPEN))
+        if tag := _TAG.match(left):
+            is_call = self._add(left[tag.end() :])
         else:
             is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
@@ -121,17 +128,16 @@ class CallParser:
         begun = left.strip()
         is_bare = _begins(begun.removeprefix(PYTHON).strip(), _BARE) or _begins(begun, FUNCTION)
         is_bare = is_bare and not self._has_begun
-        if is_short and begun and (_begins(begun, OPEN) or is_bare):
+        if is_short and begun and (is_bare or any(_begins(begun, tag) for tag in TAGS)):
             left = ""
         return left, self.calls[before:]
 
     def read(self, marked: str, lead: str) -> list[ToolCall]:
-        """The calls in `marked`, a text with marks of control tokens; none if it has others.
+        """The calls in `marked`, a text with control tokens; none if it has others.
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
-        parts = CONTROL.sub(START, marked).split(START)  # between control tokens
-        calls: list[Any] = [c for part in parts for c in other_calls(part.strip(), self._schemas)]
+        calls: list[Any] = marked_calls(marked, self._schemas)
         before = len(self.calls)
         at = done = len(marked) if calls else 0
         while found := re.compile(r"[{\[]").search(marked, at):
@@ -152,38 +158,40 @@ class CallParser:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
         if self.has_ended:
             return None
-        at = self._waiting.find(OPEN)
-        if at > 0:
-            shown, self._waiting = self._waiting[:at], self._waiting[at:]
+        tag = _TAG.search(self._waiting)
+        if tag and tag.start():
+            shown, self._waiting = self._waiting[: tag.start()], self._waiting[tag.start() :]
             return shown.rstrip()
-        if at == 0:
+        if tag:
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
-            inner = self._inside()
+            close = TAGS[tag[0]]
+            inner = self._inside(tag[0], close)
             if inner is None:
                 return None
-            rest = self._waiting[len(OPEN) + len(inner) + len(CLOSE) :]
+            rest = self._waiting[len(tag[0]) + len(inner) + len(close) :]
             is_call = self._add(inner)
             self._waiting = rest.lstrip() if is_call else rest
-            return "" if is_call else f"{OPEN}{inner}{CLOSE}"
-        kept = re.search(r"\s*(<[a-z_]*)?$", self._waiting)
-        size = len(kept[0]) if kept and (not kept[1] or OPEN.startswith(kept[1])) else 0
+            return "" if is_call else f"{tag[0]}{inner}{close}"
+        kept = re.search(r"\s*(<[^<>\s]*)?$", self._waiting)
+        begins = kept and (not kept[1] or any(tag.startswith(kept[1]) for tag in TAGS))
+        size = len(kept[0]) if kept and begins else 0
         shown = self._waiting[: len(self._waiting) - size]
         self._waiting = self._waiting[len(shown) :]
         return shown or None
 
-    def _inside(self) -> str | None:
+    def _inside(self, opening: str, close: str) -> str | None:
         """What stands in the tags of the call that waits; None if it has no end yet."""
-        text = self._waiting.removeprefix(OPEN)
-        if begins_call(text):
-            while (end := text.find(CLOSE, self._tried)) >= 0:
+        text = self._waiting.removeprefix(opening)
+        if begins_call(text) or close != CLOSE:
+            while (end := text.find(close, self._tried)) >= 0:
                 if other_calls(text[:end], self._schemas):
                     self._tried = 0
                     return text[:end]
                 self._tried = end + 1
-            call, _, others = text.partition(CLOSE)
-            if OPEN not in others:
+            call, _, others = text.partition(close)
+            if opening not in others:
                 return None
             self._tried = 0  # the next call begins: this is none
             return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirchat.text.control_tokens import END, START
+from sirchat.text.reply_marks import Marks, plain
+from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.tool_calls import CallParser
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", 1))
@@ -39,6 +42,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "odd": {"properties": None},
 }
+MARKED = f"{START}<minimax:tool_call>{END}"
 # Texts like marks, and what JSON or Python would read as other values.
 _TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=("Cs", "Co")), max_size=12),
@@ -81,38 +85,177 @@ def pairs(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>{name}\n{''.join(told)}</tool_call>"
 
 
-def python(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+def minimax(*calls: Any) -> str:
+    told = "".join(invoke("", "", *call) for call in calls)
+    return f"<minimax:tool_call>\n{told}</minimax:tool_call>"
+
+
+def dsml(*calls: Any) -> str:
+    told = "".join(invoke("｜DSML｜", "is told", *call) for call in calls)
+    return f"<｜DSML｜function_calls>\n{told}</｜DSML｜function_calls>"
+
+
+def invoke(mark: str, kinds: str, name: str, arguments: dict[str, Any]) -> str:
+    told = ""
+    for key, value in arguments.items():
+        kind = f' string="{json.dumps(isinstance(value, str))}"' if kinds else ""
+        told += f'<{mark}parameter name="{key}"{kind}>{_text(value)}</{mark}parameter>\n'
+    return f'<{mark}invoke name="{name}">\n{told}</{mark}invoke>\n'
+
+
+def functionary(*calls: Any) -> str:
+    return "".join(f"<function={name}>{json.dumps(given)}</function>" for name, given in calls)
+
+
+def lfm2(*calls: Any) -> str:
+    """Between control tokens; arguments and tools may have any names."""
+    told = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        for name, given in calls
+    ]
+    start, end = (f"{START}<|tool_call_{side}|>{END}" for side in ("start", "end"))
+    return f"{start}[{', '.join(told)}]{end}"
+
+
+def gemma4(*calls: Any) -> str:
+    opening, closing = (f"{START}{mark}{END}" for mark in ("<|tool_call>", "<tool_call|>"))
+    told = (f"{opening}call:{name}{_braces(given)}{closing}" for name, given in calls)
+    return "".join(told)
+
+
+def _braces(value: Any) -> str:
+    """A value as Gemma 4's template writes it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_braces(of)}" for key, of in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_braces, value)) + "]"
+    quote = f'{START}<|"|>{END}'
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def listed(*calls: Any) -> str:
+    return json.dumps([{"name": name, "arguments": given} for name, given in calls])
+
+
+def each(before: str, between: str, after: str) -> Callable[..., str]:
+    """Calls of which each has a name, and then JSON of its arguments."""
+
+    def write(*calls: Any) -> str:
+        written = (f"{before}{name}{between}{json.dumps(given)}{after}" for name, given in calls)
+        return spelled("".join(written))
+
+    return write
+
+
+def spelled(text: str) -> str:
+    """The text with private-use characters around its control tokens."""
+    return re.sub(r"<\|\w+\|>|<｜[^<>]+｜>|\[[A-Z_]+\]", f"{START}\\g<0>{END}", text)
+
+
+def marks(call: str = "", call_lead: str = "") -> Marks:
+    return Marks("<think>", "</think>", call=spelled(call), call_lead=spelled(call_lead))
+
+
+_SEP = "<｜tool▁sep｜>"
+_BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+# How models write calls, and the marks that are found in their templates.
+FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
+    "hermes, qwen": (
+        lambda *calls: "\n".join(
+            f"<tool_call>\n{listed(call)[1:-1]}\n</tool_call>" for call in calls
+        ),
+        marks(),
+    ),
+    "llama": (lambda *calls: "; ".join(listed(call)[1:-1] for call in calls), marks()),
+    "qwen coder, nemotron": (lambda *calls: "\n".join(xml(*call) for call in calls), marks()),
+    "glm": (lambda *calls: "\n".join(pairs(*call) for call in calls), marks()),
+    "minimax": (minimax, marks()),
+    "minimax, control tokens": (
+        lambda *calls: minimax(*calls).replace("<minimax:tool_call>", MARKED),
+        Marks(call=MARKED),
+    ),
+    "deepseek 3.2": (dsml, marks()),
+    "functionary": (functionary, marks()),
+    "lfm2": (lfm2, marks(call="<|tool_call_start|>")),
+    "gemma 4": (gemma4, Marks(call=f"{START}<|tool_call>{END}")),
+    "mistral": (
+        lambda *calls: spelled("[TOOL_CALLS]") + listed(*calls), marks(call="[TOOL_CALLS]")
+    ),
+    "mistral 3": (
+        each("[TOOL_CALLS]", "[ARGS]", ""),
+        marks(call="[TOOL_CALLS]", call_lead="[TOOL_CALLS]"),
+    ),
+    "deepseek 3": (
+        each(f"{_BEGIN}function{_SEP}", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        marks(call="<｜tool▁calls▁begin｜>", call_lead=_SEP),
+    ),
+    "deepseek 3.1": (
+        each(_BEGIN, _SEP, "<｜tool▁call▁end｜>"),
+        marks(call="<｜tool▁calls▁begin｜>", call_lead="<｜tool▁call▁begin｜>"),
+    ),
+    "phi, granite": (
+        lambda *calls: spelled("<|tool_call|>") + listed(*calls), marks(call="<|tool_call|>")
+    ),
+    "command": (
+        lambda *calls: spelled(f"<|START_ACTION|>{listed(*calls)}<|END_ACTION|>"
+            .replace('"name"', '"tool_name"').replace('"arguments"', '"parameters"')),
+        marks(call="<|START_ACTION|>"),
+    ),
+    "gpt-oss": (
+        each(" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>", "<|call|>"),
+        Marks(
+            spelled("<|channel|>analysis<|message|>"),
+            spelled("<|end|><|start|>assistant"),
+            answer=spelled("<|channel|>final<|message|>"),
+            end=spelled("<|end|>"),
+            call_lead="to=functions.",
+        ),
+    ),
+}  # fmt: skip
+_ALONE = ("functionary", "llama", "gpt-oss")  # a reply is text, or calls
 
 
 def found(parser: CallParser) -> list[tuple[str, dict[str, Any]]]:
     return [(call.name, json.loads(call.arguments)) for call in parser.calls]
 
 
-@pytest.mark.parametrize("form", [xml, pairs])
+def read(parser: CallParser, pieces: list[str], marks: Marks) -> str:
+    """Give the parser a reply as the server does; returns the text that is shown."""
+    parts, shown = PartSplitter(marks, ["<|tool_call>"]), ""
+    for number, piece in enumerate(pieces):
+        for said in parts.push(piece, is_end=number == len(pieces) - 1):
+            if said.part != "thinking" and not (said.part == "call" and parser.holds(said.text)):
+                shown += parser.push(said.text)[0]
+    return shown + parser.rest(plain(marks.call_lead))[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=60 * MANY)
 @given(st.data())
-def test_calls_come_back_however_a_reply_is_divided(
-    form: Callable[[str, dict[str, Any]], str], data: st.DataObject
-) -> None:
-    calls = data.draw(st.lists(_CALLS, min_size=1, max_size=2))
-    lead = data.draw(st.sampled_from(["", "Let me look.\n"]))
-    reply = lead + "\n".join(form(*call) for call in calls)
+def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObject) -> None:
+    """Also behind text, or reasoning that names the mark of a call."""
+    write, marks = FORMS[form]
+    most = 1 if form == "gpt-oss" else 2
+    calls = data.draw(st.lists(_CALLS, min_size=1, max_size=most))
+    leads = [""] if form in _ALONE else ["", "Let me look.\n"]
+    leads += ["<think>\nA <tool_call>?\n</think>\n"] if marks.opening == "<think>" else []
+    lead = data.draw(st.sampled_from(leads))
+    reply = lead + write(*calls)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=6)))
-    parser, shown = CallParser(SCHEMAS, 0), ""
-    for start, end in zip([0, *cuts], [*cuts, len(reply)], strict=True):
-        shown += parser.push(reply[start:end])[0]
-    shown += parser.rest()[0]
-    assert found(parser) == calls
-    assert shown.strip() == lead.strip()
-
-
-@settings(max_examples=60 * MANY)
-@given(st.lists(_CALLS, min_size=1, max_size=3))
-def test_calls_in_a_list_of_python_between_control_tokens_come_back(calls: Any) -> None:
+    cuts = [at for at in cuts if reply[:at].count(START) == reply[:at].count(END)]
+    pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
     parser = CallParser(SCHEMAS, 0)
-    told = ", ".join(python(*call) for call in calls)
-    parser.read(f"{START}<|tool_call_start|>{END}[{told}]", "")
+    shown = read(parser, pieces, marks)
+    assert found(parser) == calls
+    assert shown.strip() == lead.strip() * ("<think>" not in lead)
+
+
+@pytest.mark.parametrize("form", [lfm2, gemma4])
+def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., str]) -> None:
+    calls = [("get-weather.now", {"from": "Oslo (from='x')", "class": -1, "a": [True, None]})]
+    parser = CallParser({"get-weather.now": {}}, 0)
+    mark = form(*calls).partition(END)[0] + END
+    assert read(parser, [form(*calls)], Marks(call=mark)) == ""
     assert found(parser) == calls
 
 
@@ -165,6 +308,7 @@ def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
         "<tool_call>" + "a" * 40_000,
         xml("weather", {"city": "</tool_call> word " * 500}),
         pairs("weather", {"city": "</tool_call> word " * 500}),
+        dsml(("weather", {"city": "</｜DSML｜function_calls> word " * 500})),
     ],
 )
 def test_long_calls_take_no_long_time(text: str) -> None:
@@ -177,9 +321,9 @@ def test_long_calls_take_no_long_time(text: str) -> None:
 
 
 def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
-    parser, end = CallParser(SCHEMAS, 0), f"{START}<|tool_call_end|>{END}"
-    call = f"{START}<|tool_call_start|>{END}[weather(city='Oslo', hot=true)]{end}"
-    parser.read(f"{call}Checking.{call}", "")
+    parser, mark = CallParser(SCHEMAS, 0), f"{START}<|tool_call_start|>{END}"
+    call = f"{mark}[weather(city='Oslo', hot=true)]{mark.replace('start', 'end')}"
+    read(parser, [f"{call}Checking.{call}"], Marks(call=mark))
     assert found(parser) == [("weather", {"city": "Oslo", "hot": True})] * 2
 
 

@@ -179,6 +179,31 @@ def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply() -> None
     assert [name for _, name in stream.bounds] == ["answer", "call"]
 
 
+@pytest.mark.parametrize(
+    ("pair", "is_within"),
+    [
+        (("<|begin_of_box|>", "<|end_of_box|>"), True),
+        (("<|START_ACTION|>", "<|END_ACTION|>"), True),
+        (("<ref>", "</ref>"), True),
+        (("<|begin_of_text|>", "<|end_of_text|>"), False),
+        (("<start_of_turn>", "<end_of_turn>"), False),
+        (("<|endoftext|>", "<|fim_pad|>"), False),
+    ],
+)
+def test_control_tokens_that_no_template_names_end_a_reply_unless_they_stand_around_a_part(
+    pair: tuple[str, str], is_within: bool
+) -> None:
+    it = with_template(chatml(), "chatml")
+    it.add_special_tokens({"additional_special_tokens": [*pair]})
+    made = Template(it)
+    ids = it.convert_tokens_to_ids([*pair])
+    assert {one in made.stop_ids(None) for one in ids} == {not is_within}
+    stream = made.reply_stream()
+    said = [piece for one in it.encode(f"So {pair[0]}7{pair[1]}.") for piece in stream.push_id(one)]
+    if is_within:
+        assert "".join(piece.text for piece in [*said, *stream.flush()]) == "So 7."
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_token_within_a_reply_ends_it(name: str) -> None:
     shape, it = SHAPES[name], shaped(SHAPES[name])
