@@ -163,6 +163,21 @@ def _begin_anew(conversation: ServedConversation, history: History) -> None:
     conversation.kept = {}
 
 
+def _read_anew(
+    conversation: ServedConversation, history: History, gone: Interrupted
+) -> Generator[None]:
+    """Forget all messages, and read those of `history`."""
+    session, said = conversation.session, history.messages
+    _begin_anew(conversation, history)
+    for (role, text), (following, _) in pairwise(said):
+        for _ in _read(session, gone, role, text, following):
+            yield None
+        conversation.add(role, text)
+    text, given = _prepared(session, *said[-1])
+    for _ in session.read_question(text, gone, given=given):
+        yield None
+
+
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
     """Raise the budget, if need be, so that system prompt and tools, which are pinned, fit.
 
@@ -316,7 +331,10 @@ def _answer(
         yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
         if choice < options.count - 1:  # another one to the same message
             yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
-            session.undo_reply()
+            try:
+                session.undo_reply()
+            except LookupError:  # the archive's limit was reached, and a token is lost
+                yield from _read_anew(conversation, history, gone)
             allowed = None if options.format is None else options.format(session)
             pieces = Pieces(session, options, plain)
     if not is_again:

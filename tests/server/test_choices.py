@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatting import tiny
-from serving import Served, assistant, cached, refusal, said, served, system, user
+from serving import Message, Served, assistant, cached, refusal, said, served, system, user
 from template_shapes import WEATHER, script, tool_tiny
 
 TEXT = "/v1/completions"
@@ -150,3 +150,17 @@ def test_a_bias_of_tokens_changes_what_is_said(server: Served) -> None:
 @pytest.mark.parametrize("fields", [{"n": 0}, {"n": 9}, {"logit_bias": {"a": 1}}])
 def test_what_can_not_be_had_is_refused(server: Served, fields: Any) -> None:
     assert refusal(server.post(CHAT, **fields))["param"].startswith(next(iter(fields)))
+
+
+def test_several_replies_are_had_where_the_archive_has_lost_what_was_held() -> None:
+    """All is read again for each; the chat goes on with the last one."""
+    with served(policy="sink", budget=64, max_new_tokens=12, archive_limit="64KiB") as one:
+        messages: list[Message] = []
+        for number in range(5):
+            messages.append(user(f"{number}: Anna walks to the harbour and buys violins for Tom."))
+            reply = one.ask(messages, n=2, temperature=0)
+            first, second = texts(reply)
+            assert first == second
+            messages.append(assistant(second))
+        after = one.ask([*messages, user("And?")])
+        assert cached(after) == reply["sirchat"]["seen"]
