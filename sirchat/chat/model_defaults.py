@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sirchat.config.profile import Profile
+from sirchat.config.values import as_typed
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.names import BUNDLED
@@ -39,9 +40,19 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     values: dict[str, Any] = {"budget": default_budget(profile, model.name, model.context_length)}
     if "recall" not in profile.model_fields_set and _can_recall(profile):
         values["recall"] = BEST_RETRIEVER
+    said = dict[str, Any]()
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
-        values |= _sampling_in_files(model) or SOUND
-    return profile.model_copy(update=values)
+        said = _sampling_in_files(model)
+        values |= said or SOUND
+    return profile.model_copy(update=values).with_origins(dict.fromkeys(said, "model"))
+
+
+def sampling_in_words(profile: Profile) -> dict[str, str]:
+    """By name, the value of each sampling setting, and what has set it, such as `0.7 (model)`."""
+    return {
+        name: f"{as_typed(getattr(profile, name))} ({profile.origin(name)})"
+        for name in SAMPLING_PARAMETERS
+    }
 
 
 def follows_model(profile: Profile, name: str) -> bool:

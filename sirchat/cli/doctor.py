@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
 from sirchat.ui.text import displayable
+
+if TYPE_CHECKING:
+    from sirchat.models.model import LoadedModel
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SHELLS = ("bash", "zsh", "fish")
@@ -55,10 +58,16 @@ def doctor(
     model = profile.model if model is None else model
     require_available(model)
     with without_garbage_collection():
+        from sirchat.chat.model_defaults import sampling_in_words, with_model_defaults
         from sirchat.models.doctor import run_checks
 
+    def sampling(loaded: "LoadedModel") -> str:
+        told = sampling_in_words(with_model_defaults(profile, loaded))
+        return ", ".join(f"{name} {value}" for name, value in told.items())
+
+    checks = run_checks(model, device_map, profile.recall_encoder, profile.compile, sampling)
     results = []
-    for result in run_checks(model, device_map, profile.recall_encoder, profile.compile):
+    for result in checks:
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

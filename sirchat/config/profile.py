@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -198,6 +199,29 @@ class Profile(BaseModel):
     thinking: Literal["show", "fold", "hide"] = "show"
     """Show a reply's reasoning (<think>) in full, as one line, or not at all; `ask` prints it in
     full, replaces it by a note, or leaves it out."""
+
+    _origins: Mapping[str, str] = {}  # what has set the values, by setting
+
+    def __eq__(self, other: object) -> bool:
+        # Whatever has set the values.
+        return isinstance(other, Profile) and self.__dict__ == other.__dict__
+
+    def origin(self, name: str) -> str:
+        """What has set a value, in brief: `flag`, `SIRCHAT_TOP_P`, `profile NAME`, `/set`, `model`.
+
+        It is `default` if nothing has.
+        """
+        source = self._origins.get(name, "default")
+        if source.startswith("--"):
+            return "flag"
+        path = PurePath(source)
+        return f"profile {path.stem}" if path.suffix in (".yaml", ".yml") else source
+
+    def with_origins(self, origins: Mapping[str, str]) -> Profile:
+        """A copy that says of these settings, by name, what has set them."""
+        copied = self.model_copy()
+        copied._origins = {**self._origins, **origins}
+        return copied
 
     @field_validator("description", "model", "device_map", "policy", "system", "recall_encoder")
     @classmethod

@@ -60,7 +60,9 @@ def changed_profile(profile: Profile, source: str, /, **updates: object) -> Prof
     """A copy of `profile` with new values; a SettingError's message begins with `source`."""
     new = Layer(updates, lambda key: source)
     check_values(new)
-    return merge_layers([Layer(profile.model_dump(), lambda key: source), new])
+    changed = merge_layers([Layer(profile.model_dump(), lambda key: source), new])
+    kept = (key for key, value in profile if value == getattr(changed, key))
+    return changed.with_origins({key: profile.origin(key) for key in kept})
 
 
 def merge_layers(layers: Iterable[Layer]) -> Profile:
@@ -76,9 +78,10 @@ def merge_layers(layers: Iterable[Layer]) -> Profile:
         values |= layer.values
         set_by |= dict.fromkeys(layer.values, (rank, layer.origin))
     try:
-        return Profile.model_validate(values)
+        made = Profile.model_validate(values)
     except ValidationError as error:
         raise _conflict_error(error.errors()[0], values, set_by) from None
+    return made.with_origins({key: set_by[key][1](key) for key in values})
 
 
 def check_values(layer: Layer) -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,8 +54,12 @@ def run_checks(
     device_map: str = "off",
     recall_encoder: str = "auto",
     compiles: Compile = "auto",
+    sampling: Callable[[LoadedModel], str] = lambda model: "",
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last."""
+    """Yield the result of each check; the model's, the slowest, come last.
+
+    `sampling` tells the sampling settings of a chat with a model.
+    """
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -67,7 +71,7 @@ def run_checks(
         yield _folder(f"{name} folder", folder)
     if recall_encoder != "auto":
         yield _own_encoder(recall_encoder)
-    yield from _model(model_name, device_map, compiles)
+    yield from _model(model_name, device_map, compiles, sampling)
 
 
 def _version(distribution: str) -> str:
@@ -102,7 +106,9 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
+def _model(
+    name: str, device_map: str, compiles: Compile, sampling: Callable[[LoadedModel], str]
+) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(name, device_map=device_map, rows=MOST_ROWS)
@@ -115,6 +121,8 @@ def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
         f"{name}: {model.precision} on {model.device}, context {model.context_length:,}, loaded "
         f"in {took:.1f} s",
     )
+    if said := sampling(model):
+        yield Finding("sampling", said)
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)

@@ -224,6 +224,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
         saved = head.fields.get("profile") if head else {}
         known = rename_old_settings(saved) if isinstance(saved, dict) else saved
         profile = Profile.model_validate(known)
+        profile = profile.with_origins(dict.fromkeys(profile.model_fields_set, "saved chat"))
     except ValueError:
         raise SessionError(
             f"session {store.id} has settings that this version of sirchat does not know",

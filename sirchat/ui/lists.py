@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sirchat.chat.model_defaults import sampling_in_words
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed, policy_choices
 from sirchat.memory.policies import policy_class
@@ -59,13 +60,14 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Draw a table of all settings, with their values and descriptions."""
-    table = Table.grid(padding=(0, 2))
+    """Draw a table of all settings: values, what has set those of sampling, and descriptions."""
+    table, sampling = Table.grid(padding=(0, 2)), sampling_in_words(profile)
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
         mark = "·" if name in FIXED else " "
-        mark = "*" if value != field.default else mark
-        shown = shorten(as_typed(value), 60)
+        shown = sampling.get(name) or shorten(as_typed(value), 60)
+        is_set = name not in sampling or profile.origin(name) != "default"
+        mark = "*" if is_set and value != field.default else mark
         cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
         table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
     legend = "*: not the default; ·: fixed for this conversation; /set NAME VALUE changes a setting"

@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
-from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
+from sirchat.chat.model_defaults import (
+    SAMPLING_PARAMETERS,
+    sampling_in_words,
+    with_model_defaults,
+)
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
@@ -177,7 +181,7 @@ class Switching:
         self._refuse_unknown(name)
         if name in Profile.model_fields:
             field = Profile.model_fields[name]
-            value = as_typed(getattr(profile, name))
+            value = sampling_in_words(profile).get(name) or as_typed(getattr(profile, name))
             return f"{name} is {value}: {field.description} Allowed: {allowed_in_words(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
@@ -300,13 +304,15 @@ class ModelSwitching:
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
+        origins = dict[str, str]()
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
         before, usual = (with_model_defaults(given, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(before, key) for key in group):
                 updates |= {key: getattr(usual, key) for key in group}
-        return profile.model_copy(update=updates)
+                origins |= {key: usual.origin(key) for key in group}
+        return profile.model_copy(update=updates).with_origins(origins)
 
     def _replace_session(self, session: Session) -> None:
         with Interrupt():  # Ctrl-C does not stop it halfway

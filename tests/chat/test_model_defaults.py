@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from chatting import tiny
 from command import run
-from sirchat.chat.model_defaults import SOUND, with_model_defaults
+from sirchat.chat.model_defaults import SOUND, sampling_in_words, with_model_defaults
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import Layer, merge_layers
 from sirchat.models.model import LoadedModel
@@ -78,6 +78,20 @@ def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
 ) -> None:
     changed = with_model_defaults(profile(**set_by_user), model)
     assert drawing(changed) == drawing(profile(**set_by_user))
+
+
+def test_each_sampling_value_says_whether_the_models_files_set_it(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = sampling_in_words(with_model_defaults(profile(), model))
+    assert (words["temperature"], words["top_k"]) == ("0.2 (default)", "none (default)")
+    says(model, monkeypatch, do_sample=True, temperature=0.7, top_k=20)
+    words = sampling_in_words(with_model_defaults(profile(), model))
+    assert (words["temperature"], words["top_k"]) == ("0.7 (model)", "20 (model)")
+    assert words["top_p"].endswith(" (default)")
+    own = merge_layers([Layer({"top_p": 0.5}, lambda key: f"--{key}")])
+    words = sampling_in_words(with_model_defaults(own, model))
+    assert (words["temperature"], words["top_p"]) == ("0.0 (default)", "0.5 (flag)")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,30 @@ def test_a_flag_overrides_environment_profile_and_the_users_default() -> None:
     assert resolve(None, {"decay": 1, "temperature": 2}, {}).temperature == 2.0
 
 
+def test_a_profile_knows_what_has_set_each_value_whichever_way_it_changed() -> None:
+    write("default", "top_k: 7\nbudget: 101\nrecent: 1")
+    write("mine", "top_p: 0.5\nmin_p: 0.1\nbudget: 102")
+    environ = {"SIRCHAT_MIN_P": "0.2", "SIRCHAT_BUDGET": "103"}
+    found = resolve("mine", {"budget": 104}, environ)
+    told = {name: found.origin(name) for name in ("budget", "min_p", "top_p", "top_k", "seed")}
+    assert told == {
+        "budget": "flag",
+        "min_p": "SIRCHAT_MIN_P",
+        "top_p": "profile mine",
+        "top_k": "profile default",
+        "seed": "default",
+    }
+    assert found == Profile(top_k=7, recent=1, top_p=0.5, min_p=0.2, budget=104)
+    changed = changed_profile(found, "/set", top_p=0.6, top_k=7, temperature=0.5)
+    told = {name: changed.origin(name) for name in ("top_p", "top_k", "temperature", "budget")}
+    assert told == {
+        "top_p": "/set",
+        "top_k": "profile default",  # it had this value before
+        "temperature": "/set",
+        "budget": "flag",
+    }
+
+
 def test_each_source_is_named_as_the_user_knows_it() -> None:
     assert refusal("decay: 3").startswith(": decay can't be 3; it must be")
     with pytest.raises(SettingError, match=r"^SIRCHAT_DECAY: decay can't be 3; it must be"):

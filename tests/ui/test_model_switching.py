@@ -144,6 +144,21 @@ def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -
     assert chat.session.model.name == babbling
 
 
+def test_what_has_set_the_sampling_follows_the_model_too(tmp_path: Path) -> None:
+    plain = str(save_babbler(tmp_path / "plain"))
+    drawing = save_babbler(tmp_path / "drawing")
+    said = '{"do_sample": true, "temperature": 0.6, "top_k": 20}'
+    (drawing / "generation_config.json").write_text(said)
+    chat = chat_of(SAYINGS[0], budget=1024)
+    chat.do(f"/model {drawing}")
+    assert chat.do("/set top_k").startswith("top_k is 20 (model): ")
+    chat.do(f"/model {plain}")
+    assert re.search(r"(?m)^ +temperature +0\.2 \(default\)", chat.do("/set"))  # without a star
+    chat.do("/set temperature 0.9")
+    chat.do(f"/model {drawing}")
+    assert re.search(r"(?m)^\* +temperature +0\.9 \(/set\)", chat.do("/set"))
+
+
 def test_undo_brings_the_saved_chat_back_too(folder: Path) -> None:
     chat = chat_of(*SAYINGS[:2])
     chat.do("/model tiny-anchor")

@@ -161,7 +161,7 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
         ("/system", "system is none"),
         ("/policy", "  anchor     the current sequence, "),
         ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
-        ("/set top_p", "top_p is none: "),
+        ("/set top_p", "top_p is none (default): "),
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
     ):
         assert chat.do(line).startswith(reported)
@@ -171,6 +171,16 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
     assert re.search(r"· .*seed", table)
     for name in ("policy_options", "max_new_tokens", "system", "theme"):
         assert name in table
+
+
+def test_what_has_set_each_sampling_value_stands_beside_it(chat: Chat) -> None:
+    chat.do("/set temperature 0.5")
+    table = chat.do("/set")
+    assert re.search(r"(?m)^\* +temperature +0\.5 \(/set\)", table)
+    assert re.search(r"(?m)^ +top_k +none \(default\)", table)
+    assert chat.do("/show temperature").startswith("temperature is 0.5 (/set): ")
+    chat.do("/profile sirllm-rps")
+    assert chat.do("/set temperature").startswith("temperature is 0.0 (/profile): ")
 
 
 def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Chat) -> None:

@@ -173,6 +173,7 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
     (left,) = {listed.id for listed in list_sessions(folder).sessions} - {ident}
     again = resumed(folder, ident)[0]
     chat.do(f"/load {ident}")
+    assert chat.do("/set temperature").startswith("temperature is 0.0 (saved chat): ")
     assert chat.session.profile == again.profile
     assert chat.session.snapshot().rows == again.snapshot().rows
     assert resumed(folder, left)[1], "keys and values of the chat that was left"
