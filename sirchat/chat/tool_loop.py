@@ -83,7 +83,7 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
-        self.is_explained = False  # whether a line said that the model is told by a text
+        self.is_explained = False  # whether the note of the template was said, if it has one
 
     @property
     def told(self) -> str:
@@ -142,9 +142,9 @@ def answer_with_tools(
     if not box.tools:
         yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
-    if isinstance(chat.template, PromptedTools) and not box.is_explained:
-        box.is_explained = True
-        yield Notice("the model's chat template takes no tools; a text tells of them instead")
+    if not box.is_explained and (note := _tool_template(chat).note):
+        yield Notice(note)
+    box.is_explained = True
     parser, stops = _parser(chat, box), interrupted
     if begun := _begun_call(chat):
         reply, allowed, first = Reply(begun, None), None, parser

@@ -246,6 +246,8 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
         with _refuse_template_errors("tools"):
             try:
                 tools = ToolTemplate(*asked)
+                if history.tools and tools.note:
+                    options.notes.append(tools.note)
             except NoToolsError as error:
                 prompted = PromptedTools(*asked)
                 size = sum(len(part.ids) for part in prompted.opening("") if part is not None)

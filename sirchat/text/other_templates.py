@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import Marks, shared
+from sirchat.text.reply_marks import SAMPLE_CALL, Marks, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -24,7 +24,7 @@ from sirchat.text.template import (
     Template,
     TurnIds,
 )
-from sirchat.text.tool_calls import calls_as_text
+from sirchat.text.tool_calls import CallParser, calls_as_text
 
 _STUB: Message = {
     "type": "function",
@@ -46,6 +46,11 @@ _NO_CALL: Message = {
 _NEUTRAL = "a"
 _QUOTE = ' "'
 _OF_RESULT = {Role.USER: Role.TOOL}
+_TOLD = "the model's chat template takes no tools; a text tells of them instead"
+_UNREAD = (
+    "the model's chat template writes calls of tools in a form that can't be read: "
+    "calls may be shown as text"
+)
 # As models that know tools are told of them: Hermes and Qwen.
 _PROMPT = """You may call functions to answer the user. These are the functions:
 <tools>
@@ -94,6 +99,19 @@ class ToolTemplate(Template):
             if controls - self._controls(self._render([STUB_QUESTION], prompt=True)):
                 raise ModelError("a tool's description would become control tokens")
             self._tools = given
+
+    @cached_property
+    def note(self) -> str:
+        """A line for users if a call as the template writes it would not be found in a reply."""
+        marks, parser = self.marks, CallParser({SAMPLE_CALL["name"]}, 0)
+        stream = self.reply_stream(is_given=marks.closing not in marks.call_sample)
+        for text, part, _ in stream.push(marks.call_sample, is_end=True):
+            if part != "thinking" and not (part == "call" and parser.holds(text)):
+                parser.push(text)
+        parser.rest(marks.call_lead)
+        found = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parser.calls]
+        # A template that leaves calls out says nothing of their form.
+        return _UNREAD if ANSWER in marks.call_sample and found != [SAMPLE_CALL] else ""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -235,6 +253,11 @@ class PromptedTools(ToolTemplate):
 
     def _take_tools(self) -> None:
         """The chat template has none."""
+
+    @cached_property
+    def note(self) -> str:
+        """A line for users on how the model is told of the tools."""
+        return _TOLD
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""

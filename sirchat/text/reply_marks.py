@@ -30,7 +30,8 @@ CALL_BEFORE_PYTHON = "<|tool_call_start|>"
 Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
-_QUESTION, _THOUGHT, _ANSWER, _NAME = "qzv", "xqwv", "zqxv", "vxqz"
+_QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
+SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 # A mark such as `<|im_end|>`, or a line such as `### Instruction:`.
 _TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>)|.*\w.*[:\]>]\Z")
@@ -61,6 +62,7 @@ class Marks:
         call: before calls of tools.
         call_end: the control token that ends a reply after its calls.
         call_lead: what stands before the name of a called tool; empty if the name is in JSON.
+        call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
         stop: the beginning of the next speaker's turn.
     """
 
@@ -73,6 +75,7 @@ class Marks:
     call: str = ""
     call_end: str = ""
     call_lead: str = ""
+    call_sample: str = ""
     stop: str = ""
 
     @property
@@ -180,7 +183,7 @@ def find_marks(
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
     if not call[0] and CALL_BEFORE_PYTHON in added:
-        call = spell(CALL_BEFORE_PYTHON), "", ""
+        call = spell(CALL_BEFORE_PYTHON), "", "", call[-1]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
 
@@ -201,15 +204,14 @@ def _text_at_end(between: str) -> str:
 
 def _find_call(
     header: list[str], rendered: Callable[..., str], others: Sequence[str]
-) -> tuple[str, str, str]:
-    """The fields `call`, `call_end` and `call_lead` of `Marks`; `others` may precede a call."""
-    function = {"name": _NAME, "arguments": {_QUESTION: _ANSWER}}
-    calls = [{"id": "call00000", "type": "function", "function": function}]
+) -> tuple[str, str, str, str]:
+    """The fields of `Marks` about calls, in their order; `others` may precede a call."""
+    calls = [{"id": "call00000", "type": "function", "function": SAMPLE_CALL}]
     message = {"role": "assistant", "content": ""}
     one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
-    before, name, after = one.partition(_NAME)
+    before, name, after = one.partition(SAMPLE_CALL["name"])
     if not name:
-        return "", "", ""
+        return "", "", "", one
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
@@ -217,7 +219,7 @@ def _find_call(
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    return call[0] if call else "", end, plain(lead[0]) if lead else ""
+    return call[0] if call else "", end, plain(lead[0]) if lead else "", one
 
 
 def _units(text: str) -> list[str]:

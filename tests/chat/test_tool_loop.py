@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.ledger import Role
+from sirchat.models.model import wrap_model
 from sirchat.text.tool_calls import ToolCall
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
@@ -218,6 +220,20 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     assert set(chat.template.controls).isdisjoint(chat.ledger.column("token_id")[at].tolist())
     list(chat.ask("And you?"))
     assert said.partition("Be kind.")[2].startswith("\n\nYou may call functions")
+
+
+def test_a_line_says_once_that_calls_of_this_template_would_not_be_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = copy.deepcopy(tool_tiny().tokenizer)
+    own.chat_template = own.chat_template.replace('"arguments"', '"given"')
+    chat = session(wrap_model("tiny", tiny().module, own), policy="full", max_new_tokens=20)
+    chat.toolbox = Toolbox([weather])
+    script(monkeypatch, ["Hello.", "Bye."])
+    told = [[e.text for e in chat.ask(text) if isinstance(e, Notice)] for text in ("Hi.", "Bye.")]
+    assert told[1] == []
+    (line,) = told[0]
+    assert line.startswith("the model's chat template writes calls of tools in a form that can't")
 
 
 def likeliest(monkeypatch: pytest.MonkeyPatch, best: int) -> None:

@@ -344,6 +344,21 @@ def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_o
         assert server.reply(ASKED, tools=[CITY])
 
 
+def test_a_header_says_that_calls_of_this_template_would_not_be_found(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = copy.deepcopy(tool_tiny().tokenizer)
+    own.chat_template = own.chat_template.replace('"arguments"', '"given"')
+    with served(wrap_model("tiny", tiny().module, own), max_new_tokens=4) as other:
+        note = other.post(ASKED, tools=[WEATHER]).headers["X-Sirchat-Note"]
+        assert "calls may be shown as text" in note
+        assert "X-Sirchat-Note" not in other.post([user("Hi.")]).headers
+        told = [*ASKED, calling(CALLED), returned("Snow.")]
+        assert "X-Sirchat-Note" not in other.post(told).headers  # it may not call any
+    script(monkeypatch, ["Hello."])
+    assert "X-Sirchat-Note" not in server.post(ASKED, tools=[WEATHER]).headers
+
+
 @pytest.mark.parametrize(
     ("shape", "form"),
     [("qwen", ("<tool_call>\n", "arguments", "\n</tool_call>")), ("llama", ("", "parameters", ""))],

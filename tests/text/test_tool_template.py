@@ -89,6 +89,55 @@ def test_calls_and_results_are_read_as_the_template_writes_them_one_after_the_ot
     assert [*ids, *own.results([result("It is cold.")]).ids] == whole
 
 
+def writing_calls(form: str, prompt: str = "") -> ToolTemplate:
+    """A template that writes each call as `form`, and `prompt` after the header of a reply."""
+    it = copy.deepcopy(tool_tokenizer("qwen"))
+    before, loop, rest = it.chat_template.partition("{% set call = call.function %}\n")
+    _, end, after = rest.partition("{% endfor %}")
+    it.chat_template = f"{before}{loop}{form}{end}{after}".replace(
+        "<|im_start|>assistant\n{% endif %}", f"<|im_start|>assistant\n{prompt}{{% endif %}}"
+    )
+    return ToolTemplate(it, None, TOOLS)
+
+
+_AS_JSON = '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "CALL {{ call.name }} WITH {{ call.arguments | tojson }}",
+        f"<call>{_AS_JSON}</call>",
+        f"<tool_call>call {_AS_JSON}</tool_call>",
+        "<tool_call>{{ call.id }}: {{ call.arguments | tojson }}</tool_call>",
+        '{"name": "{{ call.name }}", "arguments": {{ call.arguments }}}',
+    ],
+)
+def test_a_template_whose_own_calls_would_not_be_found_in_replies_has_a_note(form: str) -> None:
+    assert "calls may be shown as text" in writing_calls(form).note
+    assert writing_calls(form).with_reasoning("off").note
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt"),
+    [
+        (_AS_JSON, ""),
+        (_AS_JSON, "<think>\n"),
+        (f"\n</think>\n\n{_AS_JSON}", "<think>\n"),
+        ("", ""),  # it says nothing of calls
+        ("{{ raise_exception('no calls') }}", ""),
+    ],
+)
+def test_a_template_whose_calls_are_found_or_not_known_has_no_note(form: str, prompt: str) -> None:
+    assert writing_calls(form, prompt).note == ""
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3", "llama3", "mistral", "gemma4"])
+def test_the_templates_of_these_families_have_no_note(name: str) -> None:
+    shape = SHAPES[name]
+    assert ToolTemplate(tokenizer_of(shape), None, TOOLS).note == ""
+
+
 @pytest.mark.parametrize("shape", ["qwen", "llama"])
 def test_no_text_of_a_tool_becomes_a_control_token(shape: str) -> None:
     it, own = tool_tokenizer(shape), template(shape)
