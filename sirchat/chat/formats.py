@@ -6,14 +6,14 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sirchat.engine.sampling import Allowed
-from sirchat.errors import ModelError, SettingError, SirchatError
+from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.text.json_schema import check_grammar, guidance, json_rule, load_schema, refusal
 from sirchat.text.other_templates import ToolTemplate
@@ -22,7 +22,15 @@ from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
 
 MOST_CALLS = 8  # in a reply that must call tools, or be JSON
 
-ToolSchema = tuple[str, dict[str, Any]]  # a tool's name, and the JSON schema of its arguments
+Schema = dict[str, Any] | None  # None: no JSON, only calls
+Tools = Sequence[tuple[str, dict[str, Any]]]  # names, and the schemas of their arguments
+
+
+class _Chat(Protocol):
+    """What a format needs of the session that replies."""
+
+    model: LoadedModel
+    template: Template
 
 
 class ModelFormats:
@@ -34,89 +42,60 @@ class ModelFormats:
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
-        self._last: tuple[str, dict[str, Any]] | None = None
+        self._last: tuple[str, Schema] | None = None
 
     def by_file(
-        self,
-        file: str,
-        model: LoadedModel,
-        template: Template,
-        tools: Sequence[ToolSchema],
-        begun: Sequence[int],
-        notes: list[str],
-    ) -> Allowed:
+        self, chat: _Chat, notes: list[str], file: str, tools: Tools, begun: Sequence[int]
+    ) -> Allowed | None:
         """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
 
-        Of a schema that is as it was the last time, nothing is added to `notes`. SettingError if
-        the file, or what has begun, can't be used.
+        None if the file is `off`. Of a schema that is as it was the last time, nothing is added to
+        `notes`. SettingError if the file, or what has begun, can't be used.
         """
-        subject, schema, told = f"json_schema {file}", load_schema(file), list[str]()
-        made = self.json_or_calls(model, template, subject, told, schema, tools)
+        subject, told = f"json_schema {file}", list[str]()
+        if (schema := load_schema(file)) is None:
+            return None
+        made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
         if (before := self._last) != (file, schema):
             self._last = file, schema
             is_changed = before is not None and before[0] == file
             notes += [f"{file} has changed: replies are as it says now"] * is_changed + told
         try:
             made(begun)
-        except SirchatError:
-            if not begun:
-                raise
+        except ModelError:
             raise refusal(subject, "does not allow how the reply has begun") from None
         return lambda ids: made([*begun, *ids])
 
     def json_or_calls(
-        self,
-        model: LoadedModel,
-        template: Template,
-        subject: str,
-        notes: list[str],
-        schema: dict[str, Any] | None,
-        tools: Sequence[ToolSchema] = (),
-        most: int = MOST_CALLS,
+        self, chat: _Chat, subject: str, notes: list[str], schema: Schema, tools: Tools, most: int
     ) -> ReplyFormat:
         """JSON by a schema, unless it is None, or at most so many calls of `tools`, if any.
 
         SettingError if the model or a schema can't be used, or if the chat template does not write
         calls as JSON.
         """
+        if chat.template.marks.is_open:
+            problem = "can't be had from a model that begins every reply with reasoning"
+            raise refusal(subject, problem)
         starts = [] if schema is None else [json_rule(schema, notes, subject)]
         if not tools:
-            return self._format(model, template, subject, f"start: {starts[0]}", None)
-        form = _CallForm.of(template, subject, "can't be had with a tool")
+            return self._made(chat, subject, f"start: {starts[0]}", None)
+        form = _CallForm.of(chat.template, subject, "can't be had with a tool")
         most = most if form.opening else 1  # without tags, a reply can be only one call
         starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
         lines = [f"start: {' | '.join(starts)}", *form.rules(tools, notes, subject)]
-        return self._format(model, template, subject, "\n".join(lines), form)
+        return self._made(chat, subject, "\n".join(lines), form)
 
-    def strict_calls(
-        self,
-        model: LoadedModel,
-        template: Template,
-        subject: str,
-        notes: list[str],
-        tools: Sequence[ToolSchema],
-    ) -> StrictCalls:
+    def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
         """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
-        form = _CallForm.of(template, subject, "can't be strict")
+        form = _CallForm.of(chat.template, subject, "can't be strict")
         grammar = "\n".join(["start: after", *form.rules(tools, notes, subject)])
-        made = self._format(model, template, subject, grammar, form, is_free=True)
-        return StrictCalls(made, model.tokenizer, self._vocabulary, bool(form.opening))
+        made = self._made(chat, subject, grammar, form)
+        return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
 
-    def _format(
-        self,
-        model: LoadedModel,
-        template: Template,
-        subject: str,
-        grammar: str,
-        form: _CallForm | None,
-        *,
-        is_free: bool = False,
-    ) -> ReplyFormat:
+    def _made(self, chat: _Chat, subject: str, grammar: str, form: _CallForm | None) -> ReplyFormat:
         """The format by a grammar, with the control tokens that `form` has."""
-        library = guidance(subject)
-        if template.marks.is_open and not is_free:
-            problem = "can't be had from a model that begins every reply with reasoning"
-            raise refusal(subject, problem)
+        library, model, template = guidance(subject), chat.model, chat.template
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         ends = sorted(template.end_ids(declared))
         if self._vocabulary is None:
@@ -167,7 +146,7 @@ class _CallForm:
             raise refusal(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
-    def rules(self, tools: Sequence[ToolSchema], notes: list[str], subject: str) -> list[str]:
+    def rules(self, tools: Tools, notes: list[str], subject: str) -> list[str]:
         """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
         before, mark, rest = self.opening.partition(OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))

@@ -71,10 +71,10 @@ class Formats:
         param = "tool_choice" if called else "tools" if is_free else "response_format"
         named = [(t.name, t.parameters if t.strict or not is_free else {}) for t in tools]
         is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
-        own, most = (session.model, session.template, param, notes), 1 if is_one else MOST_CALLS
+        own, most = (session, param, notes), 1 if is_one else MOST_CALLS
         try:
             if is_free:
-                return self._formats.strict_calls(*own, named)
+                return self._formats.strict(*own, named)
             return self._formats.json_or_calls(*own, None if called else schema, named, most)
         except SettingError as error:
             raise RequestError(str(error), param=param) from None

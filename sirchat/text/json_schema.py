@@ -31,8 +31,13 @@ _FORMATS = (
 _NOT_KEPT = ("uniqueItems", "propertyNames")
 
 
-def load_schema(file: str) -> dict[str, Any]:
-    """The JSON schema in a file, by which a reply can be; SettingError if there is none."""
+def load_schema(file: str) -> dict[str, Any] | None:
+    """The schema in the file of the setting `json_schema`; None if that is off.
+
+    SettingError if there is no such file, or if no reply can be by it.
+    """
+    if file == "off":
+        return None
     subject = f"json_schema {file}"
     try:
         schema = LocatedJson(load_text_file(file), file).only_value()
