@@ -85,7 +85,7 @@ def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> 
     reply = reply_at_end(session.ledger, session.turns)
     if reply is None or reply.finish not in CUT:
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
-    events = session.go_on(interrupted)
+    events = session.go_on(reply, interrupted)
     try:
         first = next(events)
     except LookupError:  # a resumed chat, for example: the model generates the reply again

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.formats import ModelFormats
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.reply import AfterReply, OpenReply, state_now
 from sirchat.chat.settings import (
@@ -30,7 +31,7 @@ from sirchat.chat.settings import (
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
-from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, template_for
+from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
@@ -69,6 +70,7 @@ class Session:
         epoch: number of conversations begun; each `reset` begins one.
         erasures: number of calls of `erase`, after which saved text must be written again.
         toolbox: the tools that the model may call.
+        formats: limits replies to JSON, if the setting `json_schema` says so.
         last_reply: what is known of the last reply.
 
     `rows_in_events`: whether events list the tokens themselves, not only their positions.
@@ -82,7 +84,7 @@ class Session:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.template = Template(model.tokenizer, model.anchors, declared)
         self.stop_ids = self.template.stop_ids(declared)
-        self.toolbox = Toolbox()
+        self.toolbox, self.formats = Toolbox(), ModelFormats()
         self.epoch = self.erasures = 0
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
@@ -173,10 +175,16 @@ class Session:
         """Read a user turn and answer it, with calls of `tools`; by default those of `toolbox`.
 
         Its tokens are chosen as `build_sampler` says, with random numbers that `attempt` varies.
-        Raises ContextFullError, before reading, if they can't fit.
+        Raises ContextFullError, before reading, if they can't fit, and SettingError if the setting
+        `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        yield from self.read_question(text, interrupted, told=box.told)
+        yield from self._tell_tools(box.told)
+        if allowed is None and (reply is None or reply.finish is None):
+            notes = list[str]()
+            allowed = reply_format(self, box, notes, reply)
+            yield from map(Notice, notes)
+        yield from self.read_question(text, interrupted)
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
 
@@ -185,17 +193,10 @@ class Session:
         text: str,
         interrupted: Interrupted = lambda: False,
         *,
-        told: str | None = None,
         before: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn, and pin its rules and preferences.
-
-        With `told`, the model first reads of these tools, in place of those told before. `before`
-        and `given` are as `read_user` says.
-        """
-        if told is not None:
-            yield from self._tell_tools(told)
+        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, before=before, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         wanted = wanted and self.turns[-1].finish != "interrupt"
@@ -256,15 +257,16 @@ class Session:
         opened.after.before = before
         return opened
 
-    def go_on(self, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Go on with the last reply, which was cut, as if it had not been.
+    def go_on(self, begun: Reply, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
+        """Go on with the last reply, which was cut and has `begun` so, as if it had not been.
 
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
+        allowed = reply_format(self, self.toolbox, [], begun)
         self.undo_reply(to_cut=True)
         turn = self._open_turn(self.state.reply)
-        yield from self.begin_reply(interrupted, turn=turn).events()
+        yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
 
     def undo_reply(self, *, to_cut: bool = False) -> None:
         """Undo the last reply, but not the message before; `to_cut`: only what ended its round.
@@ -290,6 +292,7 @@ class Session:
         Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
         text, attempt = (self.last_said, self.state.attempt + 1) if text is None else (text, 0)
+        reply_format(self, self.toolbox, [])  # it may be refused
         yield from self.undo(keep_pins=True)
         yield from self.ask(text, interrupted, attempt=attempt)
 

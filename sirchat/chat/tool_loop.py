@@ -16,9 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
+from sirchat.chat.formats import ModelFormats
 from sirchat.chat.reply import OpenReply
 from sirchat.chat.state import ConversationState, Reply
 from sirchat.chat.turn import Interrupted, OpenTurn
+from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ContinuationScore
@@ -98,6 +100,8 @@ class Conversation(Protocol):
     """What the loop needs of a session."""
 
     model: LoadedModel
+    profile: Profile
+    formats: ModelFormats
     template: Template
     state: ConversationState
     recall: Recall
@@ -124,6 +128,20 @@ def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> 
         return ToolTemplate(model.tokenizer, model.anchors, tools, ends)
     except NoToolsError:
         return PromptedTools(model.tokenizer, model.anchors, tools, ends)
+
+
+def reply_format(
+    chat: Conversation, box: Toolbox, notes: list[str], begun: Reply | None = None
+) -> Allowed | None:
+    """What the setting `json_schema` allows in a reply, which may have begun.
+
+    What there is to say of the schema is added to `notes`. SettingError if it can't be kept.
+    """
+    # With a template that takes no tools, the model calls them only where a call was begun for it.
+    is_open = type(chat.template) is ToolTemplate
+    tools = [(tool.name, tool.parameters) for tool in box.tools.values() if is_open]
+    file, ids = chat.profile.json_schema, begun.ids if begun else ()
+    return chat.formats.by_file(chat, notes, file, tools, ids)
 
 
 def answer_with_tools(
@@ -163,7 +181,7 @@ def answer_with_tools(
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, before=following)
-        reply = allowed = None
+        reply, allowed = None, reply_format(chat, box, [])
         parser, stops = _parser(chat, box), interrupted
 
 

@@ -12,6 +12,7 @@ from sirchat.cli.own_server import connect_to_own_server
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import is_path
+from sirchat.text.json_schema import load_schema
 
 if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
@@ -37,9 +38,14 @@ def ask_server(
     else:
         connection, access = found
     bar = ExitStack()
-    own = {"settings": profile.model_dump(exclude_unset=True), "holds_all": holds_all}
+    settings = profile.model_dump(exclude_unset=True, exclude={"json_schema"})
+    own = {"settings": settings, "holds_all": holds_all}
     messages = [{"role": "user", "content": text}]
-    body = json.dumps({"messages": messages, "stream": True, "sirchat_ask": own})
+    fields: dict[str, Any] = {"messages": messages, "stream": True, "sirchat_ask": own}
+    if (schema := load_schema(profile.json_schema)) is not None:
+        form = {"name": "reply", "schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": form}
+    body = json.dumps(fields)
     headers = {"Content-Type": "application/json", **access}
     if key := os.environ.get("SIRCHAT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"

@@ -31,6 +31,7 @@ from sirchat.errors import (
 )
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
+from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
 
@@ -390,6 +391,7 @@ def _saved_settings(
         if key not in ("profile", "trust_policy"):
             given[key] = parse_value(key, value) if isinstance(value, str) else value
     import_typed(str(flags.get("policy", "")))
+    load_schema(str(given.get("json_schema", "off")))
     first = {key: value for key, value in given.items() if not at_once or key in at_once}
     rest = {key: value for key, value in given.items() if key not in first}
     if branch is None:

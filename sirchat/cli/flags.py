@@ -16,6 +16,7 @@ from sirchat.errors import UsageError
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, sessions_dir
+from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 
 if TYPE_CHECKING:
@@ -79,13 +80,17 @@ def misplaced_flag_error(flag: str, command: str) -> UsageError:
 def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
     """A profile of flags, environment variables and profile files; flags take precedence.
 
-    If `loads_model`, the model must exist: a wrong name is an error before any slow import.
+    If `loads_model`, the model and a file of `json_schema` must exist: a wrong name is an error
+    before any slow import.
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
         require_available(model)
     settings = {key: value for key, value in flags.items() if key != "profile"}
-    return resolve(flags.get("profile"), settings, os.environ)
+    profile = resolve(flags.get("profile"), settings, os.environ)
+    if loads_model:
+        load_schema(profile.json_schema)
+    return profile
 
 
 def open_session(

@@ -140,6 +140,9 @@ class Profile(BaseModel):
     reasoning: Literal["auto", "on", "off", "low", "medium", "high"] = "auto"
     """Whether the model reasons before it answers, if its chat template has a switch: auto is as
     the model has it; low, medium and high say how long, where the template has efforts."""
+    json_schema: str = "off"
+    """A file with a JSON schema: each reply of a chat is JSON by it. In `serve`, a request has its
+    own `response_format` instead; off lets replies be text."""
     evict_thinking: bool = False
     """Evict a reply's reasoning (<think>) when the reply is complete."""
     archive: Literal["ram", "disk", "off"] = "ram"
@@ -223,7 +226,9 @@ class Profile(BaseModel):
         copied._origins = {**self._origins, **origins}
         return copied
 
-    @field_validator("description", "model", "device_map", "policy", "system", "recall_encoder")
+    @field_validator(
+        *("description", "model", "device_map", "policy", "system", "json_schema", "recall_encoder")
+    )
     @classmethod
     def _text(cls, text: str | None) -> str | None:
         """Refuse lone surrogates, which are not UTF-8."""

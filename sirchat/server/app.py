@@ -319,7 +319,8 @@ class ChatServer:
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
         if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
-            return ReplyOptions(is_for_ask=True, holds_all=asked.sirchat_ask.holds_all)
+            options = ReplyOptions(is_for_ask=True, holds_all=asked.sirchat_ask.holds_all)
+            return replace(options, format=partial(self._formats.of, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
             settings[name] = had = nearest(name, value)

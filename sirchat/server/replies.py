@@ -351,7 +351,7 @@ def _answer(
     if not is_read:
         conversation.undo_last_question()
     if options.is_for_ask:
-        end.memory["notes"] = [*notes, *pieces.notes]
+        end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
     yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice)
 
 

@@ -401,7 +401,7 @@ class ChatRequest(ReplyRequest):
         _check_calls(self.turns)
         if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        others = self.model_fields_set - {"messages", "stream", "sirchat_ask"}
+        others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if self.top_logprobs and not self.logprobs:

@@ -83,12 +83,6 @@ NEAREST: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.1, 10),
 }
 
-# What a schema says of a text's `format` is kept for these alone.
-FORMATS = (
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-)
-NOT_KEPT = ("uniqueItems", "propertyNames")
-
 
 def is_taken(place: str, name: str, value: Any) -> bool:
     """Whether a field that the server does not know is taken with this value."""

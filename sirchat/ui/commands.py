@@ -58,6 +58,7 @@ _ELSEWHERE = {  # commands that other programs have, and what does the same here
     "find": "/search WORDS finds messages of this chat, and other chats",
 }
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
+_ALSO = {"format": "json_schema"}  # other names of settings; `--format` is that of a transcript
 _FORMER = {"forget": "erase", "forgotten": "evicted"}  # they still work, but are not listed
 
 # What `/help` lists. The text before the colon may have arguments, and may name two commands.
@@ -316,8 +317,11 @@ class Commands:
             return not nearest(rest, names)
 
     def do_set(self, rest: str) -> None:
-        """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it."""
+        """[NAME [VALUE]]: change any setting, or an option of the policy; `none` empties it.
+        `format FILE` lets replies be JSON by the JSON schema in a file, until `format off`."""
         name, value = [*rest.split(None, 1), "", ""][:2]
+        if (name := _ALSO.get(name, name)) == "json_schema":
+            value = without_quotes(value)
         if name and value.strip():
             self._switching.change_setting("/set", name, value.strip())
         else:
@@ -326,7 +330,7 @@ class Commands:
     def do_show(self, rest: str) -> None:
         """[NAME]: show all settings, or one setting with its allowed values."""
         if rest:
-            self._screen.note(self._switching.describe(rest))
+            self._screen.note(self._switching.describe(_ALSO.get(rest, rest)))
         else:
             self._screen.page(draw_settings(self._session.profile, self._screen.theme))
 

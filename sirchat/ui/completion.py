@@ -57,7 +57,8 @@ _VALUES: Mapping[str, Collection[Selection]] = {
     ),
 }
 _RETRIES = (("full", "once with everything held"), ("recall", "once with recall on"))
-_BEFORE_PATH = re.compile(rf"/(?:read|export +(?:{'|'.join(FORMATS)})) +")
+_PATHS = f"read|export +(?:{'|'.join(FORMATS)})|set +(?:format|json_schema)"
+_BEFORE_PATH = re.compile(rf"/(?:{_PATHS}) +")
 
 
 class SlashCompleter(Completer):

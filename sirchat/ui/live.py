@@ -128,7 +128,7 @@ class LiveView:
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
-        if is_as_written or self._screen.is_plain:
+        if is_as_written or profile.json_schema != "off" or self._screen.is_plain:
             return
         from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
         from sirchat.ui.markdown_reply import MarkdownReply

@@ -32,6 +32,7 @@ from sirchat.models.listing import model_names
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
+from sirchat.text.json_schema import load_schema
 from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
@@ -195,6 +196,7 @@ class Switching:
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
         """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
+        load_schema(str(updates.get("json_schema", "off")))  # raises SettingError
         changed: list[str] = []
         evicted = restored = 0
         with Interrupt() as interrupted:

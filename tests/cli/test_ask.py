@@ -25,6 +25,7 @@ import uvicorn
 
 from chatting import babbler, tiny
 from command import Done, refused, run
+from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
 from serving import Served, served
 from sirchat.cli.asking import _events, _print
@@ -221,6 +222,48 @@ def test_reasoning_is_left_out_if_asked_for_with_and_without_a_server(
         done = run("ask", JOKE, "--thinking", thinking, "--server", server)
         assert (done.stdout, done.stderr) == (printed, noted)
     assert asked == ANSWERED
+
+
+@pytest.mark.parametrize("more", [[], ["--temperature", "2", "--seed", "7"]])
+def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
+    asked: list[str], tmp_path: Path, more: list[str]
+) -> None:
+    file = write_schema(tmp_path / "person.json", {**PERSON, "uniqueItems": True})
+    by_server, without = both("I have 2 dogs.", "--json-schema", file, *more)
+    assert by_server == without
+    assert asked == ANSWERED
+    check_person(without.stdout.removesuffix("\n"))
+    assert without.stderr == "uniqueItems of the schema is not kept\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        (None, "there is no file"),
+        ("{", "line 1: not valid JSON"),
+        ("[1]", "is no JSON schema, which is an object"),
+        ('{"type": "strin"}', "has a schema that can't be used: "),
+        ('{"$ref": "#"}', "has a schema that no JSON can meet"),
+        ('{"minimum": 1e400}', "has a schema whose minimum can't be kept"),
+    ],
+)
+def test_a_schema_that_can_not_be_used_is_refused_before_the_model_is_loaded(
+    written: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.cli.chat._open_saved", None)  # which loads it
+    file = tmp_path / "schema.json"
+    if written is not None:
+        file.write_text(written, encoding="utf-8")
+    code, error = refused("ask", "--json-schema", str(file), JOKE)
+    assert (code, problem in error) == (2, True)
+
+
+def test_without_the_package_for_formats_a_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    code, error = refused("ask", "--json-schema", write_schema(tmp_path / "person.json"), JOKE)
+    assert (code, "pip install 'sirchat[server]'" in error) == (2, True)
 
 
 def test_what_the_server_can_not_answer_is_answered_without_it(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from chatting import session, smallest
+from json_replies import PERSON, check_person
 from real_tokenizers import unpacked
 from serving import Served, assistant, refusal, said, served, told, user
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
@@ -30,16 +31,6 @@ from template_shapes import template, tool_tiny
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "5"))
 FORMATS = Formats()
 ASKED = [user("My name is Anna, and I have 2 dogs.")]
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "dogs": {"type": "integer", "maximum": 99, "minimum": 0},
-        "mood": {"enum": ["good", "bad"]},
-    },
-    "required": ["name", "dogs", "mood"],
-    "additionalProperties": False,
-}
 
 
 def by_schema(schema: Any) -> dict[str, Any]:
@@ -52,20 +43,10 @@ def server() -> Iterator[Served]:
         yield one
 
 
-def check(text: str) -> None:
-    """Check that a text is a person as the schema says, in one line."""
-    found = json.loads(text)
-    assert text == json.dumps(found, ensure_ascii=False)
-    assert list(found) == ["name", "dogs", "mood"]
-    assert isinstance(found["name"], str)
-    assert 0 <= found["dogs"] <= 99
-    assert found["mood"] in ("good", "bad")
-
-
 def test_a_reply_is_as_the_schema_says_whole_or_in_a_stream(server: Served) -> None:
     reply = server.ask(ASKED, response_format=by_schema(PERSON))
     (choice,) = reply["choices"]
-    check(choice["message"]["content"])
+    check_person(choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
     chunks = server.chunks(ASKED, response_format=by_schema(PERSON))
     pieces = [chunk["choices"][0] for chunk in chunks]
@@ -73,7 +54,7 @@ def test_a_reply_is_as_the_schema_says_whole_or_in_a_stream(server: Served) -> N
     assert text == choice["message"]["content"]
     hot = {"temperature": 3.0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3}
     for seed in range(3):
-        check(server.reply(ASKED, response_format=by_schema(PERSON), seed=seed, **hot))
+        check_person(server.reply(ASKED, response_format=by_schema(PERSON), seed=seed, **hot))
     # The next reply is free again.
     longer = [*ASKED, assistant(text), user("Thanks.")]
     assert server.reply(longer) == told(longer, max_new_tokens=90)
@@ -295,6 +276,6 @@ def test_a_reply_with_tools_and_a_format_is_calls_or_json(
         for call in choice["message"].get("tool_calls", ()):
             assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "<|end|>")
         if choice["finish_reason"] == "stop":
-            check(choice["message"]["content"])
+            check_person(choice["message"]["content"])
         else:
             assert choice["finish_reason"] == "tool_calls"

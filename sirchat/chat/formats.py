@@ -1,0 +1,242 @@
+"""Makes replies follow a format, JSON or calls of tools; llguidance says which tokens it allows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sirchat.engine.sampling import Allowed
+from sirchat.errors import ModelError, SettingError
+from sirchat.models.model import LoadedModel
+from sirchat.text.json_schema import check_grammar, guidance, json_rule, load_schema, refusal
+from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.template import Template
+from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
+
+MOST_CALLS = 8  # in a reply that must call tools, or be JSON
+
+Schema = dict[str, Any] | None  # None: no JSON, only calls
+Tools = Sequence[tuple[str, dict[str, Any]]]  # names, and the schemas of their arguments
+
+
+class _Chat(Protocol):
+    """What a format needs of the session that replies."""
+
+    model: LoadedModel
+    template: Template
+
+
+class ModelFormats:
+    """Makes the masks of next ids that hold a model's replies to JSON or to calls of tools.
+
+    The model's vocabulary is prepared at first use. A `subject`, what has asked for the format, is
+    the beginning of errors. What of a schema is not kept is added to `notes`.
+    """
+
+    def __init__(self) -> None:
+        self._vocabulary: Any = None
+        self._last: tuple[str, Schema] | None = None
+
+    def by_file(
+        self, chat: _Chat, notes: list[str], file: str, tools: Tools, begun: Sequence[int]
+    ) -> Allowed | None:
+        """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
+
+        None if the file is `off`. Of a schema that is as it was the last time, nothing is added to
+        `notes`. SettingError if the file, or what has begun, can't be used.
+        """
+        subject, told = f"json_schema {file}", list[str]()
+        if (schema := load_schema(file)) is None:
+            return None
+        made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
+        if (before := self._last) != (file, schema):
+            self._last = file, schema
+            is_changed = before is not None and before[0] == file
+            notes += [f"{file} has changed: replies are as it says now"] * is_changed + told
+        try:
+            made(begun)
+        except ModelError:
+            raise refusal(subject, "does not allow how the reply has begun") from None
+        return lambda ids: made([*begun, *ids])
+
+    def json_or_calls(
+        self, chat: _Chat, subject: str, notes: list[str], schema: Schema, tools: Tools, most: int
+    ) -> ReplyFormat:
+        """JSON by a schema, unless it is None, or at most so many calls of `tools`, if any.
+
+        SettingError if the model or a schema can't be used, or if the chat template does not write
+        calls as JSON.
+        """
+        if chat.template.marks.is_open:
+            problem = "can't be had from a model that begins every reply with reasoning"
+            raise refusal(subject, problem)
+        starts = [] if schema is None else [json_rule(schema, notes, subject)]
+        if not tools:
+            return self._made(chat, subject, f"start: {starts[0]}", None)
+        form = _CallForm.of(chat.template, subject, "can't be had with a tool")
+        most = most if form.opening else 1  # without tags, a reply can be only one call
+        starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
+        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, notes, subject)]
+        return self._made(chat, subject, "\n".join(lines), form)
+
+    def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
+        """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
+        form = _CallForm.of(chat.template, subject, "can't be strict")
+        grammar = "\n".join(["start: after", *form.rules(tools, notes, subject)])
+        made = self._made(chat, subject, grammar, form)
+        return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
+
+    def _made(self, chat: _Chat, subject: str, grammar: str, form: _CallForm | None) -> ReplyFormat:
+        """The format by a grammar, with the control tokens that `form` has."""
+        library, model, template = guidance(subject), chat.model, chat.template
+        declared = getattr(model.module.generation_config, "eos_token_id", None)
+        ends = sorted(template.end_ids(declared))
+        if self._vocabulary is None:
+            try:
+                written = json.loads(model.tokenizer.backend_tokenizer.to_str())
+                _rename_controls(written, template.controls)
+                text, size = json.dumps(written | {"post_processor": None}), model.vocab_size
+                self._vocabulary = library.LLTokenizer(text, n_vocab=size, eos_token=ends)
+            except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
+                raise refusal(subject, f"can't be had from this model: {error}") from None
+        check_grammar(grammar, subject, self._vocabulary)
+        tags = (OPEN, CLOSE) if form else ()
+        never = [i for i, text in template.controls.items() if text not in tags and i not in ends]
+        matcher = library.LLMatcher(self._vocabulary, grammar)
+        return ReplyFormat(matcher, model.vocab_size, never, ends)
+
+
+def _rename_controls(written: dict[str, Any], controls: Collection[int]) -> None:
+    """Give the control tokens of a tokenizer's JSON names that no schema has as text."""
+    known = written["model"]["vocab"]
+    for token in written["added_tokens"]:
+        if (number := token["id"]) in controls:
+            before, token["content"] = token["content"], f"\ue000{number}\ue001"
+            if isinstance(known, dict) and known.pop(before, None) is not None:
+                known[token["content"]] = number
+            elif isinstance(known, list) and number < len(known):
+                known[number][0] = token["content"]
+
+
+@dataclass(frozen=True)
+class _CallForm:
+    """How a chat template writes a call: JSON with the key `arguments`, and what is around it.
+
+    `tokens` are the ids of control tokens, by their texts.
+    """
+
+    opening: str
+    arguments: str
+    closing: str
+    tokens: Mapping[str, int]
+
+    @classmethod
+    def of(cls, template: Template, subject: str, refused: str) -> _CallForm:
+        """The form of a chat template; SettingError if it does not write calls as JSON."""
+        form = template.call_form() if isinstance(template, ToolTemplate) else None
+        if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
+            problem = "the model's chat template does not write calls as JSON"
+            raise refusal(subject, f"{refused}: {problem}")
+        return cls(*form, {text: i for i, text in template.controls.items()})
+
+    def rules(self, tools: Tools, notes: list[str], subject: str) -> list[str]:
+        """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
+        before, mark, rest = self.opening.partition(OPEN)
+        names = " | ".join(f"call{number}" for number in range(len(tools)))
+        lines = [
+            f"call: {self._text(before + mark)} {self._text(rest)} called",
+            f"after: {self._text(rest) + '?' if rest else ''} called",
+            f"called: ({names}) {self._text(self.closing)}",
+        ]
+        for number, (name, parameters) in enumerate(tools):
+            begun = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+            schema = {**parameters, "type": "object"}
+            # Small models would invent more and more arguments.
+            if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
+                schema = {"additionalProperties": False, **schema}
+            arguments = json_rule(schema, notes, subject)
+            lines.append(f'call{number}: {json.dumps(begun)} {arguments} "}}"')
+        return lines
+
+    def _text(self, text: str) -> str:
+        """A text in a grammar, in which tags that are control tokens stand by their ids."""
+        parts, ids = filter(None, re.split(f"({OPEN}|{CLOSE})", text)), self.tokens
+        return " ".join(f"<[{ids[p]}]>" if p in ids else json.dumps(p) for p in parts)
+
+
+class ReplyFormat:
+    """Called with the ids of the reply so far, returns which ids may follow: a mask, bool [V].
+
+    `matcher` is llguidance's, which reads the ids one after another; `size` is V. The ids `never`
+    may not follow, and the `ends` only where the reply may end. An error if the matcher fails.
+    """
+
+    def __init__(self, matcher: Any, size: int, never: list[int], ends: list[int]) -> None:
+        self.matcher, self.size = matcher, size
+        self._never, self._ends, self._read = never, ends, 0
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        self.matcher.consume_tokens(list(ids[self._read :]))
+        self._read = len(ids)
+        return self.mask()
+
+    def mask(self) -> Tensor:
+        """Which ids may follow what the matcher has read."""
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
+        mask[self._never] = False
+        if not self.matcher.is_accepting():
+            mask[self._ends] = False
+        if self.matcher.is_error() or not mask.any():
+            problem, _, _ = (self.matcher.get_error() or "no token may follow").partition("\n")
+            kind = ModelError if self._read else SettingError  # before the reply, it is to blame
+            raise kind(f"the format can't be kept: {problem}")
+        return torch.from_numpy(mask)
+
+
+class StrictCalls:
+    """As `ReplyFormat`, for a reply in which all ids may follow, but for those within calls.
+
+    A call begins with OPEN, or, if the template has no such tags, with a `{` at the reply's start;
+    `call` is the format of what follows then; `is_in_call` is whether a call has begun.
+    """
+
+    def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, tagged: bool) -> None:
+        self._call, self._tagged = call, tagged
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._free = torch.ones(call.size, dtype=torch.bool)
+        self.is_in_call = self._is_text = False
+        self._read = 0
+        self._newest: list[int] = []  # outside calls
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        matcher = self._call.matcher
+        for token in ids[self._read :]:
+            if self.is_in_call:
+                matcher.consume_token(token)
+                self.is_in_call = not (self._tagged and matcher.is_accepting())
+                continue
+            self._newest = [*self._newest[-len(OPEN) :], token]
+            if (begun := self._begun()) is not None:
+                matcher.reset()
+                matcher.consume_tokens(self._vocabulary.tokenize_str(begun))
+                self.is_in_call, self._newest = True, []
+        self._read = len(ids)
+        return self._call.mask() if self.is_in_call else self._free
+
+    def _begun(self) -> str | None:
+        """What the newest ids have of a call; None if none has begun."""
+        text = self._tokenizer.decode(self._newest, clean_up_tokenization_spaces=False)
+        if self._tagged:
+            _, opening, begun = text.partition(OPEN)
+            return begun if opening else None
+        text = text.lstrip().removeprefix(PYTHON)
+        self._is_text |= bool(text) and not text.startswith("{")
+        return text if text and not self._is_text else None
