@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
 _LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
 _WANTED = re.compile(
-    r"(?!consolidated)[^/]+\.(safetensors|json|jinja|model)|merges\.txt|vocab\.txt"
+    r"(?!consolidated)(\d_(Pooling|Dense)/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
@@ -49,7 +48,7 @@ from sirchat.models.probe import (
     state_kinds,
 )
 from sirchat.models.readout import Readings, Readout
-from sirchat.models.sentence_encoder import SentenceEncoder
+from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -162,22 +161,25 @@ class LoadedModel:
     def encode(self, ids: Sequence[int], start: int = 0) -> Tensor:
         """The unit vector [D] of ids[start:], all ids read alone; float32, on the CPU.
 
-        By the encoder, after whose deepest layer no other runs; without one, the mean of the last
-        layer's states.
+        By the encoder, after whose deepest layer no other runs; without one, by the files'
+        `pooling`, or else the mean of the last layer's states.
         """
-        encoder = self.encoder
+        encoder, pooling = self.encoder, self.pooling
+        body = self.module.model if isinstance(self.module, Decoder) else self.module.base_model
         cache, layers = self.new_cache(len(ids)), encoder.layers or (layer_count(self.module),)
         size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
         for at in range(0, len(ids), size):
             is_last = at + size >= len(ids)
-            with recorded_states(self.module, layers, ends_pass=is_last) as states:
-                self.module(**self._inputs(ids[at : at + size], cache, None, None))
-            both = side_by_side(states)
+            with recorded_states(self.module, layers, ends_pass=is_last and not pooling) as states:
+                out = body(**self._inputs(ids[at : at + size], cache, None, None))
+            both = side_by_side(states if pooling is None else [out[0][0]])
             parts.append(encoder.numbers(both) if encoder.layers else both)
             if not is_last:
                 cache.commit(size)
-        mean = torch.cat(parts)[start:].mean(0)
-        return (encoder.pooled(mean) if encoder.layers else F.normalize(mean, dim=-1)).float().cpu()
+        of_text = torch.cat(parts)[start:]
+        if encoder.layers:
+            return encoder.pooled(of_text.mean(0)).float().cpu()
+        return (pooling or Pooling()).vectors(of_text[None].cpu(), torch.ones(1, len(of_text)))[0]
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """Context manager, entered for each of about `count` passes over one text.
@@ -338,6 +340,11 @@ class LoadedModel:
     def passage_encoder(self) -> Encoder | SentenceEncoder:
         """What makes the vectors of passages, the user's own encoder or the model's."""
         return self.sentence_encoder or self.encoder
+
+    @cached_property
+    def pooling(self) -> Pooling | None:
+        """How the model's files say that a text's vector is made; None if an encoder makes it."""
+        return None if self.encoder.layers else Pooling.of_model(self.name)
 
     @property
     def encoder_in_words(self) -> str:

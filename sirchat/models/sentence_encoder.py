@@ -2,28 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.errors import ModelError
+from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import load_config
-from sirchat.models.names import cached_folder, snapshot_of
+from sirchat.models.names import cached_folder, locate, snapshot_of
 from sirchat.models.progress import quiet_libraries
 
 _LONGEST = 256  # tokens of a text that are read
 _AT_ONCE = 32  # texts in a pass
-# How a folder may say that vectors are made of a text's states, by the name in its file.
-_POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
-_POOLING |= {"pooling_mode_lasttoken": "last"}
+# Of which states a text's vector is made, by what older and newer folders and GGUF files call it.
+_WAYS: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
+_WAYS |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
 _KEPT = ("config.json", "tokenizer.json")  # files without which a folder is no such encoder
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a text's states become its vector: their `mean`, the `first` or the `last`; `dense`."""
+
+    way: str = "mean"
+    dense: nn.Sequential = field(default_factory=nn.Sequential)
+
+    def vectors(self, states: Tensor, mask: Tensor) -> Tensor:
+        """The unit vectors [n, D] of texts' states [n, m, d]; `mask` [n, m] is 0 for padding."""
+        if self.way == "mean":
+            found = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        else:  # padding may stand on either side
+            rows = mask.cumsum(1)
+            place = (rows == (1 if self.way == "first" else rows[:, -1:])).int().argmax(1)
+            found = states[torch.arange(len(states)), place]
+        return F.normalize(self.dense(found), dim=-1)
+
+    @classmethod
+    def of_model(cls, name: str) -> Self | None:
+        """What the files of a language model say; None if nothing, ModelError if it can't be so."""
+        source, gguf = locate(name)
+        if not gguf:
+            folder = Path(source) if Path(source).is_dir() else snapshot_of(cached_folder(source))
+            return cls.of_folder(folder) if folder else None
+        file = parse_gguf(Path(source, gguf["gguf_file"]), with_lists_of_text=False)
+        if (said := file.settings.get("pooling_type")) is None:
+            return None
+        file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
+        return cls(_WAYS[said])
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self | None:
+        """What a folder's modules.json, or else its `1_Pooling`, says; as `of_model`.
+
+        Damaged files raise all kinds of errors.
+        """
+        listed, usual = folder / "modules.json", [{"type": "Pooling", "path": "1_Pooling"}]
+        modules = json.loads(listed.read_bytes())[1:] if listed.exists() else usual
+        if not modules or not (listed.exists() or (folder / "1_Pooling").exists()):
+            return None
+        kinds = [one["type"].rpartition(".")[2] for one in modules]
+        order = ["Pooling", *["Dense"] * kinds.count("Dense"), "Normalize"]
+        if kinds not in (order, order[:-1]):
+            raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Dense, Normalize")
+        first, *others = (folder / Path(one["path"]).name for one in modules)
+        return cls(_way(first), nn.Sequential(*map(_dense, others[: kinds.count("Dense")])))
 
 
 class SentenceEncoder:
@@ -37,28 +89,26 @@ class SentenceEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         folder, self.name = _folder(name), name
-        self._pooling = _pooling_of(folder, name)
         options = {"trust_remote_code": False}  # transformers would ask on standard input
         try:
+            self._pooling = Pooling.of_folder(folder) or Pooling()
             with quiet_libraries():
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
                 self._module: Any = AutoModel.from_pretrained(
                     folder, use_safetensors=True, **options
                 ).eval()
-        except Exception as error:  # whatever transformers raises
+            states = torch.zeros(1, 1, int(self._module.config.hidden_size))
+            self.size = self._pooling.vectors(states, torch.ones(1, 1)).shape[1]  # of a vector
+        except Exception as error:  # whatever transformers raises, or damaged files
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ModelError(f"sentence encoder {name!r} can't be loaded: {why}") from error
-
-    @property
-    def size(self) -> int:
-        """D, the length of a vector."""
-        return int(self._module.config.hidden_size)
 
     @cached_property
     def check_sum(self) -> int:
         """A check sum of the pooling, and of some of the weights of each kind."""
-        weights = (one.flatten()[::997].float() for one in self._module.parameters())
-        how = 0 if self._pooling == "mean" else crc32(self._pooling.encode())
+        parts = (*self._module.parameters(), *self._pooling.dense.parameters())
+        weights = (one.flatten()[::997].float() for one in parts)
+        how = 0 if self._pooling.way == "mean" else crc32(self._pooling.way.encode())
         return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
 
     @torch.inference_mode()
@@ -76,30 +126,30 @@ class SentenceEncoder:
                 return_tensors="pt",
             )
             states = self._module(**inputs).last_hidden_state.float()  # [n, m, D]
-            mask = inputs["attention_mask"][..., None]  # [n, m, 1]
-            if self._pooling == "mean":
-                vectors = (states * mask).sum(1) / mask.sum(1)
-            else:  # padding may stand on either side
-                rows = mask[..., 0].cumsum(1)
-                place = (rows == (1 if self._pooling == "first" else rows[:, -1:])).int().argmax(1)
-                vectors = states[torch.arange(len(at)), place]
-            found[at] = F.normalize(vectors, dim=-1)
+            found[at] = self._pooling.vectors(states, inputs["attention_mask"])
         return found
 
 
-def _pooling_of(folder: Path, name: str) -> str:
-    """How vectors are made, by a folder's `1_Pooling`; ModelError for a way that is not known."""
-    path = folder / "1_Pooling" / "config.json"
-    said = load_config(path) if path.exists() else {}
-    wanted = [
-        key for key, value in said.items() if key.startswith("pooling_mode_") and value is True
-    ]
-    ways = [_POOLING[key] for key in wanted if key in _POOLING] if wanted else ["mean"]
-    if len(wanted) > 1 or not ways:
-        allowed = ", ".join(_POOLING)
-        said_so = ", ".join(wanted)
-        raise ModelError(f"sentence encoder {name!r} has {said_so}; allowed: one of {allowed}")
-    return ways[0]
+def _way(folder: Path) -> str:
+    """How a `1_Pooling` says that vectors are made; ModelError for another way than `_WAYS`."""
+    said, start = load_config(folder / "config.json"), "pooling_mode_"
+    older = [key.removeprefix(start) for key in said if key.startswith(start) and said[key] is True]
+    modes = said.get("pooling_mode", older or "mean")
+    if (way := _WAYS.get("".join(modes))) is None:
+        raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")
+    return way
+
+
+def _dense(folder: Path) -> nn.Module:
+    """A dense layer, with tanh if its config.json says so; ModelError if there is more to it."""
+    said = load_config(folder / "config.json")
+    kind = said.get("activation_function", "Tanh").rpartition(".")[2]
+    kind += " with use_residual" * bool(said.get("use_residual"))
+    if kind not in ("Tanh", "Identity"):
+        raise ModelError(f"{folder} has activation_function {kind}; allowed: Tanh, Identity")
+    layer = nn.Linear(said["in_features"], said["out_features"], said.get("bias", True))
+    nn.ModuleDict({"linear": layer}).load_state_dict(load_file(folder / "model.safetensors"))
+    return nn.Sequential(layer, nn.Tanh()) if kind == "Tanh" else layer
 
 
 def _folder(name: str) -> Path:

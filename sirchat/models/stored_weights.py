@@ -6,11 +6,14 @@ Files are not trusted; a file that can't be read raises ModelError.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, format_value
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import load_config
 from sirchat.models.names import all_parts
@@ -18,6 +21,12 @@ from sirchat.models.whole_files import StoredPlace, safetensors_in
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+# The package that transformers needs for each `quant_method` of a config.json that it reads.
+_PACKAGES = dict.fromkeys(("bitnet", "fp8", "gemma", "mxfp4", "mxfp8"), "accelerate")
+_PACKAGES |= {"awq": "gptqmodel", "gptq": "gptqmodel", "eetq": "kernels", "spqr": "spqr_quant"}
+_PACKAGES |= {"fbgemm_fp8": "fbgemm_gpu", "higgs": "flute", "quanto": "optimum"}
+_SAME_NAME = "aqlm auto-round bitsandbytes compressed-tensors fouroversix fp_quant hqq quark sinq"
+_PACKAGES |= {one: one.replace("-", "_") for one in (*_SAME_NAME.split(), "torchao", "vptq")}
 # What a config.json says of sizes that building the model would take memory for.
 _LAYERS = "num_hidden_layers"
 _SIZES = [
@@ -110,8 +119,10 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
 
     Raises ModelError if a file is missing, damaged or of another kind, such as MLX's.
     """
-    files = _weight_files(folder)
-    _refuse_mlx(folder)
+    files, config = _weight_files(folder), dict[str, Any]()
+    with suppress(ModelError):  # what loads it says what is wrong
+        config = load_config(folder / "config.json")
+    refuse_format(str(folder), config)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
@@ -120,19 +131,19 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
     return {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
 
 
-def _refuse_mlx(folder: Path) -> None:
-    try:
-        config = load_config(folder / "config.json")
-    except ModelError:
-        return  # what loads it says what is wrong
-    said = config.get("quantization")
-    others = config.get("quantization_config")
-    has_method = isinstance(others, dict) and "quant_method" in others
-    if isinstance(said, dict) and "bits" in said and not has_method:
-        raise ModelError(
-            f"{folder} has weights of {said['bits']} bits as MLX packs them, not read here",
-            hint="take the model's own folder, or a GGUF file of it",
-        )
+def refuse_format(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if a config.json says that weights are packed in a way not read here."""
+    said, by_mlx = config.get("quantization_config"), config.get("quantization")
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    package = _PACKAGES.get(str(method))
+    if method is None and isinstance(by_mlx, dict) and "bits" in by_mlx:
+        what = f"of {by_mlx['bits']} bits as MLX packs them"
+    elif said and (package is None or find_spec(package) is None):
+        what = f"in the format {format_value(method)}"
+    else:
+        return
+    hint = "take the model's own folder, or a GGUF file of it"
+    raise ModelError(f"{name} has weights {what}, not read here", hint=hint)
 
 
 def refuse_larger_config(folder: Path, weights: Mapping[str, tuple[Path, StoredPlace]]) -> None:

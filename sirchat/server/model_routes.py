@@ -28,7 +28,7 @@ from sirchat.text.times import local_time
 VERSION = "0.12.0"  # of Ollama, whose API this is
 
 _MOST_TEXTS = 2048  # in a request for embeddings
-_WITHOUT_ENCODER = "the mean of the last layer's hidden states"
+_WITHOUT_ENCODER = "the last layer's states, pooled as the model's files say, or else their mean"
 
 _Texts = Annotated[
     list[str],
@@ -72,7 +72,7 @@ class ModelRoutes:
     """The endpoints that tell what the model is, by its `names`, and make vectors of texts.
 
     A vector is the one by which recall finds a sentence; of a model without a sentence encoder, it
-    is the mean of the last layer's hidden states.
+    is made as the model's files say, or the mean of the last layer's hidden states.
     """
 
     def __init__(self, model: LoadedModel, names: tuple[str, ...], replies: ReplyThread) -> None:
@@ -151,23 +151,30 @@ class ModelRoutes:
         self, texts: list[str], size: int | None, *, cuts: bool = False
     ) -> tuple[list[NDArray[np.float32]], int]:
         """The vectors of texts, one at a time between the steps of replies, and their tokens."""
-        tokenizer, most = self._model.tokenizer, self._model.context_length
-        each = [tokenizer.encode(text, add_special_tokens=False) or [0] for text in texts]
+        model, most = self._model, self._model.context_length
+        try:
+            adds = model.sentence_encoder is None and model.pooling is not None
+        except Exception as error:  # for damaged files, of all kinds
+            raise RequestError(f"this model makes no vectors: {error}") from error
+        encode = partial(model.tokenizer.encode, add_special_tokens=adds)
+        each, ends = [encode(text) or [0] for text in texts], encode("")[-1:]
         if not cuts and (longest := max(map(len, each))) > most:
             raise RequestError(
                 f"a text has {longest:,} tokens; the model's context length is {most:,}",
                 param="input",
                 code="context_length_exceeded",
             )
+        # Of a long text, too, the vector may be that of the EOS at its end.
+        each = [[*ids[:-1][: most - 1], *ends] if ids[-1:] == ends else ids[:most] for ids in each]
         found = []
         for text, ids in zip(texts, each, strict=True):
-            call = self._replies.call(partial(self._vector, text, ids[:most]))
+            call = self._replies.call(partial(self._vector, text, ids))
             found.append(await asyncio.wrap_future(call))
         if size not in (None, len(found[0])):
             raise RequestError(
                 f"dimensions can't be {size}; allowed: {len(found[0])}", param="dimensions"
             )
-        return found, sum(len(ids[:most]) for ids in each)
+        return found, sum(map(len, each))
 
     def _vector(self, text: str, ids: list[int]) -> NDArray[np.float32]:
         own = self._model.sentence_encoder

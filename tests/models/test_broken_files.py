@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model
 from sirchat.errors import ModelError
-from sirchat.models.listing import find_models
+from sirchat.models import load, stored_weights
+from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
-from sirchat.models.stored_weights import stored_weights
 from sirchat.paths import tiny_dir
 from sirchat.text.control_tokens import ControlTokens
 
@@ -204,7 +205,36 @@ def test_weights_that_mlx_has_packed_are_refused_by_that_name_and_do_not_fit(fol
     change_json(folder / "config.json", quantization=said, quantization_config=said)
     refused(folder, "has weights of 4 bits as MLX packs them")
     with pytest.raises(ModelError, match="as MLX packs them"):
-        stored_weights(folder)
+        stored_weights.stored_weights(folder)
+
+
+@pytest.mark.parametrize(
+    "method", ["gptq", "awq", "compressed-tensors", "bitsandbytes", "nvfp4", "exl2", None]
+)
+def test_a_format_that_is_not_read_is_named_and_the_model_does_not_fit(
+    folder: Path, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_json(folder / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    named = "null" if method is None else f'"{method}"'
+    refused(folder, f"has weights in the format {named}, not read here")
+    with pytest.raises(ModelError, match=f"it has weights in the format {named}, not read here"):
+        find_model(str(folder))
+    # A name of the hub is refused before its weights are read.
+    monkeypatch.setattr(load, "weights_in_folder", lambda path: {})
+    refused(folder, f"has weights in the format {named}, not read here")
+
+
+def test_a_format_is_read_that_needs_nothing_or_whose_package_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    load_model(str(folder), device="cpu")
+    assert find_model(str(folder)).shape
+    monkeypatch.setattr(stored_weights, "find_spec", lambda name: name == "gptqmodel" or None)
+    for method, is_read in (("gptq", True), ("hqq", False)):
+        change_json(folder / "config.json", quantization_config={"quant_method": method})
+        with nullcontext() if is_read else pytest.raises(ModelError, match="the format"):
+            find_model(str(folder))
 
 
 def test_a_limit_of_the_tokenizer_that_is_no_number_is_refused(folder: Path) -> None:

@@ -1,26 +1,32 @@
-"""A GGUF file in several parts is one model, by the name of any part.
+"""A GGUF file in several parts is one model, by the name of any part; of one with images, the text.
 
-The parts are written by ggml's own package, which splits as llama.cpp does.
+The parts are written by ggml's own package, which splits as llama.cpp does. Keys and names for
+images are those of Ollama's files.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import HfApi
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_models import floats_only, random_model, write_model  # noqa: E402
+import gguf_models  # noqa: E402
+from gguf_models import add_settings, few_bits, floats_only, random_model, write_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models import hub  # noqa: E402
+from sirchat.models import hub, prepared  # noqa: E402
 from sirchat.models.fit import fit_of  # noqa: E402
 from sirchat.models.gguf.header import parse_gguf  # noqa: E402
+from sirchat.models.gguf.prepared import WRITER  # noqa: E402
 from sirchat.models.listing import find_model, find_models  # noqa: E402
 from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.names import locate  # noqa: E402
@@ -113,3 +119,83 @@ def test_all_parts_are_pulled_by_the_name_of_any(monkeypatch: pytest.MonkeyPatch
 def test_an_adapter_is_not_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="'me/it' is a LoRA adapter"):
         pulled(monkeypatch, ["adapter_config.json", "adapter_model.safetensors"], None)
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "qwen35": {
+        "vision.block_count": 2,
+        "vision.image_mean": [0.5],
+        "vision.rope.freq_base": 1e4,
+        "image_token_id": 7,
+        "vision_start_token_id": 8,
+        "ssm.v_head_reordered": True,
+        "mrope_sections": [2, 1, 1],
+        "rope.mrope_section": [2, 1, 1],
+        "rope.mrope_interleaved": True,
+    },
+    "gemma3": {
+        "vision.block_count": 2,
+        "vision.image_size": 896,
+        "mm.tokens_per_image": 256,
+        "rope.local.freq_base": 1e4,
+    },
+    "gemma4": {"vision.block_count": 2, "audio.block_count": 2},
+}
+OF_IMAGES = ("v.blk.0.attn_q.weight", "mm.0.weight", "a.blk.0.ffn_up.weight")
+
+
+def with_images(writer: Any, architecture: str, more: dict[str, Any]) -> None:
+    """Add keys of these values, and tensors larger than the text model has."""
+    for key, value in more.items():
+        kinds = [(bool, writer.add_bool), (int, writer.add_uint32), (float, writer.add_float32)]
+        add = next((one for kind, one in kinds if type(value) is kind), writer.add_array)
+        add(f"{architecture}.{key}", value)
+    for name in OF_IMAGES:
+        writer.add_tensor(name, np.ones((512, 2048), np.float16))
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_of_a_file_with_a_part_for_images_the_text_model_is_read_and_fits(
+    case: str, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    module = random_model(case)
+    text = write_model(tmp_path / "text.gguf", module, case, few_bits)
+
+    def add_more(writer: Any, about: Any, architecture: str) -> None:
+        add_settings(writer, about, architecture)
+        with_images(writer, architecture, IMAGES[case])
+
+    monkeypatch.setattr(gguf_models, "add_settings", add_more)
+    both = write_model(tmp_path / "both.gguf", module, case, few_bits)
+    assert both.stat().st_size > text.stat().st_size + 6_000_000
+    alone = load_model(str(text), device="cpu", quantize="packed")
+    wanted = alone.forward([3, 5, 7], alone.new_cache(3))
+    for _ in range(2):  # the second time from what was prepared of it
+        model = load_model(str(both), device="cpu", quantize="packed")
+        assert torch.equal(model.forward([3, 5, 7], model.new_cache(3)), wanted)
+        (notice,) = set(model.tokenizer.notices) - set(alone.tokenizer.notices)
+        assert "part for images is not read" in notice
+        for thread in threading.enumerate():
+            if thread.name == WRITER:
+                thread.join()
+    fits = [fit_of(find_model(str(path)), Profile(device="cpu"), 10**9) for path in (text, both)]
+    assert fits[0].weights == fits[1].weights
+    assert fits[0].choices == fits[1].choices
+    assert fits[0].found.shape == fits[1].found.shape
+
+
+@pytest.mark.parametrize("more", [{}, {"vision.block_count": 2, "ssm.v_head_reordered": False}])
+def test_what_is_not_said_to_be_for_images_is_refused(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_more(writer: Any, about: Any, architecture: str) -> None:
+        add_settings(writer, about, architecture)
+        with_images(writer, architecture, more)
+
+    monkeypatch.setattr(gguf_models, "add_settings", add_more)
+    path = write_model(tmp_path / "odd.gguf", random_model("qwen35"), "qwen35", floats_only)
+    with pytest.raises(ModelError, match="v_head_reordered is false" if more else OF_IMAGES[0]):
+        load_model(str(path), device="cpu")
+    with pytest.raises(ModelError, match="cannot be used"):
+        find_model(str(path))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
@@ -34,22 +36,130 @@ def test_vectors_are_the_mean_of_each_texts_states_whatever_stands_beside_it(
     assert encoder.vectors([]).shape == (0, SIZE)
 
 
-@pytest.mark.parametrize(("mode", "at"), [("cls_token", 0), ("lasttoken", -1)])
-def test_vectors_are_of_the_state_that_the_files_say(tmp_path: Path, mode: str, at: int) -> None:
-    folder = write_sentence_encoder(tmp_path)
-    (folder / "1_Pooling").mkdir()
-    said = {"word_embedding_dimension": SIZE, f"pooling_mode_{mode}": True}
-    said |= {"pooling_mode_mean_tokens": False, "include_prompt": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
-    encoder = SentenceEncoder(str(folder))
+OLDER = {"word_embedding_dimension": SIZE, "pooling_mode_mean_tokens": False}
+POOLING = "sentence_transformers.models.Pooling"
+DENSE = "sentence_transformers.base.modules.dense.Dense"
+TANH, SAME = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
+
+
+def say(folder: Path, name: str, said: object) -> None:
+    """Write a JSON file."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(said))
+
+
+def list_modules(folder: Path, **kinds: str) -> None:
+    """Write a modules.json: the transformer, then modules of these kinds by their folders."""
+    first = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    paths = [(f"{at}_{name}", kind) for at, (name, kind) in enumerate(kinds.items(), 1)]
+    say(folder, "modules.json", [first, *({"path": path, "type": kind} for path, kind in paths)])
+
+
+def states_of(folder: Path, text: str) -> torch.Tensor:
+    """The states [m, D] of a text that is read alone."""
     tokenizer, module = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
-    for text, vector in zip(TEXTS, encoder.vectors(TEXTS), strict=True):
-        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
-        with torch.inference_mode():
-            states = module.eval()(**inputs).last_hidden_state[0]
-        torch.testing.assert_close(vector, F.normalize(states[at], dim=0), rtol=1e-3, atol=1e-4)
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(ModelError, match="has pooling_mode_max_tokens; allowed: one of"):
+    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+    with torch.inference_mode():
+        states: torch.Tensor = module.eval()(**inputs).last_hidden_state[0]
+    return states
+
+
+@pytest.mark.parametrize(
+    ("said", "at"),
+    [
+        (OLDER | {"pooling_mode_cls_token": True}, 0),
+        (OLDER | {"pooling_mode_lasttoken": True, "include_prompt": True}, -1),
+        ({"embedding_dimension": SIZE, "pooling_mode": "cls"}, 0),
+        ({"embedding_dimension": SIZE, "pooling_mode": ["lasttoken"]}, -1),
+    ],
+)
+def test_vectors_are_of_the_state_that_the_files_say(tmp_path: Path, said: Any, at: int) -> None:
+    folder = write_sentence_encoder(tmp_path)
+    say(folder, "1_Pooling/config.json", said)
+    for text, vector in zip(TEXTS, SentenceEncoder(str(folder)).vectors(TEXTS), strict=True):
+        wanted = F.normalize(states_of(folder, text)[at], dim=0)
+        torch.testing.assert_close(vector, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "has_bias"), [(TANH, True), (SAME, False), (None, True)])
+def test_a_dense_layer_after_pooling_is_applied(
+    tmp_path: Path, kind: str | None, has_bias: bool
+) -> None:
+    folder = write_sentence_encoder(tmp_path)
+    plain = SentenceEncoder(str(folder))
+    list_modules(folder, Pooling=POOLING, Dense=DENSE, Normalize="its.Normalize")
+    say(folder, "1_Pooling/config.json", OLDER | {"pooling_mode_cls_token": True})
+    said = {"in_features": SIZE, "out_features": 5, "bias": has_bias, "activation_function": kind}
+    say(folder, "2_Dense/config.json", {key: one for key, one in said.items() if one is not None})
+    weights = {"linear.weight": torch.randn(5, SIZE), "linear.bias": torch.randn(5)}
+    weights = weights if has_bias else {"linear.weight": weights["linear.weight"]}
+    save_file(weights, folder / "2_Dense" / "model.safetensors")
+    encoder = SentenceEncoder(str(folder))
+    found = encoder.vectors(TEXTS)
+    assert found.shape == (len(TEXTS), encoder.size) == (len(TEXTS), 5)
+    for text, vector in zip(TEXTS, found, strict=True):
+        wanted = weights["linear.weight"] @ states_of(folder, text)[0]
+        wanted = wanted + weights["linear.bias"] if has_bias else wanted
+        wanted = wanted if kind == SAME else wanted.tanh()  # what a missing kind stands for
+        torch.testing.assert_close(vector, F.normalize(wanted, dim=0), rtol=1e-3, atol=1e-4)
+    assert encoder.check_sum != plain.check_sum
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "why"),
+    [
+        (
+            "1_Pooling",
+            {"pooling_mode_max_tokens": True},
+            r"has pooling_mode \['max_tokens'\]; allow",
+        ),
+        (
+            "1_Pooling",
+            {"pooling_mode": "weightedmean"},
+            "has pooling_mode weightedmean; allowed: one",
+        ),
+        (
+            "1_Pooling",
+            {"pooling_mode": ["mean", "cls"]},
+            r"\['mean', 'cls'\]; allowed: one of mean, ",
+        ),
+        (
+            "2_Dense",
+            {"activation_function": "torch.nn.modules.activation.GELU"},
+            "has .* GELU; allow",
+        ),
+        (
+            "2_Dense",
+            {"activation_function": SAME, "use_residual": True},
+            "with use_residual; allow",
+        ),
+        ("2_Dense", {"in_features": SIZE, "out_features": 5}, r"2_Dense/model\.safetensors"),
+    ],
+)
+def test_what_can_t_be_made_so_is_refused_by_its_name(
+    tmp_path: Path, name: str, said: Any, why: str
+) -> None:
+    folder = write_sentence_encoder(tmp_path)
+    list_modules(folder, Pooling=POOLING, Dense=DENSE)
+    for part in ("1_Pooling", "2_Dense"):
+        say(folder, f"{part}/config.json", said if part == name else {})
+    with pytest.raises(ModelError, match=why) as refused:
+        SentenceEncoder(str(folder))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kinds", [{"Dense": DENSE, "Pooling": POOLING}, {"Pooling": POOLING, "Own": "own.Gated"}]
+)
+def test_other_modules_or_another_order_are_refused(tmp_path: Path, kinds: dict[str, str]) -> None:
+    folder = write_sentence_encoder(tmp_path)
+    list_modules(folder, **kinds)
+    with pytest.raises(
+        ModelError, match=r"has (Dense, Pooling|Pooling, Gated); allowed: Pooling, D"
+    ):
+        SentenceEncoder(str(folder))
+    say(folder, "modules.json", {"0": "a transformer"})
+    with pytest.raises(ModelError, match="can't be loaded"):
         SentenceEncoder(str(folder))
 
 

@@ -52,7 +52,7 @@ SIZES = {
 # Keys that every GGUF header of a model has.
 NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
 
-# Keys that change no number here, whatever their value is: of norms or uses that a model lacks.
+# Keys that change no logit, whatever their value is: of norms that a model lacks, or of vectors.
 IGNORED = ("attention.layer_norm_epsilon", "pooling_type")
 
 # Other keys, which change nothing only if they have one of these values. An architecture may give
@@ -203,6 +203,7 @@ _QWEN35 = Architecture(
         "ssm.time_step_rank": "linear_num_value_heads",
     },
     ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
+    choices={"ssm.v_head_reordered": ("", (True,))},
     ignored=("rope.dimension_sections", "ssm.inner_size"),
     needed=("ssm.inner_size", "rope.dimension_count"),
     changes=_PLUS_ONE
@@ -245,6 +246,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         optional={
             "final_logit_softcapping": "final_logit_softcapping",
             "rope.freq_base_swa": "rope_local_base_freq",
+            "rope.local.freq_base": "rope_local_base_freq",
         },
         may_be_0=("final_logit_softcapping",),
         needed=("rope.freq_base",),

@@ -9,7 +9,7 @@ import mmap
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -60,6 +60,8 @@ BLOCKS = {
 }
 
 _NOT_READ = {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # names of later types, for messages
+
+IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image parts in one
 
 # The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
@@ -156,13 +158,13 @@ def is_count(value: object) -> TypeGuard[int]:
 def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
     """Map a GGUF file into memory, with all other parts if it is one of several; read its header.
 
-    Raises ModelError if it is not valid, or a part is missing. Lists of text (the vocabulary) take
-    most of the time; without `with_lists_of_text` they are left empty.
+    Leaves out tensors for images. Raises ModelError if it is not valid, or a part is missing. Lists
+    of text (the vocabulary) take most of the time; without `with_lists_of_text` they are empty.
     """
     file = _parse_part(path, with_lists_of_text)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
-        return file
+        return _of_text(file)
     paths = [path.with_name(name) for name in all_parts(path.name)]
     if missing := [one.name for one in paths if not one.is_file()]:
         raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
@@ -176,7 +178,15 @@ def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
             "tensors are there",
             hint="the parts must be named NAME-00001-of-00003.gguf, and so on",
         )
-    return GgufFile(parts[0].metadata, tensors, tuple(one for part in parts for one in part.mapped))
+    mapped = tuple(one for part in parts for one in part.mapped)
+    return _of_text(GgufFile(parts[0].metadata, tensors, mapped))
+
+
+def _of_text(file: GgufFile) -> GgufFile:
+    """The file without the tensors of its part for images, and of one for sound beside it."""
+    others = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
+    tensors = {name: one for name, one in file.tensors.items() if not name.startswith(others)}
+    return replace(file, tensors=tensors)
 
 
 def _parse_part(path: Path, with_lists_of_text: bool) -> GgufFile:

@@ -33,6 +33,8 @@ _BY_LAYER = (
     "feed_forward_length",
     "rope.dimension_count_swa",
 )
+# How keys begin that are of images or sound, or the same for each token of a text.
+_OF_OTHER_PARTS = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
 _OF_EXPERTS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
 
@@ -188,7 +190,7 @@ def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> No
             file.require(not is_size or number <= file.largest, key, "the size of a tensor")
             if not number and key.endswith(("softcapping", "sliding_window")):
                 values[sizes[key]] = None
-        elif key not in no_effect:
+        elif key not in no_effect and not key.startswith(_OF_OTHER_PARTS):
             file.require(value in MEANS_NOTHING.get(key, ()), key)
     for name, (over, under) in known.ratios.items():
         values[name], rest = divmod(file.number(over), file.number(under))

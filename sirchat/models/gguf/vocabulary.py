@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from sirchat.errors import ModelError
+from sirchat.models.gguf.header import IMAGE_LAYERS
 from sirchat.models.gguf.splits import find_split
 from sirchat.models.gguf.translate import SAMPLING
 from sirchat.models.progress import switch_off_bars
@@ -62,8 +63,10 @@ def load_tokenizer(
         template = dict.fromkeys(named, "") or None
     tokenizer = FastTokenizer(vocabulary.backend(merges), special, template)
     tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
+    if images := [key for key in metadata if key.endswith(f".{IMAGE_LAYERS}")]:
+        tokenizer.notices.append("the GGUF file's part for images is not read: send text alone")
     if kept is not None:
-        starts = ("tokenizer.", "general.name", SAMPLING)
+        starts = ("tokenizer.", "general.name", SAMPLING, *images)
         kept.update({key: value for key, value in metadata.items() if key.startswith(starts)})
         for name in ("scores", "merges"):  # to find the pairs takes longest
             kept.pop(f"{_KEYS}{name}", None)
