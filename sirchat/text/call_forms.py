@@ -20,6 +20,7 @@ Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by 
 # What stands around calls: tags, which some models have as control tokens.
 TAGS = {
     "<tool_call>": "</tool_call>",
+    "<tool_calls>": "</tool_calls>",
     "<minimax:tool_call>": "</minimax:tool_call>",
     "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
 }

@@ -22,10 +22,13 @@ from sirchat.text.text_file import without_surrogates
 OPEN, CLOSE = next(iter(TAGS.items()))
 PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
-# What a call in tags is up to its CLOSE, which may also stand in a text of its arguments.
-_INSIDE = re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{CLOSE[1:]}))*', re.DOTALL)
+# What JSON in tags is up to its end, by what ends it, which may also stand in a text within.
+_INSIDE = {
+    close: re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{close[1:]}))*', re.DOTALL)
+    for close in TAGS.values()
+}
 _TAG = re.compile("|".join(TAGS))
-_BARE = '{"name"'  # how a call without tags begins
+_BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
@@ -74,6 +77,7 @@ class CallParser:
         if isinstance(names, Mapping):
             self._schemas = names
         self._known = known or {}
+        self._bare = (*_BARE, *(f"[{name}(" for name in names))
         self._number = number
         self._only_one = only_one
         self.is_cut = False
@@ -92,7 +96,7 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        openings = ("{", PYTHON, FUNCTION, _FENCE)
+        openings = ("{", PYTHON, _FENCE, *self._bare)
         if not self._has_begun and any(_begins(start, opening) for opening in openings):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
@@ -126,8 +130,8 @@ class CallParser:
         if self._marked and not self.read(self._marked, lead) and not is_short:
             left += self._marked
         begun = left.strip()
-        is_bare = _begins(begun.removeprefix(PYTHON).strip(), _BARE) or _begins(begun, FUNCTION)
-        is_bare = is_bare and not self._has_begun
+        written = begun.removeprefix(PYTHON).strip()
+        is_bare = not self._has_begun and any(_begins(written, bare) for bare in self._bare)
         if is_short and begun and (is_bare or any(_begins(begun, tag) for tag in TAGS)):
             left = ""
         return left, self.calls[before:]
@@ -184,7 +188,7 @@ class CallParser:
     def _inside(self, opening: str, close: str) -> str | None:
         """What stands in the tags of the call that waits; None if it has no end yet."""
         text = self._waiting.removeprefix(opening)
-        if begins_call(text) or close != CLOSE:
+        if begins_call(text):
             while (end := text.find(close, self._tried)) >= 0:
                 if other_calls(text[:end], self._schemas):
                     self._tried = 0
@@ -195,8 +199,8 @@ class CallParser:
                 return None
             self._tried = 0  # the next call begins: this is none
             return call
-        inside = _INSIDE.match(text) if CLOSE in text else None
-        return inside[0] if inside and text.startswith(CLOSE, inside.end()) else None
+        inside = _INSIDE[close].match(text) if close in text else None
+        return inside[0] if inside and text.startswith(close, inside.end()) else None
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""
@@ -222,7 +226,7 @@ class CallParser:
                 value, end = JSON.raw_decode(left)
             except (ValueError, RecursionError):
                 return False
-            values.append(value)
+            values += value if isinstance(value, list) else [value]
             left = left[end:].lstrip().removeprefix(";").lstrip()
         for call in values:
             if is_deep(call):

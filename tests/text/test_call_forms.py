@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirchat.text.control_tokens import END, START
-from sirchat.text.reply_marks import Marks, plain
+from sirchat.text.reply_marks import CONTROL, Marks, plain
 from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.tool_calls import CallParser
 
@@ -167,6 +167,9 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
         marks(),
     ),
     "llama": (lambda *calls: "; ".join(listed(call)[1:-1] for call in calls), marks()),
+    "a list of JSON": (listed, marks()),
+    "a list of Python": (lambda *calls: CONTROL.sub("", lfm2(*calls)), marks()),
+    "hunyuan": (lambda *calls: f"<tool_calls>{listed(*calls)}</tool_calls>", marks()),
     "qwen coder, nemotron": (lambda *calls: "\n".join(xml(*call) for call in calls), marks()),
     "glm": (lambda *calls: "\n".join(pairs(*call) for call in calls), marks()),
     "minimax": (minimax, marks()),
@@ -212,7 +215,13 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
         ),
     ),
 }  # fmt: skip
-_ALONE = ("functionary", "llama", "gpt-oss")  # a reply is text, or calls
+_ALONE = (
+    "functionary",
+    "llama",
+    "gpt-oss",
+    "a list of JSON",
+    "a list of Python",
+)  # a reply is text, or calls
 
 
 def found(parser: CallParser) -> list[tuple[str, dict[str, Any]]]:
@@ -295,11 +304,25 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
     assert found(parser) == [("weather", {"city": "Oslo"})]
 
 
-@pytest.mark.parametrize("reply", ["<function=time>\n<par", "<tool_call>\n<function=time>\n<par"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *("<function=time>\n<par", "<tool_call>\n<function=time>\n<par", "[weather(city='Os"),
+        *('[{"name": "time", "ar', "<tool_calls>[{"),
+    ],
+)
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
     assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == ""
     assert not parser.calls
+
+
+@pytest.mark.parametrize("reply", ["[1, 2] is a list", "[weather] is fine", "[a](b)"])
+def test_a_text_that_begins_with_a_bracket_is_shown_at_once(reply: str) -> None:
+    parser = CallParser(SCHEMAS, 0)
+    shown = [parser.push(char)[0] for char in reply]
+    assert "".join(shown) == reply
+    assert shown[:9].count("") < 9
 
 
 @pytest.mark.parametrize(
