@@ -38,11 +38,13 @@ class KeptTurn:
 class ReadTurns:
     """Turns that `read` reads, as if nothing stood after them.
 
-    If it `joins`, the first of them goes on with the tokens of the kept turn before it.
+    If it `joins`, the first of them goes on with the tokens of the kept turn before it; if it
+    `joins_next`, the last one has those of the kept turn after it at its end.
     """
 
     read: Callable[[], Iterable[Event]]
     joins: bool = False
+    joins_next: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _read_between(
 ) -> Generator[Event, None, tuple[list[_Placed], int]]:
     """Read turns after the first `at` of those that are placed.
 
-    Returns all in their new order, and how many there are up to the new ones.
+    Returns all in their new order, and how many there are up to the new ones, without one that has
+    also what is yet to come.
     """
     engine, state, ledger = session.engine, session.state, session.ledger
     start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
@@ -126,10 +129,12 @@ def _read_between(
     if part.joins:
         rows = np.concatenate([before.pop().rows, new[0].rows])
         new[0] = _Placed(new[0].turn, rows)
+    if part.joins_next:
+        new[-1] = _Placed(new[-1].turn, np.concatenate([new[-1].rows, after.pop(0).rows]))
     held += ledger.seen - seen
     placed = _arrange(session, [*before, *new, *after])
     engine.evictor.hold(held)
-    return placed, len(before) + len(new)
+    return placed, len(before) + len(new) - part.joins_next
 
 
 def _arrange(

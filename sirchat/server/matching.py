@@ -26,6 +26,7 @@ from sirchat.text.template import TurnIds
 # Least characters of texts, after what left a chat, by which it is known: two chats may have the
 # same short messages, and one must not remember the other.
 SURE = 200
+_LEAST_TAIL = 32  # tokens at the end of a system prompt that are worth to be kept
 _KINDS = {"tool": "user", "calls": "assistant"}  # as the messages after them tell them
 
 # Reads a message, of this role and text, before one of a role, if that is given; with these ids.
@@ -168,7 +169,7 @@ class _Edit:
         return None
 
     def _system_parts(self) -> list[KeptTurn | ReadTurns]:
-        """The system prompt: as it was, as far as it begins alike, or read anew."""
+        """The system prompt: as it was, as far as it begins and ends alike, or read anew."""
         session, ids = self._session, self._system
         has_one = bool(session.turns) and session.turns[0].role == "system"
         rows = session.ledger.of_turn(0) if has_one else np.zeros(0, np.int64)
@@ -177,16 +178,22 @@ class _Edit:
         session.note_profile(session.profile.model_copy(update={"system": self._history.system}))
         if ids is None:
             return []
-        same = min(shared(ids.ids, self._ids[rows].tolist()), len(ids.ids) - 1)
-        start, end = (max(0, at - same) for at in ids.content)
-        rest = TurnIds(ids.ids[same:], ids.roles[same:], (start, end))
+        own = self._ids[rows].tolist()
+        same = min(shared(ids.ids, own), len(ids.ids) - 1)
+        tail = shared(ids.ids[:same:-1], own[same:][::-1])  # such as tools behind another time
+        tail = tail if tail >= _LEAST_TAIL else 0
+        end = len(ids.ids) - tail
+        content = max(0, ids.content[0] - same), max(0, min(ids.content[1], end) - same)
+        rest = TurnIds(ids.ids[same:end], ids.roles[same:end], content)
 
         def read() -> Iterator[Event]:
             if session.profile.pin_system:
                 session.engine.evictor.check_pins(len(rest.ids))
             yield from session.read_system(rest)
 
-        return [*([KeptTurn(0, rows[:same])] if same else []), ReadTurns(read, joins=same > 0)]
+        new = ReadTurns(read, joins=same > 0, joins_next=tail > 0)
+        head = [KeptTurn(0, rows[:same])] if same else []
+        return [*head, new, *([KeptTurn(0, rows[len(own) - tail :])] if tail else [])]
 
     def _left_out(
         self, turns: range, new: range, taken: Positions, known: Collection[bytes]

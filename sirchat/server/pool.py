@@ -23,6 +23,8 @@ from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
+_LONG = 2000  # characters, which take longer to read than a conversation to load
+
 # Settings that a request may change for its reply alone.
 _OF_REPLIES = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_window", "seed"),
@@ -318,6 +320,7 @@ class ConversationPool:
             own = own.model_copy(update={"system": history.system})
         able = (each for each in reversed(self._held) if each.roles and not each.kept)
         source = next((each for each in able if each.keys[0] == history.keys[0]), None)
+        source = source or self._load_beginning(history)
         new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])
         if source is not None and history.profile is None:  # it begins with the same
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
@@ -326,6 +329,15 @@ class ConversationPool:
             copy = copied_beginning(source.session, own.model_copy(update=same))
             new.session = copy or new.session
         return new
+
+    def _load_beginning(self, history: History) -> ServedConversation | None:
+        """Load a conversation with this system prompt and tools, if that is faster than reading."""
+        if self._disk is None or len(history.system or "") + len(history.tools) < _LONG:
+            return None
+        away = (each for each in reversed(self._disk.all) if each.keys[0] == history.keys[0])
+        saved = next(away, None)
+        has_place = len(self._held) + 1 < self.limit or (saved and self._let_one_leave())
+        return self._load(saved) if saved and has_place else None
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:

@@ -22,6 +22,10 @@ TURNS = 14
 BRIEF = system("You are a helpful assistant, and brief.")
 
 
+def copied(tool: Any, name: str) -> Any:
+    return tool | {"function": tool["function"] | {"name": name}}
+
+
 def text(draw: Random, words: int = 12) -> str:
     return " ".join(draw.choices(WORDS.split(), k=words)).capitalize() + "."
 
@@ -321,6 +325,40 @@ def test_a_system_prompt_is_read_once_for_all_chats(tools: list[Any]) -> None:
     assert other["usage"]["prompt_tokens"] - cached(other) < 25
     assert said(same) == said(first)
     assert other["sirchat"]["id"] != first["sirchat"]["id"]
+
+
+def test_a_system_prompt_is_not_read_again_after_a_restart(tmp_path: Path) -> None:
+    """By a new chat; that which has read it may have a name."""
+    long = system("You are a helpful assistant of the harbour office. " * 45)
+    for name in ({}, {"conversation": "mine"}):
+        settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 8}
+        with served(folder=tmp_path, **settings) as server:
+            first = server.ask([long, user("My name is Anna.")], sirchat=name)
+        with served(folder=tmp_path, **settings) as server:
+            other = server.ask([long, user("Where is the harbour?")], temperature=0)
+            assert cached(other) > 400
+            assert other["sirchat"]["id"] != first["sirchat"]["id"]
+            assert len(server.client.get("/v1/sirchat/sessions").json()["data"]) >= 2
+        messages = [long, user("Where is the harbour?")]
+        assert said(other) == told(messages, max_new_tokens=8)
+
+
+def test_tools_behind_another_time_are_not_read_again() -> None:
+    tools = [copied(TOOL, f"weather{number}") for number in range(6)]
+
+    def timed(turn: int, before: list[Message]) -> list[Message]:
+        return [system(f"It is {9 + turn} o'clock. You are a helpful assistant."), *before]
+
+    settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 12}
+    with served(tool_tiny(), **settings) as server:
+        asked = spoken(server, timed, tools=tools, tool_choice="none")
+        messages, reply = asked[-1]
+        shown = held_text(server, reply)
+    assert max(read_anew(asked)[4:]) < 100 < read_anew(asked)[0] / 6
+    with served(tool_tiny(), reuse="exact", **settings) as server:
+        whole = held_text(server, server.ask(messages, tools=tools, tool_choice="none"))
+    end = messages[-1]["content"]
+    assert shown[: shown.index(end)] == whole[: whole.index(end)]
 
 
 def test_a_chat_with_a_beginning_of_another_replies_as_if_it_had_read_it() -> None:
