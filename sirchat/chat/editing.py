@@ -110,8 +110,8 @@ def _read_between(
 ) -> Generator[Event, None, tuple[list[_Placed], int]]:
     """Read turns after the first `at` of those that are placed.
 
-    Returns all in their new order, and how many there are up to the new ones, without one that has
-    also what is yet to come.
+    Returns all in their new order, and how many there are up to the new ones; the last of these does
+    not count yet if it `joins_next`.
     """
     engine, state, ledger = session.engine, session.state, session.ledger
     start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
