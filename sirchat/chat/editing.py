@@ -110,7 +110,7 @@ def _read_between(
 ) -> Generator[Event, None, tuple[list[_Placed], int]]:
     """Read turns after the first `at` of those that are placed.
 
-    Returns all in their new order, and how many there are up to the new ones; the last of these does
+    Returns all in their new order, and how many there are up to the new ones; the last of them does
     not count yet if it `joins_next`.
     """
     engine, state, ledger = session.engine, session.state, session.ledger
