@@ -45,18 +45,27 @@ class ModelFormats:
         self._last: tuple[str, Schema] | None = None
 
     def by_file(
-        self, chat: _Chat, notes: list[str], file: str, tools: Tools, begun: Sequence[int]
+        self,
+        chat: _Chat,
+        notes: list[str],
+        file: str,
+        tools: Tools,
+        begun: Sequence[int],
+        *,
+        goes_on: bool,
     ) -> Allowed | None:
         """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
 
         None if the file is `off`. Of a schema that is as it was the last time, nothing is added to
-        `notes`. SettingError if the file, or what has begun, can't be used.
+        `notes`; if the round `goes_on`, it is. SettingError if the file, or what has begun, can't
+        be used.
         """
-        subject, told = f"json_schema {file}", list[str]()
-        if (schema := load_schema(file)) is None:
+        subject, told, before = f"json_schema {file}", list[str](), self._last
+        is_known = goes_on and before is not None and before[0] == file
+        if (schema := before[1] if before and is_known else load_schema(file)) is None:
             return None
         made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
-        if (before := self._last) != (file, schema):
+        if before != (file, schema):
             self._last = file, schema
             is_changed = before is not None and before[0] == file
             notes += [f"{file} has changed: replies are as it says now"] * is_changed + told

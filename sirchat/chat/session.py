@@ -263,7 +263,9 @@ class Session:
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
-        allowed = reply_format(self, self.toolbox, [], begun)
+        notes = list[str]()
+        allowed = reply_format(self, self.toolbox, notes, begun)
+        yield from map(Notice, notes)
         self.undo_reply(to_cut=True)
         turn = self._open_turn(self.state.reply)
         yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
@@ -292,7 +294,9 @@ class Session:
         Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
         text, attempt = (self.last_said, self.state.attempt + 1) if text is None else (text, 0)
-        reply_format(self, self.toolbox, [])  # it may be refused
+        notes = list[str]()
+        reply_format(self, self.toolbox, notes)  # it may be refused
+        yield from map(Notice, notes)
         yield from self.undo(keep_pins=True)
         yield from self.ask(text, interrupted, attempt=attempt)
 

@@ -72,7 +72,12 @@ def free_bytes(device: torch.device) -> int:
 
 def free_at(device: torch.device) -> int | None:
     """Bytes of memory that can still be taken where the device has it; None if that is unknown."""
-    return free_memory() if device.type == "cpu" else free_bytes(device)
+    if device.type == "cpu":
+        return free_memory()
+    held = 0  # by torch, for what comes next
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_bytes(device) + held
 
 
 def is_spread(module: Any) -> bool:

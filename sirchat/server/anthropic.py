@@ -80,7 +80,7 @@ class AnthropicChoice(Fields):
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class OutputFormat(Fields):
@@ -130,13 +130,14 @@ class CountRequest(Fields):
         choice: Any = self.tool_choice.type.replace("any", "required")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        is_one = self.tool_choice.disable_parallel_tool_use
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         effort = self.output_config.effort if thinks else None  # else it is one of the answer
         fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
             "tools": [tool.tool() for tool in self.tools if isinstance(tool, AnthropicTool)],
             "tool_choice": choice,
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "parallel_tool_calls": None if is_one is None else not is_one,
             "reasoning_effort": (effort or "").replace("max", "xhigh"),
         }
         if wanted := self.output_config.format or self.output_format:

@@ -117,6 +117,7 @@ class ServedConversation:
         is_again: whether that request asks for another reply to the last message here.
         reasoning: the setting under which that was read.
         is_edited: whether messages were changed before others that were not read again.
+        has_exact_prompt: whether no part of the system prompt was changed before such a part.
         continued_by: the history of that request, with the messages before it, if it goes on here
             by the name.
         name: by which its client continues it; "" if it has none.
@@ -140,6 +141,7 @@ class ServedConversation:
     is_again: bool = False
     reasoning: str = ""
     is_edited: bool = False
+    has_exact_prompt: bool = True
     continued_by: History | None = None
     name: str = ""
 
@@ -158,7 +160,7 @@ class ServedConversation:
         self.session.reset()
         self.session.template = template
         self.id = self.origin = secrets.token_hex(12)
-        self.is_edited = False
+        self.is_edited, self.has_exact_prompt = False, True
         del self.keys[1:], self.roles[:], self.marks[:]
 
     def become(self, history: History, count: int) -> None:
@@ -238,6 +240,7 @@ class ServedConversation:
         own = {**self.settings}
         copy = ServedConversation(session, *said, settings=own, least_budget=self.least_budget)
         copy.origin, copy.is_branch, copy.is_edited = self.origin, True, self.is_edited
+        copy.has_exact_prompt = self.has_exact_prompt
         return copy
 
     def undo_reply(self) -> bool:

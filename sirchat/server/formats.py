@@ -71,6 +71,8 @@ class Formats:
         param = "tool_choice" if called else "tools" if is_free else "response_format"
         named = [(t.name, t.parameters if t.strict or not is_free else {}) for t in tools]
         is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
+        # A small model would go on with calls of all other tools.
+        is_one |= bool(called) and "parallel_tool_calls" not in asked.model_fields_set
         own, most = (session, param, notes), 1 if is_one else MOST_CALLS
         try:
             if is_free:

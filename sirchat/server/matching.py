@@ -180,8 +180,10 @@ class _Edit:
             return []
         own = self._ids[rows].tolist()
         same = min(shared(ids.ids, own), len(ids.ids) - 1)
-        tail = shared(ids.ids[:same:-1], own[same:][::-1])  # such as tools behind another time
+        # Such as tools behind another time; at least one id between is read.
+        tail = shared(ids.ids[same + 1 :][::-1], own[same:][::-1])
         tail = tail if tail >= _LEAST_TAIL else 0
+        self._conversation.has_exact_prompt &= tail == 0
         end = len(ids.ids) - tail
         content = max(0, ids.content[0] - same), max(0, min(ids.content[1], end) - same)
         rest = TurnIds(ids.ids[same:end], ids.roles[same:end], content)

@@ -21,7 +21,11 @@ from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
-from sirchat.server.saved_conversations import SavedConversation, SavedConversations
+from sirchat.server.saved_conversations import (
+    SavedConversation,
+    SavedConversations,
+    has_keys_and_values,
+)
 
 _LONG = 2000  # characters, which take longer to read than a conversation to load
 
@@ -319,6 +323,7 @@ class ConversationPool:
         if history.system is not None or not history.name:
             own = own.model_copy(update={"system": history.system})
         able = (each for each in reversed(self._held) if each.roles and not each.kept)
+        able = (each for each in able if each.has_exact_prompt)
         source = next((each for each in able if each.keys[0] == history.keys[0]), None)
         source = source or self._load_beginning(history)
         new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])
@@ -332,12 +337,15 @@ class ConversationPool:
 
     def _load_beginning(self, history: History) -> ServedConversation | None:
         """Load a conversation with this system prompt and tools, if that is faster than reading."""
-        if self._disk is None or len(history.system or "") + len(history.tools) < _LONG:
+        has_place = len(self._held) + 1 < self.limit
+        is_long = len(history.system or "") + len(history.tools) >= _LONG
+        if self._disk is None or not (has_place and is_long):
             return None
-        away = (each for each in reversed(self._disk.all) if each.keys[0] == history.keys[0])
-        saved = next(away, None)
-        has_place = len(self._held) + 1 < self.limit or (saved and self._let_one_leave())
-        return self._load(saved) if saved and has_place else None
+        for saved in reversed(self._disk.all):
+            is_exact = saved.keys[0] == history.keys[0] and not saved.is_edited
+            if is_exact and has_keys_and_values(saved):
+                return self._load(saved)
+        return None
 
     def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
         if conversation is not None:

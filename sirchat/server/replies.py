@@ -101,8 +101,9 @@ def generate_reply(
                 if gone():
                     conversation.undo_last_question()
                     return
-            own = gone, cached, allowed, reply
-            yield from _answer(conversation, history, options, *own, is_again=is_again)
+            yield from _answer(
+                *(conversation, history, options, gone, cached, allowed, reply), is_again=is_again
+            )
         except (ContextFullError, SettingError, RequestError):
             # Most of these errors are raised before anything of the message is read.
             conversation.is_exact = session.seen == whole
@@ -148,7 +149,7 @@ def _take_over(conversation: ServedConversation, history: History) -> Generator[
         parts = []
     if not parts:
         _begin_anew(conversation, history)
-        before = 0
+        return 0
     conversation.kept = {}
     conversation.become(history, len(conversation.turn_numbers))
     return before - len(session.ledger.left_out)
@@ -163,18 +164,16 @@ def _begin_anew(conversation: ServedConversation, history: History) -> None:
     conversation.kept = {}
 
 
-def _read_anew(
-    conversation: ServedConversation, history: History, gone: Interrupted
-) -> Generator[None]:
+def _read_anew(conversation: ServedConversation, history: History) -> Generator[None]:
     """Forget all messages, and read those of `history`."""
     session, said = conversation.session, history.messages
     _begin_anew(conversation, history)
     for (role, text), (following, _) in pairwise(said):
-        for _ in _read(session, gone, role, text, following):
+        for _ in _read(session, bool, role, text, following):
             yield None
         conversation.add(role, text)
     text, given = _prepared(session, *said[-1])
-    for _ in session.read_question(text, gone, given=given):
+    for _ in session.read_question(text, given=given):
         yield None
 
 
@@ -336,7 +335,8 @@ def _answer(
             try:
                 session.undo_reply()
             except LookupError:  # the archive's limit was reached, and a token is lost
-                yield from _read_anew(conversation, history, gone)
+                yield from _read_anew(conversation, history)
+                is_again = False
             allowed = None if options.format is None else options.format(session)
             pieces = Pieces(session, options, plain)
     if not is_again:

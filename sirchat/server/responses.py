@@ -55,7 +55,7 @@ _HOSTED = (
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # in all responses that are kept
 # Fields that a chat request has, too, and those that the response repeats.
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
+_SAME = ("model", "temperature", "top_p", "stream", "sirchat")
 _SHOWN = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
     *("store", "parallel_tool_calls", "tools"),
@@ -290,6 +290,7 @@ class ResponsesRequest(Fields):
         if not isinstance(choice, str):
             name = _within(choice.namespace, choice.name)
             choice = {"type": "function", "function": {"name": name}}
+        says_how_many = "parallel_tool_calls" in self.model_fields_set
         fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
             "tools": [
@@ -302,6 +303,7 @@ class ResponsesRequest(Fields):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
             "reasoning_effort": self.reasoning.effort,
+            "parallel_tool_calls": self.parallel_tool_calls if says_how_many else None,
         }
         if self.conversation is not None:
             fields["sirchat"] = self.sirchat.model_copy(update={"conversation": self.conversation})

@@ -179,6 +179,7 @@ class SavedConversations:
         loaded = ServedConversation(session, *said, id=saved.id)
         loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
         loaded.is_edited, loaded.least_budget = saved.is_edited, saved.least_budget
+        loaded.has_exact_prompt = not saved.is_edited
         loaded.name = saved.name
         loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
         self._files[loaded] = saved
@@ -323,6 +324,12 @@ def _size(saved: SavedConversation) -> int:
         return 0
     files = [path, path.with_suffix(".safetensors"), *path.with_suffix(FOLDER).glob("*")]
     return sum(file.stat().st_size for file in files if file.exists())
+
+
+def has_keys_and_values(saved: SavedConversation) -> bool:
+    """Whether loading this conversation computes nothing."""
+    path = saved.file.result() if saved.file.done() else None
+    return path is not None and path.with_suffix(".safetensors").exists()
 
 
 def _remove(saved: SavedConversation) -> None:

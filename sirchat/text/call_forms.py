@@ -51,6 +51,7 @@ _FORMS = [
 ]
 _BEGINNINGS = re.compile(rf"\s*+(?:<function=|{_INVOKE}|[\w.-]{{1,64}}+\s*+<arg_key>)")
 _GEMMA = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")  # before the arguments of a call of Gemma 4
+_OF_GEMMA = re.compile(rf"\s*(?:<\|tool_call>\s*)?{_GEMMA.pattern}")
 _BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around a list of calls of LFM2
 # In a call of Gemma 4: its name, a text, or what stands before a colon.
 _UNQUOTED = re.compile(
@@ -58,7 +59,8 @@ _UNQUOTED = re.compile(
 )
 # In Python: a text, or a name, which may have a hyphen or be a word of Python's own.
 _NAMES = re.compile(
-    r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|([^\W\d][\w.-]*)(?=\s*[(=])""", re.DOTALL
+    r"""("(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?)|(?<![\w.-])([^\W\d][\w.-]*+)(?=\s*+[(=])""",
+    re.DOTALL,
 )
 
 
@@ -95,7 +97,7 @@ def other_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
 
 def marked_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     """The calls in a text with control tokens that is no JSON; [] if there are none."""
-    if _GEMMA.search(text):
+    if _OF_GEMMA.match(text):
         return list(_gemma_calls(text))
     return [call for part in _BETWEEN.split(text) for call in other_calls(part.strip(), tools)]
 
@@ -126,9 +128,10 @@ def _arguments(
         if (argument := form.match(text, at)) is None:
             return None
         parts = argument.groupdict()
-        kind = {"true": {"type": "string"}, "false": {}}.get(parts.get("is_text") or "")
         name, at = parts["name"].strip(), argument.end()
-        found[name] = _typed(parts["value"], known.get(name, {}) if kind is None else kind)
+        is_text = parts.get("is_text")  # "true", "false", or not said
+        kind = {"type": "string"} if is_text == "true" else {} if is_text else known.get(name, {})
+        found[name] = _typed(parts["value"], kind)
     return found
 
 
@@ -169,7 +172,10 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
             {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
             for call in made.elts
         ]
-    except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
+    except (
+        *(ValueError, SyntaxError, TypeError, AttributeError, LookupError),
+        *(RecursionError, MemoryError),
+    ):
         return []
 
 

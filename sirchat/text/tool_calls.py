@@ -121,8 +121,8 @@ class CallParser:
         if self.has_ended:
             self.is_cut = bool(left.strip())
             return "", []
-        if tag := _TAG.match(left):
-            is_call = self._add(left[tag.end() :])
+        if tag := _TAG.match(left.lstrip()):
+            is_call = self._add(left.lstrip()[tag.end() :])
         else:
             is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
@@ -162,32 +162,34 @@ class CallParser:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
         if self.has_ended:
             return None
-        tag = _TAG.search(self._waiting)
-        if tag and tag.start():
-            shown, self._waiting = self._waiting[: tag.start()], self._waiting[tag.start() :]
-            return shown.rstrip()
-        if tag:
+        text = self._waiting
+        if tag := _TAG.search(text):
+            if before := text[: tag.start()].rstrip():
+                return self._take(len(before))
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
-            close = TAGS[tag[0]]
-            inner = self._inside(tag[0], close)
+            close, begun = TAGS[tag[0]], text[tag.end() :].lstrip()
+            if tag[0] != OPEN and begun and begun[0] not in "[{<":  # the tag is named in a text
+                return self._take(tag.end())
+            inner = self._inside(text[tag.end() :], tag[0], close)
             if inner is None:
                 return None
-            rest = self._waiting[len(tag[0]) + len(inner) + len(close) :]
-            is_call = self._add(inner)
-            self._waiting = rest.lstrip() if is_call else rest
-            return "" if is_call else f"{tag[0]}{inner}{close}"
-        kept = re.search(r"\s*(<[^<>\s]*)?$", self._waiting)
-        begins = kept and (not kept[1] or any(tag.startswith(kept[1]) for tag in TAGS))
-        size = len(kept[0]) if kept and begins else 0
-        shown = self._waiting[: len(self._waiting) - size]
-        self._waiting = self._waiting[len(shown) :]
-        return shown or None
+            end = tag.end() + len(inner) + len(close)
+            if not self._add(inner):
+                return self._take(end)
+            self._waiting = text[end:].lstrip()
+            return ""
+        at = text.rfind("<")  # a tag may begin there; blanks before a call are not shown
+        is_tag = at >= 0 and any(tag.startswith(text[at:]) for tag in TAGS)
+        return self._take(len(text[: at if is_tag else None].rstrip())) or None
 
-    def _inside(self, opening: str, close: str) -> str | None:
+    def _take(self, size: int) -> str:
+        taken, self._waiting = self._waiting[:size], self._waiting[size:]
+        return taken
+
+    def _inside(self, text: str, opening: str, close: str) -> str | None:
         """What stands in the tags of the call that waits; None if it has no end yet."""
-        text = self._waiting.removeprefix(opening)
         if begins_call(text):
             while (end := text.find(close, self._tried)) >= 0:
                 if other_calls(text[:end], self._schemas):
@@ -204,7 +206,7 @@ class CallParser:
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""
-        written = self._waiting.removeprefix(OPEN)
+        written = self._waiting.lstrip().removeprefix(OPEN)
         named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known else None
         if named is None or named[1] not in self._known:
             return False

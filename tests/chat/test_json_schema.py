@@ -69,6 +69,8 @@ def test_a_changed_file_is_read_anew_and_a_vanished_one_keeps_the_message_unread
     write_schema(Path(file), COLOUR)
     assert notices(list(chat.ask("Which colour?"))) == changed
     assert json.loads(chat.turns[-1].text) in COLOUR["enum"]
+    write_schema(Path(file), {"enum": ["blue"]})
+    assert notices(list(chat.retry())) == changed
     Path(file).unlink()
     seen, turns = chat.seen, list(chat.turns)
     for refused_one in (chat.ask("Hello."), chat.retry()):
@@ -123,15 +125,13 @@ def test_a_reply_that_began_as_text_does_not_go_on_as_json(file: str) -> None:
     assert chat.turns[-1].text.startswith("{")
 
 
-def weather(city: str) -> str:
-    """The weather in a city."""
-    return f"It snows in {city}."
-
-
 def test_with_tools_replies_are_calls_or_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replies begin with a call, and then with a text, as far as the format lets them."""
+    """Replies begin with a call, and then with a text, as far as the format lets them.
+
+    The file is read once for a message, whatever tools do to it.
+    """
     encode = tool_tiny().tokenizer.encode
     begun = [encode(text, add_special_tokens=False) for text in ("<tool_call>", '"')]
 
@@ -149,6 +149,12 @@ def test_with_tools_replies_are_calls_or_json(
     file = write_schema(tmp_path / "colour.json", COLOUR)
     chat = session(tool_tiny(), json_schema=file, max_new_tokens=300)
     schema = {"properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        Path(file).write_text("no JSON")
+        return f"It snows in {city}."
+
     tool = replace(ChatTool.of(weather), parameters=schema)
     events = list(chat.ask("How is the weather?", tools=[tool]))
     called = {event.arguments["city"] for event in events if isinstance(event, Called)}

@@ -151,6 +151,7 @@ def test_calls_are_blocks_whose_input_is_an_object(
     ("choice", "wanted"),
     [
         ({"type": "any"}, ("required", True)),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("required", False)),
         ({"type": "none"}, ("none", True)),
         ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
     ],

@@ -354,7 +354,11 @@ def test_tools_behind_another_time_are_not_read_again() -> None:
         asked = spoken(server, timed, tools=tools, tool_choice="none")
         messages, reply = asked[-1]
         shown = held_text(server, reply)
-    assert max(read_anew(asked)[4:]) < 100 < read_anew(asked)[0] / 6
+        assert max(read_anew(asked)[4:]) < 100 < read_anew(asked)[0] / 6
+        # Of those tools, which saw the time of another chat before them, no other chat has any.
+        prompt = messages[0]
+        other = server.ask([prompt, user("Hello?")], tools=tools, tool_choice="none")
+        assert cached(other) == 0
     with served(tool_tiny(), reuse="exact", **settings) as server:
         whole = held_text(server, server.ask(messages, tools=tools, tool_choice="none"))
     end = messages[-1]["content"]

@@ -275,6 +275,7 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
         ("<function=other>\n</function>", []),
         ("<tool_call>time</tool_call>", [("time", {})]),
         ("<tool_call>nonsense</tool_call>", []),
+        ("<tool_call>[(n5)(x=1)]</tool_call>", []),
         ("<tool_call>\n<function=weather>\n<parameter=hot>\nTrue\n</parameter>\n</function>",
          [("weather", {"hot": True})]),
         ("<tool_call>\n<function=weather>\n<parameter=days>\nmany\n</parameter>\n</function>",
@@ -332,6 +333,9 @@ def test_a_text_that_begins_with_a_bracket_is_shown_at_once(reply: str) -> None:
         xml("weather", {"city": "</tool_call> word " * 500}),
         pairs("weather", {"city": "</tool_call> word " * 500}),
         dsml(("weather", {"city": "</｜DSML｜function_calls> word " * 500})),
+        "<tool_call>[" + "a" * 20_000 + "</tool_call>",
+        "[weather(a=" + '"\\""' * 4000,
+        " " * 20_000 + "a",
     ],
 )
 def test_long_calls_take_no_long_time(text: str) -> None:
@@ -340,7 +344,25 @@ def test_long_calls_take_no_long_time(text: str) -> None:
         parser.push(text[at : at + 4])
     parser.rest()
     assert time.process_time() - start < 10
-    assert len(parser.calls) == text.count("city") > 0 or "aaaa" in text
+    assert len(parser.calls) == text.count("city")
+
+
+def test_a_text_in_an_argument_is_no_call() -> None:
+    write, marks = FORMS["mistral"]
+    calls = [("weather", {"city": "call:time{a:1} <tool_call>x</tool_call>"})]
+    parser = CallParser(SCHEMAS, 0)
+    assert read(parser, [write(*calls)], marks) == ""
+    assert found(parser) == calls
+
+
+def test_a_tag_that_is_named_in_a_text_is_shown_as_it_is_written() -> None:
+    parser, reply = CallParser(SCHEMAS, 0), "Put them in <tool_calls> please, or in <tool"
+    shown = parser.push(reply)[0]
+    assert shown == reply.removesuffix(" <tool")
+    assert shown + parser.push("> now.")[0] + parser.rest()[0] == f"{reply}> now."
+    for call in ("<tool_call>nonsense</tool_call>", "<tool_calls>[1]</tool_calls>"):
+        parser = CallParser(SCHEMAS, 0)
+        assert parser.push(f"So:\n\n {call} ")[0] + parser.rest()[0] == f"So:\n\n {call} "
 
 
 def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
