@@ -209,7 +209,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
             if name == "attention"
             else "choose policy entropy, which does not use attention",
         )
-    if model.caches_latents and policy.key_value_stats:
+    if model.caches_latents and (policy.key_value_stats or policy.needs == "keys"):
         raise SettingError(
             f"{source}: policy {profile.policy} with these options doesn't work with "
             f"{model.name}, because this model caches compressed keys and values",
