@@ -3,7 +3,6 @@
 import os
 import stat
 import sys
-from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -276,7 +275,7 @@ def replay(
             if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
                 from sirchat.chat.settings import checked_switches
 
-                deque(checked_switches(switches, name, profile, trusted))
+                list(checked_switches(switches, name, profile, trusted))
             stream.seek(start)
         turns = one_conversation(iter_turns(stream, name, format), name)
         from sirchat.chat.settings import checked_switches

@@ -115,9 +115,7 @@ def _events(
         following = after if isinstance(after, TranscriptTurn) else None
         if isinstance(turn, SettingsSwitch):
             yield from _switch(session, turn, options)
-            previous = ""
-            continue
-        if turn.role == "system":
+        elif turn.role == "system":
             yield from _system(session, turn, options.name)
         elif turn.role == "user":
             fed = following is not None and following.role == "assistant"
@@ -144,7 +142,7 @@ def _events(
             with Interrupt() as interrupted:
                 yield from session.read_reply(turn.content, interrupted, given)
             _stop_if(interrupted)
-        previous = turn.role
+        previous = "" if isinstance(turn, SettingsSwitch) else turn.role
 
 
 def _stop_if(interrupted: Interrupt) -> None:

@@ -59,9 +59,7 @@ def rounds_of(turns: Sequence[TranscriptItem], name: str) -> Rounds:
             switches.append(turn)
             new = as_typed(turn.settings)
             notes.append(f"{name}, line {turn.line}: from here on, all but full have {new}")
-            previous = ""
-            continue
-        if turn.role == "user":
+        elif turn.role == "user":
             rounds.append(Round(turn.content, None, tuple(switches)))
             switches = []
         elif turn.role == "assistant":
@@ -77,7 +75,7 @@ def rounds_of(turns: Sequence[TranscriptItem], name: str) -> Rounds:
             continue  # the user turn before it may still get a reply
         else:
             system = turn.content
-        previous = turn.role
+        previous = "" if isinstance(turn, SettingsSwitch) else turn.role
     if not rounds:
         raise TranscriptError(f"{name} has no user turn", hint="there is nothing to compare")
     return Rounds(system, tuple(rounds), tuple(notes))
