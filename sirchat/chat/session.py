@@ -42,6 +42,7 @@ from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
+from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
@@ -515,6 +516,10 @@ class Session:
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""
         return self._events.tokens(np.asarray(positions, np.int64))
+
+    def keys_values(self, layer: int) -> HeldKeysValues:
+        """Copies of the held tokens' keys and values in a layer; UsageError for a wrong number."""
+        return self.engine.store.held_keys_values(layer)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """A snapshot of the cache; if `strongest` is given, a short one with so many tokens."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sirchat.chat.state import Reply
 from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
+from sirchat.config.values import parse_value
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Allowed, Continued, FixedIds, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
-from sirchat.errors import SettingError, nearest
-from sirchat.memory.policies import policy_class
+from sirchat.errors import SettingError, TranscriptError, nearest
+from sirchat.memory.policies import import_typed, policy_class, refuse_untrusted
 from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import anchor_detector
 from sirchat.text.detokenizer import word_continuation
+from sirchat.text.json_schema import load_schema
+from sirchat.text.transcript import SettingsSwitch, TranscriptItem
 
 _FOCUS = {"auto": None, "off": 0}
 
@@ -133,10 +136,7 @@ def updated_profile(
     during a chat. As in all checks here, the message begins with `source`, such as "/budget".
     """
     after = changed_profile(before, source, **updates)
-    for name in FIXED:
-        if getattr(before, name) != getattr(after, name):
-            hint = hint_for_fixed(name, getattr(after, name))
-            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
+    _refuse_fixed(before, source, dict(after))
     check_budget(after, model, source)
     if any(
         getattr(after, name) != getattr(before, name)
@@ -144,6 +144,41 @@ def updated_profile(
     ):
         check_policy(after, model, source)
     return after
+
+
+def checked_switches(
+    items: Iterable[TranscriptItem], name: str, profile: Profile, trusted: Collection[str]
+) -> Iterator[TranscriptItem]:
+    """Yield a transcript's items; the values of its switches are parsed as `/set` parses them.
+
+    They are checked as far as that needs no model, and may name the `module:Class` policies
+    `trusted`. Raises TranscriptError with `name`, the line and the problem.
+    """
+    for item in items:
+        if isinstance(item, SettingsSwitch):
+            given, new = item.settings.items(), dict[str, Any]()
+            try:
+                new |= {k: parse_value(k, v) if isinstance(v, str) else v for k, v in given}
+                # A budget that is not given may follow from the model: none is too small here.
+                changed_profile(profile.model_copy(update={"budget": 10**9}), "switch", **new)
+                _refuse_fixed(profile, "switch", new)
+                policy = new.get("policy", profile.policy)
+                refuse_untrusted(policy, "switch", (*trusted, profile.policy))
+                import_typed(policy)
+                build_policy(Profile(policy=policy, policy_options=new.get("policy_options", {})))
+                load_schema(new.get("json_schema", "off"))
+            except SettingError as error:
+                problem = f"{name}, line {item.line}: {error.args[0]}"
+                raise TranscriptError(problem, hint=error.hint) from None
+            item, profile = replace(item, settings=new), profile.model_copy(update=new)
+        yield item
+
+
+def _refuse_fixed(before: Profile, source: str, new: Mapping[str, Any]) -> None:
+    for name in FIXED:
+        if name in new and new[name] != getattr(before, name):
+            hint = hint_for_fixed(name, new[name])
+            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
 
 
 def hint_for_fixed(name: str, value: object) -> str:
@@ -174,7 +209,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
             if name == "attention"
             else "choose policy entropy, which does not use attention",
         )
-    if model.caches_latents and policy.key_value_stats:
+    if model.caches_latents and (policy.key_value_stats or policy.needs == "keys"):
         raise SettingError(
             f"{source}: policy {profile.policy} with these options doesn't work with "
             f"{model.name}, because this model caches compressed keys and values",

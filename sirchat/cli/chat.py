@@ -1,11 +1,12 @@
 """The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
 import os
+import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -252,8 +253,11 @@ def replay(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
-    from sirchat.text.transcript import iter_turns, one_conversation
+    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines.
+
+    A line of JSONL may switch settings: {"switch": {"policy": "sink", "budget": 256}}.
+    """
+    from sirchat.text.transcript import SettingsSwitch, iter_turns, one_conversation
     from sirchat.tools.config import ToolFlags
 
     servers = ToolFlags.of(tools, tools_allow)
@@ -264,8 +268,17 @@ def replay(
         stream = sys.stdin.buffer if is_input else file.open("rb")
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
+    trusted = trusted_policies(flags)
     with stream:
+        if _is_file(stream):  # it can be checked before loading
+            start, items = stream.tell(), iter_turns(stream, name, format)
+            if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
+                from sirchat.chat.settings import checked_switches
+
+                list(checked_switches(switches, name, profile, trusted))
+            stream.seek(start)
         turns = one_conversation(iter_turns(stream, name, format), name)
+        from sirchat.chat.settings import checked_switches
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
@@ -276,12 +289,19 @@ def replay(
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with tools_of(servers, session, screen):
+            turns = checked_switches(turns, name, session.profile, trusted)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
             screen.note(
                 "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
                 "answers a transcript"
             )
+
+
+def _is_file(stream: BinaryIO) -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    return False
 
 
 def tutorial(

@@ -220,6 +220,25 @@ def models_pull(
     _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
 
 
+@models_app.command("recommend")
+def models_recommend(debug: Debug = False) -> None:
+    """Name one model of the Hugging Face hub that fits this machine, and the command to get it.
+
+    It is the largest of a few well known ones that fits the free memory with a budget of 4,096
+    tokens, and is not too slow without a GPU. Nothing is downloaded or asked of the network.
+    """
+    from sirchat.models.fit import recommended
+    from sirchat.models.shape import free_memory, uses_cpu
+    from sirchat.ui.lists import in_bytes
+
+    free = free_memory()
+    model = recommended(free, on_cpu=uses_cpu(_profile(None)))
+    takes = f"takes about {in_bytes(model['memory'])} of memory; free here: {in_bytes(free)}"
+    size, command = in_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
+    typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {takes}")
+    typer.echo(f"to download it ({size}): sirchat models {command}")
+
+
 @models_app.command("prepared")
 def models_prepared(
     name: Annotated[

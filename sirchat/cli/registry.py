@@ -80,6 +80,7 @@ EXAMPLES: dict[str, str] = {
     "models fit": "sirchat models fit smollm2",
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
+    "models recommend": "sirchat models recommend",
     "models prepared": "sirchat models prepared --remove",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",

@@ -94,10 +94,12 @@ class Evictor:
             is_current = ledger.column("round")[at] == round
             protected |= is_current & (at >= ledger.seen - division.protected)
         rows = ledger.view(at, sinks=division.sinks, protected=protected)
-        if not (settings.policy.key_value_stats and len(at)):
-            return rows
-        columns: dict[Any, Any] = self._store.statistics(at, settings.policy.key_value_stats)
-        return replace(rows, **columns)
+        columns = dict[Any, Any]()
+        if settings.policy.key_value_stats and len(at):
+            columns |= self._store.statistics(at, settings.policy.key_value_stats)
+        if settings.policy.needs == "keys" and len(at):
+            columns["keys"], columns["values"] = self._store.as_read(at)
+        return replace(rows, **columns) if columns else rows
 
     def make_room(self, count: int, division: Division | None = None) -> list[EvictedRows]:
         """Evict tokens, if necessary, so that `count` more fit; `division` is the present one.

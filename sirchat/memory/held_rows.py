@@ -53,6 +53,10 @@ class HeldRows:
     protected: Tensor  # mask of those that must stay: sinks, pins, newest of the round
     seen: int  # tokens ever read
     seed: int  # for the policy's random numbers
+    # For a policy with `needs = "keys"`: for each layer, the keys, as attention reads them, and the
+    # values [H, n, D], copies in float32; 0 for a token of which they are no longer stored.
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.position)

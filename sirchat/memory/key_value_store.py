@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
@@ -31,6 +33,15 @@ UNDO_BYTES = 256 * 2**20
 _MOST_UNWRITTEN = 2**30  # bytes that an archive on disk may grow in RAM after a write has failed
 _NONE = np.zeros(0, np.int64)
 _READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
+
+
+class HeldKeysValues(NamedTuple):
+    """The n held tokens of one layer, in stream order: copies, on the layer's device."""
+
+    positions: Positions  # [n], in the stream
+    first_written: Tensor  # keys [H, n, D] as the model computed them, before any move
+    keys: Tensor  # keys [H, n, D] as placed: as attention reads them now
+    values: Tensor  # [H, n, D]
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,26 @@ class KeyValueStore:
 
         stats = key_value_stats(wanted, len(positions), blocks)
         return {name: or_usual(values) for name, values in stats.items()}
+
+    def as_read(self, positions: Positions) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """For each layer, keys and values of the tokens at `positions`, as `HeldRows` has them."""
+        copies = list[Tensor]()
+        for rows, tensors in self._blocks(positions, as_read=True):
+            sizes = ((one.shape[0], len(positions), one.shape[2]) for one in tensors)
+            copies = copies or [torch.zeros(size) for size in sizes]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy[:, rows] = tensor.float().cpu()
+        return tuple(copies[::2]), tuple(copies[1::2])
+
+    def held_keys_values(self, layer: int) -> HeldKeysValues:
+        """Copies of the held tokens' keys and values in a layer; UsageError for a wrong number."""
+        layers, held = len(self.cache.row_layers), self.ledger.held_positions.copy()
+        if not 0 <= layer < layers or not len(held):
+            known = f"layers are 0 to {layers - 1}" if len(held) else "nothing was read yet"
+            raise UsageError(f"there are no keys and values of layer {layer}: {known}")
+        first = self.cache.first_written(torch.arange(len(held)), held).tensors[2 * layer]
+        placed = self.cache.layer_keys(layer), self.cache.layer_values(layer)
+        return HeldKeysValues(held, first.clone(), *(one[0].clone() for one in placed))
 
     def archived(self) -> Positions:
         """Stream positions, ascending, of the tokens that are in the archive and not in the cache.

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
@@ -95,6 +98,14 @@ def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
     for setting, other in _other_settings(shape, profile):
         choices.setdefault(precision(shape, other), _choice(setting, stored, shape, other, free))
     return ModelFit(found, stored.count, free, tuple(choices.values()))
+
+
+def recommended(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
+    """The largest model of `recommended.yaml` that fits `free` bytes; the smallest if none does."""
+    path = Path(__file__).with_name("recommended.yaml")
+    models: list[dict[str, Any]] = yaml.safe_load(path.read_text("utf-8"))
+    quick = [model for model in models if not (on_cpu and model["slow_on_cpu"])]
+    return next((one for one in reversed(quick) if one["memory"] <= (free or 0)), models[0])
 
 
 def weights_by_part(found: FoundModel, profile: Profile) -> tuple[dict[str, int], ModelShape]:

@@ -1,7 +1,8 @@
 """Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
 All formats but ShareGPT are read line by line, so that each line that comes through a pipe is
-answered at once. No line of a transcript is run as a command.
+answered at once. No line of a transcript is run as a command; in
+JSON Lines, an object apart from the messages may switch settings.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 from sirchat.errors import TranscriptError, UsageError, nearest
 from sirchat.text.located_json import LocatedJson
@@ -57,8 +58,20 @@ class TranscriptTurn:
     thinking: str = ""
 
 
-def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
-    """Yield the turns of a UTF-8 `stream`, each as soon as it is complete, if the format allows.
+@dataclass(frozen=True)
+class SettingsSwitch:
+    """The line `{"switch": {NAME: VALUE}}`: settings that change before the next turn."""
+
+    settings: dict[str, Any]
+    line: int
+    conversation: int = 0
+
+
+TranscriptItem = TranscriptTurn | SettingsSwitch
+
+
+def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptItem]:
+    """Yield turns and switches of a UTF-8 `stream`, each as soon as the format allows.
 
     Raises UsageError for an unknown format, and TranscriptError, with `name`, the line and the
     problem, while reading.
@@ -73,11 +86,16 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of the transcript `data`; see `iter_turns`."""
-    return list(iter_turns(io.BytesIO(data), name, format))
+    """All turns of the transcript `data`, which may not switch settings; see `iter_turns`."""
+    turns = list[TranscriptTurn]()
+    for item in iter_turns(io.BytesIO(data), name, format):
+        if isinstance(item, SettingsSwitch):
+            raise _error(name, item.line, "settings can't be switched here")
+        turns.append(item)
+    return turns
 
 
-def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[TranscriptTurn]:
+def one_conversation(turns: Iterable[TranscriptItem], name: str) -> Iterator[TranscriptItem]:
     """Yield the turns; raises TranscriptError at the first turn of a second conversation."""
     for turn in turns:
         if turn.conversation:
@@ -141,7 +159,7 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
     return TranscriptError(f"{name}, line {line}: {problem}")
 
 
-def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptTurn]:
+def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptItem]:
     match format:
         case "jsonl":
             return _jsonl_turns(lines, name)
@@ -153,7 +171,7 @@ def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcr
             return _plain_turns(lines)
 
 
-def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
+def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
     """Yield the turns, whose format the first non-blank line, or the first JSON value, tells."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
@@ -196,7 +214,7 @@ def _format_of(text: str, *, is_whole: bool = False) -> str:
 
 
 def _format_of_json(value: object) -> str:
-    if isinstance(value, dict) and "role" in value:
+    if isinstance(value, dict) and ("role" in value or "switch" in value):
         return "jsonl"
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, dict):
@@ -236,10 +254,17 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
         yield TranscriptTurn(role, content, start)
 
 
-def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
+def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
     for number, text in lines:
         if text.strip():
-            yield _turn(LocatedJson(text, name, number).only_value(), name, number)
+            value = LocatedJson(text, name, number).only_value()
+            if not isinstance(value, dict) or "switch" not in value or "role" in value:
+                yield _turn(value, name, number)
+            elif isinstance(settings := value["switch"], dict):
+                yield SettingsSwitch(settings, number)
+            else:
+                problem = '"switch" must be an object of settings, such as {"policy": "sink"}'
+                raise _error(name, number, problem)
 
 
 def _sharegpt_turns(document: LocatedJson) -> Iterator[TranscriptTurn]:

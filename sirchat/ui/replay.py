@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from sirchat.chat.events import Delta, Event, Notice, Reading, Returned, TurnDone
+from sirchat.chat.events import Delta, Event, Notice, Reading, Returned, Switched, TurnDone
 from sirchat.chat.plain_reply import (
     PlainReply,
     TaggedText,
@@ -17,13 +17,15 @@ from sirchat.chat.plain_reply import (
 )
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import calls_in, read_result
+from sirchat.config.values import as_typed
 from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
 from sirchat.text.tool_calls import ToolCall, call_id
-from sirchat.text.transcript import TranscriptTurn
+from sirchat.text.transcript import SettingsSwitch, TranscriptItem, TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_turn, loading_bar
+from sirchat.ui.switching import describe_change, describe_switch
 from sirchat.ui.tool_use import describe_result
 
 
@@ -37,7 +39,7 @@ class ReplayOptions:
 
 
 def replay(
-    session: Session, turns: Iterable[TranscriptTurn], screen: Screen, options: ReplayOptions
+    session: Session, turns: Iterable[TranscriptItem], screen: Screen, options: ReplayOptions
 ) -> None:
     """Replay a transcript, and print events or the dialogue.
 
@@ -103,14 +105,17 @@ def print_reply(
 
 
 def _events(
-    session: Session, turns: Iterable[TranscriptTurn], options: ReplayOptions
+    session: Session, turns: Iterable[TranscriptItem], options: ReplayOptions
 ) -> Iterator[Event]:
     previous, calls = "", list[ToolCall]()
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
-    for turn, following in pairs:
+    for turn, after in pairs:
         assert turn is not None  # only the last of all is
-        if turn.role == "system":
+        following = after if isinstance(after, TranscriptTurn) else None
+        if isinstance(turn, SettingsSwitch):
+            yield from _switch(session, turn, options)
+        elif turn.role == "system":
             yield from _system(session, turn, options.name)
         elif turn.role == "user":
             fed = following is not None and following.role == "assistant"
@@ -137,7 +142,7 @@ def _events(
             with Interrupt() as interrupted:
                 yield from session.read_reply(turn.content, interrupted, given)
             _stop_if(interrupted)
-        previous = turn.role
+        previous = "" if isinstance(turn, SettingsSwitch) else turn.role
 
 
 def _stop_if(interrupted: Interrupt) -> None:
@@ -150,6 +155,17 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
         yield Notice(f"{name}, line {turn.line}: a system turn after the first turn is left out")
     else:
         yield from session.switch(f"{name}, line {turn.line}", system=turn.content)
+
+
+def _switch(session: Session, switch: SettingsSwitch, options: ReplayOptions) -> Iterator[Event]:
+    source, new = f"{options.name}, line {switch.line}", switch.settings
+    with Interrupt() as interrupted:
+        events = session.switch(source, interrupted, **new)
+    yield from events
+    same = ", ".join(f"{name} is already {as_typed(value)}" for name, value in new.items())
+    if not options.json and (moved := describe_switch(events, session, same)):
+        yield Notice(moved)
+    _stop_if(interrupted)
 
 
 class _Dialogue:
@@ -172,6 +188,8 @@ class _Dialogue:
             self._screen.stream(self._text.push(event))
         elif isinstance(event, TurnDone):
             self._turn(event)
+        elif isinstance(event, Switched):
+            self._screen.note(describe_change(event))
         elif isinstance(event, Notice):
             self._screen.note(event.text)
         elif isinstance(event, Returned):

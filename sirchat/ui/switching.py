@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any
@@ -136,7 +136,7 @@ class Switching:
         if not pinned:
             unpinned = f"{counted(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
-            self._report_moved(evicted, len(restored))
+            self._screen.note(_moved_in_words(evicted, len(restored), self._session))
             return
         came = sum("pinned" in row.flags for row in self._session.tokens(restored))
         if not count:
@@ -197,36 +197,47 @@ class Switching:
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
         """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
         load_schema(str(updates.get("json_schema", "off")))  # raises SettingError
-        changed: list[str] = []
-        evicted = restored = 0
         with Interrupt() as interrupted:
-            for event in self._session.switch(source, interrupted, **updates):
-                self._report(event)
-                if isinstance(event, Switched):
-                    changed.append(event.what)
-                    restored += event.restored
-                elif isinstance(event, Evicted):
-                    evicted += len(event.positions)
+            events = self._session.switch(source, interrupted, **updates)
+        for event in events:
+            self._report(event)
         self._screen.use_theme(self._session.profile.theme)
-        if not changed:
-            self._screen.note(otherwise)
-        elif _CACHE_SETTINGS & set(changed):
-            self._report_moved(evicted, restored)
-
-    def _report_moved(self, evicted: int, restored: int) -> None:
-        now = f"cache holds {self._session.resident:,}/{self._session.budget:,}"
-        left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
-        came = [f"{restored:,} restored"] if restored else []
-        self._screen.note(", ".join([*left, *came, now]))
+        self._screen.note(describe_switch(events, self._session, otherwise))
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Switched):
-            old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
-            self._screen.note(f"{event.what}: {old} -> {new}")
+            self._screen.note(describe_change(event))
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):
             self._screen.note(event.text)
+
+
+def describe_change(event: Switched) -> str:
+    """A changed setting in words: its name, its old and its new value."""
+    old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
+    return f"{event.what}: {old} -> {new}"
+
+
+def describe_switch(events: Sequence[Event], session: Session, otherwise: str) -> str:
+    """What a switch evicted and restored, if that was possible; `otherwise` if it changed nothing.
+
+    `events` are those of the switch.
+    """
+    switched = [event for event in events if isinstance(event, Switched)]
+    if not switched:
+        return otherwise
+    if _CACHE_SETTINGS.isdisjoint(event.what for event in switched):
+        return ""
+    evicted = sum(len(event.positions) for event in events if isinstance(event, Evicted))
+    return _moved_in_words(evicted, sum(event.restored for event in switched), session)
+
+
+def _moved_in_words(evicted: int, restored: int, session: Session) -> str:
+    now = f"cache holds {session.resident:,}/{session.budget:,}"
+    left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
+    came = [f"{restored:,} restored"] if restored else []
+    return ", ".join([*left, *came, now])
 
 
 class ModelSwitching:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+import sirchat
+from chatting import session, tiny
 from families import loaded
 from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.errors import SettingError
+from sirchat.errors import SettingError, UsageError
 from sirchat.memory.ledger import Role
+from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.keydiff import Keydiff
 from sirchat.memory.policies.knorm import Knorm
 from sirchat.memory.policies.sink import Sink
@@ -25,7 +34,7 @@ def talked(settings: CacheSettings, count: int = 60) -> Engine:
     return engine
 
 
-def bounded(policy: Sink | Knorm | Keydiff, budget: int = 64) -> CacheSettings:
+def bounded(policy: Policy, budget: int = 64) -> CacheSettings:
     return CacheSettings(policy=policy, budget=budget, archive=2**20, protect=False)
 
 
@@ -45,6 +54,82 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 
+def example(path: str, begins: str) -> dict[str, Any]:
+    """The names that an example of a README of the package defines."""
+    text = (Path(sirchat.__file__).parent / path / "README.md").read_text("utf-8")
+    (code,) = re.findall(rf"^```python\n({begins}.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, path, "exec", dont_inherit=True), names)
+    return names
+
+
+def test_a_policy_may_see_the_keys_of_each_layer_and_head_as_the_example_does() -> None:
+    votes = example("memory/policies", "# votes.py")["Votes"](recent=0)
+    assert contract_violations(votes) == []
+    engine = talked(bounded(Sink()))
+    total = np.zeros(60)
+    for layer in range(4):
+        for head in engine.cache.layer_keys(layer)[0].double().numpy():  # [n, D]
+            units = head / np.linalg.norm(head, axis=-1, keepdims=True)
+            cosines = units @ units.mean(0)
+            total += [(cosines > one).sum() for one in cosines]  # from how many it differs more
+    wanted = np.sort(np.argsort(total[4:])[-16:] + 4)
+    engine.evictor.switch(bounded(votes, budget=20))
+    assert engine.ledger.held_positions.tolist() == [*range(4), *wanted]
+    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    again = talked(bounded(Sink()))
+    for layer in range(4):
+        kept = again.cache.layer_keys(layer)[0], again.cache.layer_values(layer)[0]
+        torch.testing.assert_close(rows.keys[layer], kept[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(rows.values[layer], kept[1], rtol=0, atol=1e-5)
+
+
+def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.as_read", None)
+    engine = talked(bounded(Keydiff(), budget=32))
+    assert engine.evictor.view(None).keys == ()
+
+
+def test_a_session_copies_the_held_keys_and_values_of_a_layer() -> None:
+    chat = session(tiny(), policy="sink", budget=64, recall="off", max_new_tokens=20)
+    with pytest.raises(UsageError, match="nothing was read yet"):
+        chat.keys_values(0)
+    list(chat.ask("My name is Anna."))
+    before = chat.keys_values(1)
+    assert before.positions.tolist() == list(range(chat.seen))
+    assert torch.equal(before.first_written, before.keys)  # nothing has moved
+    for text in ("Tell me a joke.", "What is the capital of Italy?", "Tell me a story."):
+        list(chat.ask(text))
+    after = chat.keys_values(1)
+    assert after.positions.tolist() == chat.ledger.held_positions.tolist()
+    assert after.positions[-1] > len(after.positions)  # some were evicted
+    sinks = slice(0, 4)
+    assert torch.equal(after.first_written[:, sinks], before.first_written[:, sinks])
+    assert torch.equal(after.keys, chat.engine.cache.layer_keys(1)[0])
+    assert torch.equal(after.values, chat.engine.cache.layer_values(1)[0])
+    assert not torch.allclose(after.keys[:, 4:], after.first_written[:, 4:])
+    torch.testing.assert_close(after.keys.norm(dim=-1), after.first_written.norm(dim=-1))
+    for tensor in after[1:]:
+        tensor.zero_()
+    assert chat.engine.cache.layer_keys(1).abs().min() > 0
+    assert torch.equal(chat.keys_values(1).keys, chat.engine.cache.layer_keys(1)[0])
+    with pytest.raises(UsageError, match="of layer 6: layers are 0 to 5"):
+        chat.keys_values(6)
+
+
+def test_the_example_of_the_ledgers_columns_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = example("memory", "# Which held tokens")
+    chat, at, length = names["chat"], names["at"], names["length"]
+    rows = chat.tokens(range(chat.seen))
+    mine = sorted((length[n], p) for n, p in enumerate(at) if rows[p].role == "user")
+    texts = [rows[p].text for p in sorted(p for _, p in mine[-3:])]
+    assert capsys.readouterr().out == f"{texts} {int(at[-1]) - len(at) + 1}\n"
+    table = (Path(sirchat.__file__).parent / "memory" / "README.md").read_text("utf-8")
+    for name in chat.ledger.rows().dtype.names:
+        dtype = chat.ledger.column(name).dtype.name
+        assert re.search(rf"^\|[^|]*`{name}`[^|]*\| {dtype} \|", table, re.M), name
+
+
 @pytest.mark.parametrize(
     ("policy", "options"), [("knorm", {}), ("keydiff", {}), ("h2o", {"values": True})]
 )
@@ -56,3 +141,10 @@ def test_a_model_that_caches_compressed_keys_is_refused(
     check_policy(Profile(policy="h2o"), loaded("deepseek-mla"), "policy")
     with pytest.raises(SettingError, match="compressed keys"):
         check_policy(profile, loaded("deepseek-mla"), "policy")
+
+
+def test_so_is_a_policy_that_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_policy(Profile(policy="sink"), loaded("deepseek-mla"), "policy")
+    monkeypatch.setattr(Sink, "needs", "keys")
+    with pytest.raises(SettingError, match="compressed keys"):
+        check_policy(Profile(policy="sink"), loaded("deepseek-mla"), "policy")

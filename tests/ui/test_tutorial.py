@@ -80,6 +80,7 @@ def test_every_effect_shows_and_is_explained(piped: str) -> None:
         assert words_of(step.before) in said
         assert words_of(step.after) in said
     assert "Evicted, held, and restored." in said
+    assert "sirchat models recommend names a real model" in said
     assert "did not go as" not in said
 
 

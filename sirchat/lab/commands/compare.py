@@ -1,7 +1,9 @@
 """The `sirchat compare` command, which replays one transcript under several settings."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +11,7 @@ import typer
 
 from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed_profile
+from sirchat.config.profile_files import changed_profile, trusted_policies
 from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.declared_flags import declared, with_flags
@@ -52,7 +54,7 @@ def compare(
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
-    transcript, name = _transcript(file, format)
+    transcript, name = _transcript(file, format, profile, trusted_policies(flags))
     if html is not None:
         _write(html, "", "a")  # an unwritable path fails before the run
     model = load(profile, trust_remote_code)
@@ -116,19 +118,22 @@ def _settings(
     return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
 
 
-def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
+def _transcript(
+    file: Path, format: str, profile: Profile, trusted: Collection[str]
+) -> "tuple[Rounds, str]":
     """Read the transcript in `file`; `-` stands for standard input."""
+    from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
     from sirchat.text.text_file import read_regular
-    from sirchat.text.transcript import one_conversation, parse_transcript
+    from sirchat.text.transcript import iter_turns, one_conversation
 
     name = "standard input" if str(file) == "-" else str(file)
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    turns = one_conversation(parse_transcript(data, name, format), name)
-    return rounds_of(list(turns), name), name
+    turns = one_conversation(iter_turns(BytesIO(data), name, format), name)
+    return rounds_of(list(checked_switches(turns, name, profile, trusted)), name), name
 
 
 def _run(

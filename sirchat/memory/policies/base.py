@@ -31,6 +31,7 @@ class Policy(ABC):
     honours_pins: ClassVar[bool] = True  # whether pinned rows are
     bounded: ClassVar[bool] = True  # False: it never evicts
     needs_attention: ClassVar[bool] = False  # attention statistics
+    needs: ClassVar[str] = ""  # "keys": keys and values of all layers, whenever it ranks
 
     @property
     def compacts_at_anchors(self) -> bool:

@@ -86,5 +86,9 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
     stats: dict[str, Any] = {
         name: torch.from_numpy(random.random(len(held))) for name in policy.key_value_stats
     }
+    if policy.needs == "keys":
+        for name in ("keys", "values"):  # of two layers
+            layers = random.normal(size=(2, 3, len(held), 8)).astype(np.float32)
+            stats[name] = tuple(torch.from_numpy(layers))
     held = replace(held, **stats)
     return held, int(random.integers(protected.sum(), len(at) + 1))

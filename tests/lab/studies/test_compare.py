@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -38,7 +39,7 @@ from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
 from sirchat.models.surprisal import PassResult
-from sirchat.text.transcript import TranscriptTurn, parse_transcript
+from sirchat.text.transcript import TranscriptTurn, iter_turns, parse_transcript
 from sirchat.ui.text import displayable
 from terminal import WARM, Terminal
 
@@ -218,6 +219,30 @@ def test_turns_are_paired() -> None:
         rounds_of([TranscriptTurn("system", "s", 1), TranscriptTurn("assistant", "a", 2)], "x")
     with pytest.raises(TranscriptError, match="no user turn"):
         rounds_of([], "x")
+
+
+def test_a_switch_changes_all_settings_but_the_policy_of_full() -> None:
+    lines = [{"role": "user", "content": "My name is Anna."}] * 4
+    switch = {"switch": {"policy": "sink", "budget": 32, "max_new_tokens": 4}}
+    file = "".join(f"{json.dumps(line)}\n" for line in [*lines[:2], switch, *lines[2:]])
+    read = rounds_of(list(iter_turns(io.BytesIO(file.encode()), "x")), "x")
+    assert [len(one.switches) for one in read.rounds] == [0, 0, 1, 0]
+    assert read.notes == (
+        "x, line 3: from here on, all but full have policy=sink, budget=32, max_new_tokens=4",
+    )
+    full, switched = compare(
+        tiny(), (FULL, FULL.model_copy(update={"policy": "entropy"})), read
+    ).settings
+    chat = Session(tiny(), switched.setting)
+    for number, after in enumerate(switched.rounds):
+        if number == 2:
+            chat.switch("me", **switch["switch"])
+        for _ in (*chat.read_user("My name is Anna."), *chat.read_reply(after.reply)):
+            pass
+        assert held_at(switched, after.seen) == chat.ledger.held_positions.tolist()
+    assert [one.held == one.seen for one in switched.rounds] == [True, True, False, False]
+    assert all(one.held == one.seen for one in full.rounds)
+    assert len(full.rounds[-1].answer.ids) == 4
 
 
 # Of both kinds, with short replies.

@@ -17,13 +17,14 @@ from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
+from sirchat.config.values import as_typed
 from sirchat.errors import ContextFullError, TranscriptError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
-from sirchat.text.transcript import TranscriptTurn
+from sirchat.text.transcript import SettingsSwitch, TranscriptItem
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Round:
 
     user: str
     reply: str | None
+    switches: tuple[SettingsSwitch, ...] = ()  # the switches of settings before it
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,28 @@ class Rounds:
     notes: tuple[str, ...]  # messages about turns that are left out
 
 
-def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
+def rounds_of(turns: Sequence[TranscriptItem], name: str) -> Rounds:
     """Make rounds of a transcript's turns: each user turn with the reply that follows it.
 
     Raises TranscriptError for an assistant turn that follows no user turn, and for a transcript
     without user turns.
     """
     system, rounds, notes, previous = None, list[Round](), list[str](), ""
+    switches = list[SettingsSwitch]()
     for turn in turns:
-        if turn.role == "user":
-            rounds.append(Round(turn.content, None))
+        if isinstance(turn, SettingsSwitch):
+            switches.append(turn)
+            new = as_typed(turn.settings)
+            notes.append(f"{name}, line {turn.line}: from here on, all but full have {new}")
+        elif turn.role == "user":
+            rounds.append(Round(turn.content, None, tuple(switches)))
+            switches = []
         elif turn.role == "assistant":
             if previous != "user":
                 raise TranscriptError(
                     f"{name}, line {turn.line}: an assistant turn must follow a user turn"
                 )
-            rounds[-1] = Round(rounds[-1].user, turn.content)
+            rounds[-1] = replace(rounds[-1], reply=turn.content)
         elif rounds:
             notes.append(
                 f"{name}, line {turn.line}: a system turn after the first turn is left out"
@@ -67,7 +75,7 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
             continue  # the user turn before it may still get a reply
         else:
             system = turn.content
-        previous = turn.role
+        previous = "" if isinstance(turn, SettingsSwitch) else turn.role
     if not rounds:
         raise TranscriptError(f"{name} has no user turn", hint="there is nothing to compare")
     return Rounds(system, tuple(rounds), tuple(notes))
@@ -299,6 +307,8 @@ def _run_round(
     """Run one round under `full`, then under the other settings, from the largest budget down."""
     reference, reply = ReferenceRound(), round.reply
     for compared in sorted(sessions, key=lambda compared: compared.rank):
+        for switch in round.switches if compared.is_open else ():
+            compared.switch(switch)
         if compared.is_open and own:
             compared.continue_with_answer(round.user, reference)
         elif compared.is_open:
@@ -343,6 +353,13 @@ class ComparedSession:
     def rank(self) -> tuple[bool, int]:
         """A sort key that puts the reference first, then the other sessions by falling budget."""
         return not self._is_reference, -self._session.budget
+
+    def switch(self, switch: SettingsSwitch) -> None:
+        """Change settings from now on; the reference keeps its policy."""
+        new = dict(switch.settings)
+        if self._is_reference:
+            new |= {key: getattr(self._setting, key) for key in ("policy", "policy_options")}
+        self._note(self._session.switch(f"transcript, line {switch.line}", **new))
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
         """Let the model answer a user turn; both turn and answer stay in the conversation."""
