@@ -182,9 +182,7 @@ class Session:
         box = self.toolbox if tools is None else Toolbox(tools)
         yield from self._tell_tools(box.told)
         if allowed is None and (reply is None or reply.finish is None):
-            notes = list[str]()
-            allowed = reply_format(self, box, notes, reply)
-            yield from map(Notice, notes)
+            allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
@@ -264,9 +262,7 @@ class Session:
         Raises LookupError if more was read since, or if a token is lost: memory and turns are then
         as before, but this reply can no longer be gone on with.
         """
-        notes = list[str]()
-        allowed = reply_format(self, self.toolbox, notes, begun)
-        yield from map(Notice, notes)
+        allowed = yield from reply_format(self, self.toolbox, begun)
         self.undo_reply(to_cut=True)
         turn = self._open_turn(self.state.reply)
         yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
@@ -295,9 +291,7 @@ class Session:
         Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
         text, attempt = (self.last_said, self.state.attempt + 1) if text is None else (text, 0)
-        notes = list[str]()
-        reply_format(self, self.toolbox, notes)  # it may be refused
-        yield from map(Notice, notes)
+        yield from reply_format(self, self.toolbox)  # it may be refused
         yield from self.undo(keep_pins=True)
         yield from self.ask(text, interrupted, attempt=attempt)
 

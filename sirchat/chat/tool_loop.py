@@ -131,23 +131,20 @@ def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> 
 
 
 def reply_format(
-    chat: Conversation,
-    box: Toolbox,
-    notes: list[str],
-    begun: Reply | None = None,
-    *,
-    goes_on: bool = False,
-) -> Allowed | None:
+    chat: Conversation, box: Toolbox, begun: Reply | None = None, *, goes_on: bool = False
+) -> Generator[Event, None, Allowed | None]:
     """What the setting `json_schema` allows in a reply, which may have begun.
 
-    What there is to say of the schema is added to `notes`. SettingError if it can't be kept. If
-    the round `goes_on`, the file is not read again.
+    Yields what there is to say of the schema. SettingError if it can't be kept. If the round
+    `goes_on`, the file is not read again.
     """
     # With a template that takes no tools, the model calls them only where a call was begun for it.
     is_open = type(chat.template) is ToolTemplate
     tools = [(tool.name, tool.parameters) for tool in box.tools.values() if is_open]
-    file, ids = chat.profile.json_schema, begun.ids if begun else ()
-    return chat.formats.by_file(chat, notes, file, tools, ids, goes_on=goes_on)
+    file, ids, notes = chat.profile.json_schema, begun.ids if begun else (), list[str]()
+    allowed = chat.formats.by_file(chat, notes, file, tools, ids, goes_on=goes_on)
+    yield from map(Notice, notes)
+    return allowed
 
 
 def answer_with_tools(
@@ -187,7 +184,7 @@ def answer_with_tools(
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, before=following)
-        reply, allowed = None, reply_format(chat, box, [], goes_on=True)
+        reply, allowed = None, (yield from reply_format(chat, box, goes_on=True))
         parser, stops = _parser(chat, box), interrupted
 
 
