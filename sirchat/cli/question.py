@@ -18,11 +18,12 @@ _NAME = "standard input"
 
 def read_question(
     words: str, files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
-) -> tuple[str, bool]:
+) -> tuple[str, int, bool]:
     """Join the files, the text from standard input and the words of a question.
 
-    Also returns whether there was more than words. Remarks go to `note`. UsageError if all are
-    empty, or if one is no text or too long.
+    Also returns how many characters at its beginning are the text that the rest asks about, and
+    whether there was more than words. Remarks go to `note`. UsageError if all are empty, or if one
+    is no text or too long.
     """
     blocks = [AttachedFile(name, load_text_file(name)).block for name in files]
     given = _read_input(bool(words.strip() or files), note) if has_input else ""
@@ -32,7 +33,7 @@ def read_question(
     for name in mentioned_names(words):
         if name not in files and not is_missing(name):
             note(f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE")
-    return "\n\n".join(parts), len(parts) > bool(words.strip())
+    return "\n\n".join(parts), len("\n\n".join(parts[:-1])), len(parts) > bool(words.strip())
 
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
