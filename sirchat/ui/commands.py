@@ -31,7 +31,7 @@ from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import draw_policies, draw_settings, memory_in_words
+from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -259,8 +259,7 @@ class Commands:
             current = self._session.profile.policy
             self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
-                f"policy is {displayable_line(current)}; /policy NAME chooses; all but window also "
-                "keep the first tokens (sinks) and what is pinned"
+                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT}"
             )
 
     def do_budget(self, rest: str) -> None:
