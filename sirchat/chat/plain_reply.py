@@ -58,7 +58,8 @@ class PlainReply:
                     notes.append("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
                     limit = "--max-new-tokens raises the limit"
-                    notes.append(f"the reply was cut at the length limit; {limit}")
+                    stopped = "the reply was stopped at the length limit, perhaps before its end"
+                    notes.append(f"{stopped}; {limit}")
                 elif event.finish == "loop":
                     limit = "--no-stop-loops lets it"
                     notes.append(f"the reply was ended because it repeated itself; {limit}")

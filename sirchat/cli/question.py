@@ -43,7 +43,7 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     if has_question and _is_begun():
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
-    says_more = has_question and _is_pipe()  # which a loop may read, too
+    says_more = has_question and _is_shared_pipe()
     if has_question and not _comes_soon():
         note(f"waiting for {_NAME} to end; < /dev/null, or --no-input, asks without it")
         says_more = False
@@ -52,14 +52,18 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
         raise UsageError(f"{_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
     text = decode_text(_NAME, data).strip("\n")
     if says_more and text:
-        what = f"{_NAME} ({len(text):,} characters) is sent, too"
-        note(f"{what}; < /dev/null, or --no-input, asks without it")
+        note(
+            f"a loop or a script has the same pipe, of which {len(text):,} characters are now a "
+            "part of this question; < /dev/null, or --no-input, asks without them"
+        )
     return text
 
 
-def _is_pipe() -> bool:
-    with suppress(OSError, ValueError):
-        return stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
+def _is_shared_pipe() -> bool:
+    """Whether standard input is a pipe that the shell which runs this command reads, too."""
+    with suppress(OSError, ValueError):  # not Linux, or no process of this user
+        own, shells = os.fstat(sys.stdin.fileno()), os.stat(f"/proc/{os.getppid()}/fd/0")
+        return stat.S_ISFIFO(own.st_mode) and os.path.samestat(own, shells)
     return False
 
 

@@ -95,7 +95,7 @@ def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) <= 2
-    assert "cut at the length limit" in done.stderr
+    assert "stopped at the length limit" in done.stderr
 
 
 def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on() -> None:
