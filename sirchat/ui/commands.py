@@ -227,9 +227,12 @@ class Commands:
         """[COMMAND|all]: list all commands; with all, a line about what each does; with COMMAND,
         all about one of them."""
         if rest in ("", "all"):
+            names = Table.grid(padding=(0, 2, 0, 0))
+            for group, commands in GROUPS.items():
+                named = re.findall(r"/\w+", " ".join(commands))
+                names.add_row(Text(group, "bold"), Text(" ".join(named)))
             keys = Text(KEYS if rest else f"{_MORE} {KEYS}", self._screen.theme.quiet)
-            listed = draw_help(self._screen.width) if rest else _draw_names()
-            self._screen.page(Group(listed, keys))
+            self._screen.page(Group(draw_help(self._screen.width) if rest else names, keys))
             return
         name = self._known(rest)
         arguments, description = self.help_of(name)
@@ -567,15 +570,6 @@ def draw_help(width: int) -> RenderableType:
     columns = [names[start : start + share] for start in range(0, len(names), share)]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(*(Group(*map(_group, column)) for column in columns))
-    return table
-
-
-def _draw_names() -> RenderableType:
-    """Draw the names of all commands, a line for each group."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for group, commands in GROUPS.items():
-        names = " ".join(re.findall(r"/\w+", " ".join(commands)))
-        table.add_row(Text(group, "bold"), Text(names))
     return table
 
 
