@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
+from sirchat.chat.why import sentence_behind
 from sirchat.text.tool_calls import CLOSE as CALL_END
 from sirchat.text.transcript import CLOSE, OPEN
 
@@ -27,10 +28,15 @@ class TaggedText:
 
 
 class PlainReply:
-    """Splits a reply's events into text and notes; reasoning is as the setting `thinking` says."""
+    """Splits a reply's events into text and notes; reasoning is as the setting `thinking` says.
 
-    def __init__(self, session: Session) -> None:
+    Of `message`, the first `source` characters are a text that is asked about. When the answer is
+    complete, `quote` is the sentence of it that the answer shares most words with, or "".
+    """
+
+    def __init__(self, session: Session, message: str = "", source: int = 0) -> None:
         self._session = session
+        self._source, self._question, self.quote = message[:source], message[source:], ""
         self._text, self._leaves_out = TaggedText(), session.profile.thinking != "show"
         self._has_thought = False
 
@@ -46,11 +52,14 @@ class PlainReply:
                 notes = [describe_excess(event, self._session, "--budget")]
             case TurnDone(role="assistant"):
                 text = self._text.end()
+                if not calls_tools(event, self._session):
+                    self.quote = sentence_behind(event.text, self._question, self._source)
                 if self._has_thought and self._session.profile.thinking == "fold":
                     notes.append("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
                     limit = "--max-new-tokens raises the limit"
-                    notes.append(f"the reply was cut at the length limit; {limit}")
+                    stopped = "the reply was stopped at the length limit, perhaps before its end"
+                    notes.append(f"{stopped}; {limit}")
                 elif event.finish == "loop":
                     limit = "--no-stop-loops lets it"
                     notes.append(f"the reply was ended because it repeated itself; {limit}")

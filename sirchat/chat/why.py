@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.placement import Placement
-from sirchat.recall.word_index import STOP_WORDS
-from sirchat.text.detokenizer import Texts
+from sirchat.recall.word_index import LESS, STOP_WORDS, letter_groups, terms_of
+from sirchat.text.detokenizer import Texts, sentence_bounds
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,23 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     return (best[1], best[2]) if best[2] else None
 
 
+def sentence_behind(answer: str, question: str, text: str) -> str:
+    """The sentence of a text that has most telling words of an answer; "" if none has any.
+
+    A word counts in any of its forms. Rare words count more, and those of the question half.
+    """
+    sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
+    sentences = [one for one in sentences if not one.startswith("```")]  # around a file's text
+    terms, scores = [set(terms_of(one)) for one in sentences], np.zeros(len(sentences) + 1)
+    asked = _telling_words(question)
+    for word in sorted(_telling_words(answer)):
+        groups = set(letter_groups(word))
+        having = [at for at, own in enumerate(terms) if 2 * len(groups & own) > len(groups)]
+        rarity = math.log(1 + len(terms) / max(1, len(having)))
+        scores[having] += rarity * (LESS if word in asked else 1)
+    return sentences[int(scores.argmax())] if scores.any() else ""
+
+
 def _telling_words(text: str) -> set[str]:
     words = {word.casefold() for word in re.findall(r"[^\W_]+", text)}
-    return {word for word in words if len(word) > 1} - STOP_WORDS
+    return {word for word in words if len(word) > 1 or word.isdecimal()} - STOP_WORDS

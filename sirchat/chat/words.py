@@ -11,6 +11,7 @@ from sirchat.chat.events import TokenRow
 
 MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
+_BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
 _LONGEST = 16  # tokens of a word; it is cut then, as some scripts have no blanks between words
 _REACH = 5  # tokens that are read on each side of a token, to find its whole word
 
@@ -26,8 +27,15 @@ def without_template(rows: Sequence[TokenRow]) -> list[TokenRow]:
 
 
 def word_text(word: Sequence[TokenRow]) -> str:
-    """The text of a word's tokens, without the punctuation and blanks around it."""
-    return "".join(row.text for row in word).strip(MARKS)
+    """The text of a word's tokens, without the punctuation and blanks around it.
+
+    A bracket that closes one within the word stays, as in `len(values)`.
+    """
+    whole = "".join(row.text for row in word)
+    text, after = whole.strip(MARKS), whole.rstrip()[len(whole.rstrip(MARKS)) :]
+    while after and text.count(_BRACKETS.get(after[0], " ")) > text.count(after[0]):
+        text, after = text + after[0], after[1:]
+    return text
 
 
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:

@@ -24,11 +24,12 @@ _FOREIGN = "the server's answer is not one of sirchat serve"
 
 
 def ask_server(
-    server: str, profile: Profile, text: str, screen: "Screen", *, holds_all: bool
+    server: str, profile: Profile, text: str, screen: "Screen", *, holds_all: bool, source: int
 ) -> bool:
     """Print the reply of a server to `text`; `server` is a URL, or `auto` for one of this user.
 
-    With `auto`, returns False if no server can give the reply that `ask` would generate itself.
+    The first `source` characters are what it asks about. With `auto`, returns False if no server
+    can give the reply that `ask` would generate itself.
     SirchatError if the server at a URL refuses. Ctrl-C ends the reply.
     """
     if server != "auto":
@@ -39,7 +40,7 @@ def ask_server(
         connection, access = found
     bar = ExitStack()
     settings = profile.model_dump(exclude_unset=True, exclude={"json_schema"})
-    own = {"settings": settings, "holds_all": holds_all}
+    own = {"settings": settings, "holds_all": holds_all, "source": source}
     messages = [{"role": "user", "content": text}]
     fields: dict[str, Any] = {"messages": messages, "stream": True, "sirchat_ask": own}
     if (schema := load_schema(profile.json_schema)) is not None:
@@ -114,6 +115,7 @@ def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
             screen.stream(event["choices"][0]["delta"].get("content") or "", at_blanks=True)
             if "sirchat" in event:  # the reply is complete
                 screen.line()
+                screen.quote(event["sirchat"].get("quote", ""))
                 for note in event["sirchat"].get("notes", ()):
                     screen.note(note)
     except (LookupError, TypeError, AttributeError):

@@ -180,7 +180,7 @@ def ask(
     flags, resume = before["flags"] | flags, resume or ("last" if is_last else before["resume"])
     json, trust = json or before["json"], trust_remote_code or before["trust"]
     words, has_input = " ".join(question or []), not no_input
-    text, has_files = read_question(words, file or (), has_input=has_input, note=_note)
+    text, source, has_files = read_question(words, file or (), has_input=has_input, note=_note)
     from sirchat.tools.config import ToolFlags
 
     servers = ToolFlags.of(tools or before["tools"], tools_allow or before["tools_allow"])
@@ -193,6 +193,8 @@ def ask(
     store: SessionStore | None = None
     if resume is None:
         profile = profile_from_flags(flags)
+        if source and "temperature" not in profile.model_fields_set:
+            profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
     else:
         profile, store, later, skipped = _saved_settings(resume, flags, _AT_ONCE)
         if skipped:
@@ -206,11 +208,12 @@ def ask(
         from sirchat.ui.startup import explain_toy_model
 
         explain_toy_model(screen)
+    source = 0 if profile.json_schema != "off" else source  # its reply is for a program
     holds_all = store is None and has_files and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
         from sirchat.cli.asking import ask_server
 
-        if ask_server(server, profile, text, screen, holds_all=holds_all):
+        if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
             return
     elif server == "auto" and needs_own["--tools"]:
         from sirchat.cli.own_server import connect_to_own_server
@@ -228,14 +231,14 @@ def ask(
         session = _open_saved(profile, trust, report, store, {})
     with tools_of(servers, session, screen):
         if store is None:
-            print_reply(session, text, screen, as_json=json, holds_all=holds_all)
+            print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
             return
         from sirchat.ui.saved_chat import SavedChat
 
         saved_chat = SavedChat(session, screen, store)
         try:
             with temporarily(session, "ask", later):  # they are for this question, not for the chat
-                print_reply(session, text, screen, as_json=json)
+                print_reply(session, text, screen, as_json=json, source=source)
         finally:
             saved_chat.close()
 

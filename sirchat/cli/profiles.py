@@ -7,7 +7,8 @@ import typer
 
 from sirchat.cli.flags import profile_from_flags, with_settings
 from sirchat.config.profile_files import init_profile, list_profiles, profile_as_yaml, profile_path
-from sirchat.memory.policies import import_typed, policy_class, policy_names
+from sirchat.config.values import as_typed
+from sirchat.memory.policies import import_typed, policy_class
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
 
@@ -64,24 +65,39 @@ def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's na
 
 @policies_app.callback()
 def policies_list(context: typer.Context) -> None:
-    """List the eviction policies: what each keeps, its options and defaults, its source."""
+    """List the eviction policies, and what each keeps; with a command, show or check one."""
     if context.invoked_subcommand is not None:
         return
-    from rich.table import Table
+    from sirchat.ui.lists import ALSO_KEPT, draw_policies
+    from sirchat.ui.screen import Screen
+
+    profile = profile_from_flags({}, loads_model=False)
+    screen = Screen(theme=profile.theme)
+    screen.show(draw_policies(profile.policy, screen.theme))
+    screen.note(f"*: your default; {ALSO_KEPT}; sirchat policies show NAME tells more")
+
+
+@policies_app.command("show")
+def policies_show(
+    name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
+) -> None:
+    """Show what a policy keeps, its options and their defaults, and its source."""
     from rich.text import Text
 
     from sirchat.ui.screen import make_console
 
-    table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 2, 1, 0))
-    for name in policy_names():
-        policy = policy_class(name)
-        what = (policy.__doc__ or "").strip().split("\n\n")[0]
-        options = [f"{setting} (setting)" for setting in policy.uses]
-        for field in fields(policy):
-            options.append(f"{field.name} = {field.default}: {field.metadata.get('help', '')}")
-        cells = (name, " ".join(what.split()), "\n".join(options), policy.source)
-        table.add_row(*(Text(displayable(cell)) for cell in cells))
-    make_console().print(table)
+    import_typed(name)
+    policy, console = policy_class(name), make_console()
+    lines = (policy.__doc__ or "").strip().split("\n\n")
+    for field in fields(policy):
+        option = f"--option {field.name}={as_typed(field.default)}"
+        option = (
+            f"--recent {field.default}" if field.name == "recent" else option
+        )  # which is a setting
+        lines.append(f"{option}: {field.metadata.get('help', '')}")
+    uses = ", ".join(f"--{setting}" for setting in policy.uses) or "none"
+    for line in [*lines, f"other settings that it uses: {uses}", f"source: {policy.source}"]:
+        console.print(Text(displayable_line(line)))
 
 
 @policies_app.command("check")

@@ -18,11 +18,12 @@ _NAME = "standard input"
 
 def read_question(
     words: str, files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
-) -> tuple[str, bool]:
+) -> tuple[str, int, bool]:
     """Join the files, the text from standard input and the words of a question.
 
-    Also returns whether there was more than words. Remarks go to `note`. UsageError if all are
-    empty, or if one is no text or too long.
+    Also returns how many characters at its beginning are the text that the rest asks about, and
+    whether there was more than words. Remarks go to `note`. UsageError if all are empty, or if one
+    is no text or too long.
     """
     blocks = [AttachedFile(name, load_text_file(name)).block for name in files]
     given = _read_input(bool(words.strip() or files), note) if has_input else ""
@@ -32,7 +33,7 @@ def read_question(
     for name in mentioned_names(words):
         if name not in files and not is_missing(name):
             note(f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE")
-    return "\n\n".join(parts), len(parts) > bool(words.strip())
+    return "\n\n".join(parts), len("\n\n".join(parts[:-1])), len(parts) > bool(words.strip())
 
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
@@ -42,7 +43,7 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     if has_question and _is_begun():
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
-    says_more = has_question and _is_pipe()  # which a loop may read, too
+    says_more = has_question and _is_shared_pipe()
     if has_question and not _comes_soon():
         note(f"waiting for {_NAME} to end; < /dev/null, or --no-input, asks without it")
         says_more = False
@@ -51,14 +52,18 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
         raise UsageError(f"{_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
     text = decode_text(_NAME, data).strip("\n")
     if says_more and text:
-        what = f"{_NAME} ({len(text):,} characters) is sent, too"
-        note(f"{what}; < /dev/null, or --no-input, asks without it")
+        note(
+            f"a loop or a script has the same pipe, of which {len(text):,} characters are now a "
+            "part of this question; < /dev/null, or --no-input, asks without them"
+        )
     return text
 
 
-def _is_pipe() -> bool:
-    with suppress(OSError, ValueError):
-        return stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
+def _is_shared_pipe() -> bool:
+    """Whether standard input is a pipe that the shell which runs this command reads, too."""
+    with suppress(OSError, ValueError):  # not Linux, or no process of this user
+        own, shells = os.fstat(sys.stdin.fileno()), os.stat(f"/proc/{os.getppid()}/fd/0")
+        return stat.S_ISFIFO(own.st_mode) and os.path.samestat(own, shells)
     return False
 
 

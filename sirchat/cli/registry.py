@@ -90,6 +90,7 @@ EXAMPLES: dict[str, str] = {
     "sessions trim": "sirchat sessions trim 512MiB",
     "sessions export": "sirchat sessions export last talk.jsonl",
     "policies": "sirchat policies",
+    "policies show": "sirchat policies show reservoir",
     "policies check": "sirchat policies check mine:Loud",
     "profiles": "sirchat profiles",
     "profiles list": "sirchat profiles list",

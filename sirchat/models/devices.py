@@ -168,12 +168,16 @@ def has_vnni() -> bool:
     )
 
 
-def free_threads() -> int:
-    """The number of physical cores of this process that are not busy; at least 1."""
+def free_threads(load: float | None = None) -> int:
+    """The number of physical cores of this process that are not busy; at least 1.
+
+    `load` is how many others keep busy; None measures that.
+    """
+    load = load_of_others() if load is None else load
     everywhere = range(os.cpu_count() or 1)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     cores = physical_cores(set(everywhere) | allowed)
-    return threads_for(cores, physical_cores(allowed), cpu_quota(), load_of_others())
+    return threads_for(cores, physical_cores(allowed), cpu_quota(), load)
 
 
 def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
@@ -225,12 +229,18 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
     return int(quota) / int(period)
 
 
-def threads_in_words(device: torch.device) -> str:
-    """torch's number of CPU threads, such as `2 threads`; empty if `device` is no CPU."""
+def threads_in_words(device: torch.device, *, was_free: bool = False) -> str:
+    """torch's number of CPU threads, such as `2 threads`; empty if `device` is no CPU.
+
+    `was_free`: no setting has chosen it; the text says if other programs are why there are no more.
+    """
     if device.type != "cpu":
         return ""
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' * (count > 1)}"
+    count, most = torch.get_num_threads(), free_threads(0)
+    words = f"{count} thread{'s' * (count > 1)}"
+    if not was_free or count >= most or os.environ.get("OMP_NUM_THREADS"):
+        return words
+    return f"{words} (other programs kept {most - count} of {most} cores busy)"
 
 
 def weights_by_device(module: Any) -> Counter[str]:

@@ -319,7 +319,8 @@ class ChatServer:
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
         if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
-            options = ReplyOptions(is_for_ask=True, holds_all=asked.sirchat_ask.holds_all)
+            fields = asked.sirchat_ask.model_dump(exclude={"settings"})
+            options = ReplyOptions(is_for_ask=True, **fields)
             return replace(options, format=partial(self._formats.of, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():

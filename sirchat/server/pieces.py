@@ -82,6 +82,7 @@ class ReplyOptions:
             that were changed for the conversation before.
         is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
         holds_all: whether the budget is raised for such a reply to hold all of the message.
+        source: how many characters of that message are a text that it asks about.
         must_call: whether the reply must call a tool; else a model that takes none goes without.
         prefill: the beginning of the reply, which is not sent.
         notes: says what is not quite as the request asked; complete when the reply begins.
@@ -98,6 +99,7 @@ class ReplyOptions:
     own: frozenset[str] = frozenset()
     is_for_ask: bool = False
     holds_all: bool = False
+    source: int = 0
     must_call: bool = False
     prefill: str = ""
     notes: list[str] = field(default_factory=list)

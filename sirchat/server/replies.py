@@ -312,7 +312,7 @@ def _answer(
     session, notes = conversation.session, list[str]()
     role, question = history.messages[-1]
     text, given = _prepared(session, role, question)
-    plain = PlainReply(session) if options.is_for_ask else None
+    plain = PlainReply(session, text, options.source) if options.is_for_ask else None
     if plain is not None:
         if options.holds_all:
             raise_budget_for(session, text)
@@ -350,7 +350,8 @@ def _answer(
     end = _end(conversation, asked, done, cached, said)
     if not is_read:
         conversation.undo_last_question()
-    if options.is_for_ask:
+    if plain is not None:
+        end.memory["quote"] = plain.quote
         end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
     yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice)
 

@@ -257,11 +257,13 @@ class OwnSession(Fields):
     """The field `sirchat_ask`, by which `sirchat ask` gets the reply that it would generate itself.
 
     The reply comes from a session of its own, under these `settings` and sirchat's defaults, not
-    the server's; nothing of it is kept. `holds_all` raises the budget to hold all of the message.
+    the server's; nothing of it is kept. `holds_all` raises the budget to hold all of the message;
+    the first `source` characters of it are a text that it asks about.
     """
 
     settings: dict[str, Any]
     holds_all: bool = False
+    source: int = Field(default=0, ge=0, le=MANY)
 
 
 class ReplyRequest(Fields):

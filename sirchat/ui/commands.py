@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import draw_policies, draw_settings, memory_in_words
+from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -80,7 +81,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/pin, /unpin": "never evict words; allow it",
         "/summarize": "pin a summary of the chat",
         "/erase": "erase words for good",
-        "/reset": "start an empty conversation",
+        "/sinks, /recent": "first, newest tokens to keep",
     },
     "Look": {
         "/panel, /theme": "show all held tokens; colours",
@@ -94,13 +95,13 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/branch NAME": "go on in a copy of this chat",
         "/branches": "list the branches of this chat",
         "/switch NAME": "go on with another branch",
+        "/reset": "start an empty conversation",
     },
     "Settings": {
         "/model NAME": "go on with another model",
         "/policy NAME": "choose how tokens are evicted",
         "/budget, /decay": "tokens held; how fast old ones fade",
         "/reasoning": "let the model reason first, or not",
-        "/sinks, /recent": "first, newest tokens to keep",
         "/system TEXT": "set the system prompt",
         "/profile NAME": "apply a set of settings",
         "/set, /show": "set one setting; list all",
@@ -114,6 +115,7 @@ KEYS: Final = (
     "Esc or Ctrl-C stops a reply; Ctrl-D leaves the chat. What is taller than the "
     "window opens in a pager; q leaves it."
 )
+_MORE: Final = "/help COMMAND explains one of these, /help all tells what each does."
 _NAMES, _COLUMN = 16, 50  # cells: the names of commands; a column of groups and its gap
 _MOST_COLUMNS = 3
 
@@ -222,10 +224,15 @@ class Commands:
         return _ALIASES.get(word, word)
 
     def do_help(self, rest: str) -> None:
-        """[COMMAND]: list all commands, or explain one of them."""
-        if not rest:
-            keys = Text(KEYS, self._screen.theme.quiet)
-            self._screen.page(Group(draw_help(self._screen.width), keys))
+        """[COMMAND|all]: list all commands; with all, a line about what each does; with COMMAND,
+        all about one of them."""
+        if rest in ("", "all"):
+            names = Table.grid(padding=(0, 2, 0, 0))
+            for group, commands in GROUPS.items():
+                named = re.findall(r"/\w+", " ".join(commands))
+                names.add_row(Text(group, "bold"), Text(" ".join(named)))
+            keys = Text(KEYS if rest else f"{_MORE} {KEYS}", self._screen.theme.quiet)
+            self._screen.page(Group(draw_help(self._screen.width) if rest else names, keys))
             return
         name = self._known(rest)
         arguments, description = self.help_of(name)
@@ -255,8 +262,7 @@ class Commands:
             current = self._session.profile.policy
             self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
-                f"policy is {displayable_line(current)}; /policy NAME chooses; all but window also "
-                "keep the first tokens (sinks) and what is pinned"
+                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT}"
             )
 
     def do_budget(self, rest: str) -> None:

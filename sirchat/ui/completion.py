@@ -99,6 +99,8 @@ class SlashCompleter(Completer):
         match before:
             case [] | ["help" | "?"]:
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
+                if before:
+                    yield "all", "what each command does, in a line"
             case ["policy"]:
                 yield from self._policies
             case ["policy", name, *_]:

@@ -35,6 +35,7 @@ Fragment = tuple[str, str]
 _STYLES = {"match": "bold underline"}
 _ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
 _LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
+ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
 _NO_LIMIT = 10_000  # columns, where there is no terminal
 _GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
@@ -51,7 +52,8 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
     """Draw the policies and what each keeps, a line each; a star marks the current one."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in policy_choices():
-        kept = class_help(policy_class, name).removeprefix("Keeps the sinks").removeprefix(" and")
+        kept = class_help(policy_class, name).removeprefix("Keeps ").removeprefix("the sinks")
+        kept = kept.removeprefix(" and").replace(", and the `recent` newest", "")
         marked = Text(f"{'*' if name == current else ' '} {name}", no_wrap=True)
         table.add_row(
             marked, Text(kept.lstrip(", "), theme.quiet, no_wrap=True, overflow="ellipsis")

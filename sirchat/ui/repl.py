@@ -120,7 +120,8 @@ class Chat:
             for event in events:
                 view.show(event)
         profile = self._session.profile
-        threads = threads_in_words(self._session.model.device)
+        device = self._session.model.device
+        threads = threads_in_words(device, was_free=profile.threads == 0)
         self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}{', ' * bool(threads)}{threads}: "

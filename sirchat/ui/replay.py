@@ -56,16 +56,22 @@ def replay(
 
 
 def print_reply(
-    session: Session, text: str, screen: Screen, *, as_json: bool, holds_all: bool = False
+    session: Session,
+    text: str,
+    screen: Screen,
+    *,
+    as_json: bool,
+    holds_all: bool = False,
+    source: int = 0,
 ) -> None:
     """Send the message `text`, and print the reply while it is generated; all events if `as_json`.
 
-    `holds_all` raises the budget to hold all of the message. KeyboardInterrupt after Ctrl-C, which
-    ends the reply.
+    `holds_all` raises the budget to hold all of the message; `source` is as in `PlainReply`, which
+    chooses the quote below the reply. KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
     if holds_all:
         raise_budget_for(session, text)
-    reply, bar = PlainReply(session), ExitStack()
+    reply, bar = PlainReply(session, text, source), ExitStack()
     report: Progress | None = None
     has_said = False
 
@@ -87,6 +93,7 @@ def print_reply(
         if isinstance(event, TurnDone) and event.role == "assistant":
             if has_said or not calls_tools(event, session):
                 screen.line()
+            screen.quote(reply.quote)
             has_said = False
         if isinstance(event, Returned):
             screen.note(describe_result(event))

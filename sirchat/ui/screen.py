@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import Event, to_json
+from sirchat.ui.cells import cut
 from sirchat.ui.interrupt import leave_ctrl_c_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
@@ -141,6 +142,12 @@ class Screen:
         """Print `text`, if there is any, to stderr as one dim line, without control characters."""
         if text:
             self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
+
+    def quote(self, sentence: str) -> None:
+        """Print the sentence, if any, on which an answer stands, as one note cut to the window."""
+        if sentence:
+            line = f'the text says: "{displayable_line(sentence)}"'
+            self.note(cut(line, self.notes.width))
 
     def remark(self, text: str) -> None:
         """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""

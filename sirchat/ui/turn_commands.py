@@ -169,6 +169,7 @@ def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     elif session.resident == session.seen:
         how = f"answered with all {session.seen:,} tokens held"
     else:
-        how = f"{note}: answered with {session.resident:,} of {session.seen:,} tokens held"
+        why = note or "some tokens were erased, or are no longer archived"
+        how = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
     usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
     return f"{how}; the memory is as before: {usual}"

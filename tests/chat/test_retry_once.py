@@ -47,6 +47,14 @@ def test_retry_full_answers_with_everything_once() -> None:
     assert (chat.profile.policy, chat.budget, chat.resident) == ("sink", 64, 64)
 
 
+def test_where_something_was_erased_the_line_says_why_not_all_is_held() -> None:
+    chat = told()
+    chat.erase("Lisbon")
+    list(chat.ask(SAID[-1]))
+    _, (note,) = retried(chat, "full")
+    assert note.startswith("some tokens were erased, or are no longer archived: answered with ")
+
+
 def test_with_tools_on_it_is_refused_before_anything_changes() -> None:
     def weather(city: str) -> str:
         return "Snow."

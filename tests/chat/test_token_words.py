@@ -24,6 +24,8 @@ def rows(*texts: str, turn: int = 0, start: int = 0) -> list[TokenRow]:
         (("one", "\n", "two"), ["one", "two"]),
         (("魚", "の", "汁"), ["魚", "の", "汁"]),
         (("“", "yes", "”", " !"), ["yes", ""]),
+        ((" (", "len", "(", "row", "[", "0", "]),", " sum", "(x", "))"), ["len(row[0])", "sum(x)"]),
+        ((" (", "see", " p.", "2", ")."), ["see", "p.2"]),
     ],
 )
 def test_words_begin_after_blanks(texts: tuple[str, ...], words: list[str]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from chatting import babbler, tiny
+from chatting import babbler, save_babbler, tiny
 from command import Done, refused, run
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
@@ -95,7 +95,7 @@ def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) <= 2
-    assert "cut at the length limit" in done.stderr
+    assert "stopped at the length limit" in done.stderr
 
 
 def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on() -> None:
@@ -282,6 +282,68 @@ def test_what_the_server_can_not_answer_is_answered_without_it(
     by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)
     assert by_server == without
     assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
+
+
+FERRY = "The ferry to Ilm leaves the north pier at 07:45 every morning."
+NOTES = f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie has the keys.\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "quoted"),
+    [
+        ("It leaves at 07:45.", FERRY),
+        ("The ferry leaves at 14:57.", FERRY),  # which shows that the answer is wrong
+        ("Somebody brings a tent.", "Bring the blue tent."),
+        ("2", "The house in Varn has 2 rooms."),
+        ("In the afternoon, I think.", ""),
+    ],
+)
+def test_the_sentence_of_a_file_on_which_an_answer_stands_is_quoted_below_it(
+    asked: list[str], tmp_path: Path, answer: str, quoted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_text(NOTES, "utf-8")
+    file = ("-f", str(tmp_path / "notes.txt"))
+    for server in ("auto", "off"):
+        monkeypatch.setattr(Sampler, "pick", saying(answer))
+        done = run("ask", *file, "When does the ferry leave?", "--server", server)
+        assert done.stdout == f"{answer}\n"
+        assert done.stderr == (f'the text says: "{quoted}"\n' if quoted else "")
+    assert asked == ANSWERED
+
+
+def test_a_quote_is_one_line_of_a_pipe_or_a_file_and_not_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("At 07:45."))
+    long = f"At 07:45 {'it leaves and ' * 20} is gone."
+    quote = run("ask", "When?", text=long, COLUMNS="60").stderr.splitlines()[-1]
+    assert quote == f'the text says: "{long}'[:58] + '…"'
+    for alone in (
+        ["--json", "When?"],
+        ["--json-schema", write_schema(tmp_path / "s", {}), "When?"],
+    ):
+        assert "says:" not in run("ask", *alone, text=NOTES).stderr
+    assert "says:" not in run("ask", text="Is it 07:45?").stderr  # a question, and no text
+
+
+def test_about_a_file_the_likeliest_tokens_are_taken_unless_the_user_set_another_temperature(
+    tmp_path: Path, home: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text(NOTES, "utf-8")
+    (home / "mine.yaml").write_text("temperature: 0.6\n", "utf-8")
+    model = ("--model", str(save_babbler(tmp_path / "model")), "--max-new-tokens", "1")
+    about = ("-f", str(tmp_path / "notes.txt"))
+
+    def temperature(*flags: str, **variables: str) -> float:
+        done = run("ask", "--json", "When?", *model, *flags, **variables)
+        return float(json.loads(done.stdout.splitlines()[0])["profile"]["temperature"])
+
+    assert temperature() == 0.2
+    assert temperature(*about) == 0
+    assert temperature(*about, "--top-p", "0.5") == 0
+    assert temperature(*about, "--temperature", "0.7") == 0.7
+    assert temperature(*about, SIRCHAT_TEMPERATURE="0.8") == 0.8
+    assert temperature(*about, "--profile", str(home / "mine.yaml")) == 0.6
 
 
 def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:

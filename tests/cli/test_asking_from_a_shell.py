@@ -84,7 +84,7 @@ def test_settings_of_one_question_do_not_stay_in_the_chat(folder: Path) -> None:
     saved_with_tiny("trip")
     once = ("--max-new-tokens", "3", "--budget", "64", "--thinking", "hide", "--policy", "sink")
     done = run("ask", "--resume", "trip", "Hi.", *once)
-    assert "cut at the length limit" in done.stderr
+    assert "stopped at the length limit" in done.stderr
     with SessionStore.open(find_session(folder, "trip")) as store:
         kept = saved_profile(store)
     assert (kept.budget, kept.thinking, kept.policy) == (1024, "show", "salience")
@@ -228,6 +228,12 @@ def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:
     assert "is a file that a loop or another command reads" in done.stderr
     piped = f"cat list | {loop.format('sirchat ask --no-input').removesuffix('< list')}"
     assert shell(piped).stdout == done.stdout
-    swallowed = shell(piped.replace(" --no-input", ""))
+    swallowed = shell(piped.replace("sirchat ask --no-input", f"{COLD} ask"))
     assert swallowed.stdout.count("[") == 1
-    assert swallowed.stderr.count("standard input (20 characters) is sent, too; < /dev/null") == 1
+    told = "a loop or a script has the same pipe, of which 20 characters are now a part of this"
+    assert swallowed.stderr.count(f"{told} question; < /dev/null, or --no-input, asks") == 1
+
+
+def test_a_pipe_that_nothing_else_reads_needs_no_word() -> None:
+    done = shell(f"echo 'My name is Anna.' | {COLD} ask 'What is my name?'")
+    assert done.stderr == 'the text says: "My name is Anna."\n'

@@ -20,7 +20,7 @@ from saved_chats import Chat
 from sirchat import paths
 from sirchat.cli.app import app
 from sirchat.cli.doctor import size_of
-from sirchat.memory.policies import policy_names
+from sirchat.memory.policies import ALIASES, policy_names
 
 
 @pytest.mark.slow
@@ -126,11 +126,19 @@ def test_every_shipped_profile_opens_a_chat() -> None:
         assert run("--json", "--profile", name).returncode == 0
 
 
-def test_policies_are_listed_with_options_and_source() -> None:
-    listed = run("policies").stdout
-    assert all(f"\n{name} " in listed for name in policy_names())
-    assert "sample = None" in listed
-    assert "SirLLM" in listed
+def test_policies_are_listed_in_a_line_each_and_one_is_shown_with_options_and_source() -> None:
+    done = run("policies", COLUMNS="80", SIRCHAT_POLICY="sink")
+    lines = done.stdout.splitlines()
+    assert {line[2:].split()[0] for line in lines} == {*policy_names(), *ALIASES}
+    assert len(lines) == len(policy_names()) + len(ALIASES)
+    assert not [line for line in lines if "…" in line or not line.rstrip().endswith(".")]
+    assert [line[:6] for line in lines if line.startswith("*")] == ["* sink"]
+    assert "sirchat policies show NAME tells more" in done.stderr
+    shown = run("policies", "show", "reservoir").stdout
+    for told in ("Keeps the sinks, ", "--option sample=none: ", "--recent 32: ", "source: "):
+        assert f"\n{told}" in f"\n{shown}"
+    assert ": --budget, --sinks, --seed\n" in shown
+    assert refused("policies", "show", "snik")[1].endswith("(did you mean sink?)\n")
 
 
 def test_a_healthy_installation_has_no_problem_and_no_private_word_in_its_report(

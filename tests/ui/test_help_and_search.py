@@ -40,7 +40,7 @@ def test_policies_are_listed_with_a_line_each() -> None:
     listed = dict(line[2:].split(None, 1) for line in lines if not line.startswith("policy is"))
     assert set(listed) >= set(policy_choices())
     assert listed["snapkv"].startswith("the tokens that the newest queries attend to most")
-    assert listed["full"].startswith("Keeps everything")
+    assert listed["full"].startswith("everything")
     assert listed["random"].startswith("a random choice")
     assert [line for line in lines if line.startswith("*")] == [f"* entropy    {listed['entropy']}"]
     assert "policy is entropy; /policy NAME chooses" in lines[-1]

@@ -51,6 +51,7 @@ def test_help_names_the_keys_and_describes_one_command(chat: Chat) -> None:
     for key in ("Alt-Enter", "Ctrl-J", "Esc", "Ctrl-C", "Ctrl-D", '"""', "//"):
         assert key in keys
     assert chat.do("/?") == keys
+    assert "/help COMMAND explains one of these" in keys
     for shown in (chat.do("/help budget"), chat.do("/help /budget")):
         assert re.fullmatch(
             r"/budget \[TOKENS\]\s+Set how many tokens may be held in the cache\. A token (.|\n)*\n"
@@ -61,14 +62,23 @@ def test_help_names_the_keys_and_describes_one_command(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(60, 49), (100, 31), (160, 24)])
-def test_help_is_a_screen_of_groups(chat: Chat, columns: int, rows: int) -> None:
+def test_all_of_the_help_is_a_screen_of_groups(chat: Chat, columns: int, rows: int) -> None:
     chat.screen.console.width = columns
-    lines = chat.do("/help").splitlines()
+    lines = chat.do("/help all").splitlines()
     for group in GROUPS:
         assert any(re.search(rf"(^|  ){group}( |$)", line) for line in lines), group
     assert len(lines) < rows - 3  # below it are the prompt and the toolbar
     assert any(line.startswith(" /edit  ") and "change your last message" in line for line in lines)
     assert all(len(line.rstrip()) < columns for line in lines)
+
+
+def test_help_names_every_command_in_a_line_for_each_group_without_a_pager(chat: Chat) -> None:
+    chat.screen.console.width = 80
+    lines = chat.do("/help").splitlines()
+    assert len(lines) < 24 - 3  # below it are the prompt and the toolbar
+    assert [line.split()[0] for line in lines[: len(GROUPS)]] == list(GROUPS)
+    named = re.findall(r"(?<= )/(\w+)", "\n".join(lines[: len(GROUPS)]))
+    assert set(named) | {"quit", "bye", "?", "regen"} == set(Commands.names())
 
 
 def test_every_command_is_in_one_group_of_the_help() -> None:

@@ -92,7 +92,7 @@ def test_other_keys_and_chords_do_not_stop_a_reply_and_wait_for_the_next_prompt(
     speaker.send("\x1b[1;9Z")
     speaker.wait_screen("(?m)^> 1 *\n\n\n  2$")
     assert " 1,500 written" in speaker.shown
-    assert "cut at the length limit" in " ".join(speaker.shown.split())
+    assert "stopped at the length limit" in " ".join(speaker.shown.split())
     assert "interrupted" not in speaker.shown
     assert "13;2" not in speaker.shown
     speaker.send(CTRL_C)

@@ -115,7 +115,7 @@ def test_a_call_that_is_cut_at_the_length_limit_is_not_done_and_said_to_be_cut(
     terminal.ask("/set max_new_tokens 25")
     shown = asked(terminal, "Weather?")
     terminal.ask("/set max_new_tokens 80")
-    assert "reply cut at the length limit" in shown
+    assert "reply stopped at the length limit" in shown
     assert "wants to call" not in shown
 
 

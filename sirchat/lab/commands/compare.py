@@ -29,9 +29,9 @@ compare_app = typer.Typer(add_completion=False)
 
 _HELP = """Replay a transcript under several settings, and show how the model's answers differ.
 
-For each setting, the answers, the number of held tokens and the agreement with policy full are
-shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
-shown.
+For each setting, the number of held tokens and the agreement with policy full are shown, then the
+beginnings of the answers. Ctrl-C ends the comparison after the current round; the rounds compared
+until then are shown.
 """
 
 
@@ -47,6 +47,7 @@ def compare(
     sweep: list[str] | None,
     own: bool,
     format: str,
+    whole: bool,
     json: bool,
     html: Path | None,
     trust_remote_code: Trust = False,
@@ -75,7 +76,7 @@ def compare(
 
         typer.echo(dumps(record))
     else:
-        _print(found)
+        _print(found, whole)
     for note in found.notes:
         typer.echo(displayable_line(f"sirchat: {note}"), err=True)
     if interrupted:
@@ -162,13 +163,13 @@ def _run(
     return found, stopped()
 
 
-def _print(found: "Comparison") -> None:
+def _print(found: "Comparison", is_whole: bool) -> None:
     from rich.console import Console
 
     from sirchat.lab.studies.side_by_side.report import draw
 
     console = Console(highlight=False)
-    for part in draw(found, displayable):
+    for part in draw(found, displayable, is_whole=is_whole):
         console.print(part)
 
 

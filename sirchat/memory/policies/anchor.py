@@ -14,7 +14,7 @@ from sirchat.memory.policies.base import ScorePolicy
 
 @dataclass(frozen=True)
 class Anchor(ScorePolicy):
-    """Keeps the sinks, the current sequence, and the last token of each sequence before it.
+    """Keeps the sinks, the current sequence, and the last token of each before it.
 
     Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once a sequence
     (sentence or round) has ended, only its last token stays. `lazy`: only when room is needed, for

@@ -13,7 +13,7 @@ from sirchat.memory.policies.base import Policy
 
 @dataclass(frozen=True)
 class Interval(Policy):
-    """Keeps the sinks and, from the oldest on, every stride-th of the other tokens in the cache.
+    """Keeps the sinks and, from the oldest on, every stride-th of the other held tokens.
 
     SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1): the stride is the number of
     unprotected tokens divided by how many of them stay, rounded down. If fewer than half must go it

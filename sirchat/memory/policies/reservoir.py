@@ -17,7 +17,7 @@ _LEAST = 8  # newest tokens, however large the sample is
 
 @dataclass(frozen=True)
 class Reservoir(RecentScorePolicy):
-    """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
+    """Keeps the sinks, a uniform sample of all older tokens, and the `recent` newest.
 
     Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the
     `sample` tokens of the largest arrival keys among those that left the `recent` newest

@@ -23,7 +23,7 @@ _LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 
 @dataclass(frozen=True)
 class Salience(RecentScorePolicy):
-    """Keeps the sinks, whole words of high surprisal, the tokens beside them, and the newest.
+    """Keeps the sinks, whole words of high surprisal, tokens beside them, and the `recent` newest.
 
     Ours, from SirLLM's token entropy: the surprisal of the token's whole word (`whole_words`),
     times the decays, 0 for the template's tokens (`template`), at least half of the score of the

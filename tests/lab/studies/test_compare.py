@@ -283,6 +283,28 @@ def test_nothing_shown_steers_the_terminal() -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
 
 
+def test_the_table_comes_first_and_of_a_long_text_the_beginning_unless_all_is_wanted() -> None:
+    looping = "The heron came. It is grey, and it is grey, and grey. " * 40
+    comparison = compare(tiny(), BRIEF, transcript([(looping, looping)]))
+    for result in comparison.settings:
+        answer = replace(result.rounds[0].answer, text=looping)
+        object.__setattr__(result, "rounds", (replace(result.rounds[0], answer=answer),))
+    console = Console(width=80, record=True, color_system=None)
+    with console.capture() as captured:
+        for part in draw(comparison, displayable):
+            console.print(part)
+    lines = captured.get().splitlines()
+    assert re.match("setting +held +of ", lines[0])
+    assert len(lines) < 24
+    assert captured.get().count("The heron came.") == 4 * 2  # message, two answers, given reply
+    assert "--whole shows all of them" in captured.get()
+    with console.capture() as captured:
+        for part in draw(comparison, displayable, is_whole=True):
+            console.print(part)
+    assert captured.get().count("came.") == 4 * 40
+    assert "--whole" not in captured.get()
+
+
 @pytest.mark.slow
 def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
@@ -306,6 +328,7 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert sink["turns"][-1]["cache_bytes"] == 32 * 6 * 2 * 64 * 4 * 3  # two keys and a value
     shown = run(*words[:2], "--policies", "sink", "--budget", "32")
     assert "1. USER: My name is Anna" in shown.stdout
+    assert "shows all" not in run(*words[:2], "--policies", "sink", "--whole").stdout
     assert "\x1b" not in shown.stdout
     assert re.search(r"^sink 32 +32 ", shown.stdout, re.M)
 

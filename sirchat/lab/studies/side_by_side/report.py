@@ -17,11 +17,13 @@ from rich.text import Text
 
 from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
+from sirchat.ui.text import shorten
 
 # A function that removes from a text the control sequences that must not reach a terminal
 Safe = Callable[[str], str]
 
 MIB = 2**20
+_BEGINNING = 120  # characters of a text, which are some three lines of a table
 
 
 def record_of(found: Comparison, head: Record) -> Record:
@@ -37,18 +39,27 @@ def record_of(found: Comparison, head: Record) -> Record:
     }
 
 
-def draw(found: Comparison, safe: Safe) -> Iterator[RenderableType]:
-    """Yield the printed parts of a comparison: user turns with their answers, then a table."""
-    for number, round in enumerate(found.transcript.rounds):
-        yield Text(safe(f"{number + 1}. USER: {round.user}"), style="bold")
-        yield _answers(found, number, safe)
-        if round.reply is not None and not found.own:
-            yield Text(safe(f"ASSISTANT, in the transcript: {round.reply}"), style="dim")
-        yield ""
+def draw(found: Comparison, safe: Safe, *, is_whole: bool = False) -> Iterator[RenderableType]:
+    """Yield the printed parts of a comparison: a table, then user turns with their answers.
+
+    Unless `is_whole`, only the beginning of each text is shown.
+    """
+
+    def shown(text: str) -> str:
+        return safe(text if is_whole else shorten(text, _BEGINNING))
+
     yield _summary(found, safe)
+    cut = f"texts are cut to {_BEGINNING} characters; --whole shows all of them\n"
+    yield Text("" if is_whole else cut, style="dim")
+    for number, round in enumerate(found.transcript.rounds):
+        yield Text(f"{number + 1}. USER: {shown(round.user)}", style="bold")
+        yield _answers(found, number, safe, shown)
+        if round.reply is not None and not found.own:
+            yield Text(f"ASSISTANT, in the transcript: {shown(round.reply)}", style="dim")
+        yield ""
 
 
-def _answers(found: Comparison, number: int, safe: Safe) -> Table:
+def _answers(found: Comparison, number: int, safe: Safe, shown: Safe) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("setting", "held", "kept", "KL", "same"):
         table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
@@ -57,7 +68,7 @@ def _answers(found: Comparison, number: int, safe: Safe) -> Table:
         if number < len(result.rounds):
             after = result.rounds[number]
             cells = (f"{after.held:,}", _percent(result.kept(number)), _nats(after.nats))
-            row = (safe(result.name), *cells, _same(after), safe(after.answer.text))
+            row = (safe(result.name), *cells, _same(after), shown(after.answer.text))
             table.add_row(*map(Text, row))
     return table
 
