@@ -423,6 +423,8 @@ class Session:
                 moves += self.engine.evictor.exclude(np.asarray(state.system))
             self.engine.require_room(size)
         self.profile, self.template = profile, template
+        if settings.recall is None and before.recall != "off":
+            self.recall.undo()  # what it found last is no longer reported
         if is_replaced:
             state.system, state.prompt = range(0), None
         events += self._events.moved(state.last_turn, moves)

@@ -151,6 +151,7 @@ class Recall:
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
         if recall is None:
+            self.undo()
             return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None

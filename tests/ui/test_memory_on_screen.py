@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, session, tiny
 from drawing import NONE, lines
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
@@ -18,7 +18,7 @@ from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedText
 from sirchat.chat.session import Session
 from sirchat.recall import RecalledTurn
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.panel import draw_memory, draw_panel
 from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar
 from sirchat.ui.tables import draw_recalled_turns
 from sirchat.ui.why import explain
@@ -214,3 +214,19 @@ def test_why_says_by_which_words(asked: Session) -> None:
     told = explain(ranks, '"zebra"', "sink", asked.recall.turns)
     assert told.endswith("for this round only: it was recalled by the words “Quixbert”.")
     assert explain(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")
+
+
+@pytest.mark.usefixtures("own_home")
+def test_once_recall_is_off_no_former_recall_is_reported_any_more() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, recall="words", max_new_tokens=24)
+    chat.say(*TOLD, *["Tell me a joke."] * 3, "Who is Paul?")
+    assert "Paul" in chat.do("/recall")
+    chat.do("/recall off")
+    for step in ("", "/branch other", "/policy entropy"):
+        if step:
+            chat.do(step)
+            chat.say("Where do I live?")
+        assert describe_recalled(chat.session.recall, chat.session.seen) == "", step
+        panel = draw_memory(chat.session.snapshot(strongest=0), [], NONE, 100)
+        assert "recalled" not in "\n".join(lines(panel, 100)), step
+        assert chat.do("/recall") == "recall is off\n", step
