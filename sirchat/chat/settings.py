@@ -160,7 +160,8 @@ def checked_switches(
             try:
                 new |= {k: parse_value(k, v) if isinstance(v, str) else v for k, v in given}
                 # A budget that is not given may follow from the model: none is too small here.
-                changed_profile(profile.model_copy(update={"budget": 10**9}), "switch", **new)
+                free = {} if "budget" in profile.model_fields_set else {"budget": 10**9}
+                changed_profile(profile.model_copy(update=free), "switch", **new)
                 _refuse_fixed(profile, "switch", new)
                 policy = new.get("policy", profile.policy)
                 refuse_untrusted(policy, "switch", (*trusted, profile.policy))

@@ -33,7 +33,7 @@ def word_text(word: Sequence[TokenRow]) -> str:
     """
     whole = "".join(row.text for row in word)
     text, after = whole.strip(MARKS), whole.rstrip()[len(whole.rstrip(MARKS)) :]
-    while after and text.count(_BRACKETS.get(after[0], " ")) > text.count(after[0]):
+    while after[:1] in _BRACKETS and text.count(_BRACKETS[after[0]]) > text.count(after[0]):
         text, after = text + after[0], after[1:]
     return text
 

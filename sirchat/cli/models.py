@@ -233,7 +233,11 @@ def models_recommend(debug: Debug = False) -> None:
 
     free = free_memory()
     model = recommended(free, on_cpu=uses_cpu(_profile(None)))
-    takes = f"takes about {in_bytes(model['memory'])} of memory; free here: {in_bytes(free)}"
+    there = "the system does not say what is free"
+    if free is not None:
+        is_more = "more than is " if model["memory"] > free else ""
+        there = f"{is_more}free here, in main memory: {in_bytes(free)}"
+    takes = f"takes about {in_bytes(model['memory'])} of memory; {there}"
     size, command = in_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
     typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {takes}")
     typer.echo(f"to download it ({size}): sirchat models {command}")

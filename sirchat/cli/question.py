@@ -53,8 +53,8 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     text = decode_text(_NAME, data).strip("\n")
     if says_more and text:
         note(
-            f"a loop or a script has the same pipe, of which {len(text):,} characters are now a "
-            "part of this question; < /dev/null, or --no-input, asks without them"
+            f"what started this has the same pipe, of which {len(text):,} characters are now "
+            "a part of this question; < /dev/null, or --no-input, asks without them"
         )
     return text
 

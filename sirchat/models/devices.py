@@ -238,7 +238,8 @@ def threads_in_words(device: torch.device, *, was_free: bool = False) -> str:
         return ""
     count, most = torch.get_num_threads(), free_threads(0)
     words = f"{count} thread{'s' * (count > 1)}"
-    if not was_free or count >= most or os.environ.get("OMP_NUM_THREADS"):
+    is_said = any(map(os.environ.get, ("SIRCHAT_THREADS", "OMP_NUM_THREADS")))
+    if not was_free or count >= most or is_said:
         return words
     return f"{words} (other programs kept {most - count} of {most} cores busy)"
 

@@ -32,6 +32,10 @@ def test_words_begin_after_blanks(texts: tuple[str, ...], words: list[str]) -> N
     assert [word_text(word) for word in split_words(rows(*texts))] == words
 
 
+def test_a_comma_closes_no_blank() -> None:
+    assert word_text(rows("a b", ",")) == "a b"
+
+
 def test_a_gap_and_another_turn_end_a_word() -> None:
     apart = [*rows("Hal"), *rows("sen", start=2), *rows("x", start=3, turn=1)]
     assert [word_text(word) for word in split_words(apart)] == ["Hal", "sen", "x"]

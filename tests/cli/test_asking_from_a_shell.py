@@ -230,7 +230,7 @@ def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:
     assert shell(piped).stdout == done.stdout
     swallowed = shell(piped.replace("sirchat ask --no-input", f"{COLD} ask"))
     assert swallowed.stdout.count("[") == 1
-    told = "a loop or a script has the same pipe, of which 20 characters are now a part of this"
+    told = "what started this has the same pipe, of which 20 characters are now a part of this"
     assert swallowed.stderr.count(f"{told} question; < /dev/null, or --no-input, asks") == 1
 
 

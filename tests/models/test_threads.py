@@ -123,12 +123,15 @@ def test_the_header_says_why_there_are_fewer_threads_than_cores(
     monkeypatch.setattr("sirchat.models.devices.physical_cores", lambda _: 2)
     monkeypatch.setattr("sirchat.models.devices.cpu_quota", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     device, told = torch.device("cpu"), "1 thread (other programs kept 1 of 2 cores busy)"
     assert threads_in_words(device, was_free=True) == told
     assert threads_in_words(device) == "1 thread"  # a setting chose it
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert threads_in_words(device, was_free=True) == "1 thread"
+    for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
+        with monkeypatch.context() as said:
+            said.setenv(name, "1")
+            assert threads_in_words(device, was_free=True) == "1 thread"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert threads_in_words(device, was_free=True) == "2 threads"
 

@@ -166,6 +166,14 @@ def test_a_wrong_switch_is_refused_before_the_model_loads(
         assert complaint in done.stderr
 
 
+def test_a_switch_that_a_given_budget_does_not_allow_is_refused_before_too(tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    file.write_text(f"{json.dumps(TOLD[0])}\n" + '{"switch": {"sinks": 60}}\n', "utf-8")
+    done = run("replay", str(file), "--budget", "64")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"{file}, line 2: " in done.stderr
+
+
 def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> None:
     lines = f"{json.dumps(TOLD[0])}\n" + '{"switch": {"budget": 99999}}\n'
     done = run(text=lines)
