@@ -28,7 +28,7 @@ _GAUGE = 8  # cells of the toolbar's bar
 _WIDE = 80  # least columns for that bar
 _QUOTED = 50  # characters of a passage in a line about recall
 _ENDINGS = {
-    "length": "reply stopped at the length limit, perhaps before its end",
+    "length": "reply stopped at the length limit",
     "loop": "reply ended because it repeated itself",
     "interrupt": "interrupted",
     "control": "reply ended at a control token",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,10 +36,12 @@ from sirchat.text.json_schema import load_schema
 from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.text import counted, shorten
+
+if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
+    from sirchat.ui.saved_chat import SavedChat
 
 # Settings that `/profile` does not change unless the profile names them.
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
