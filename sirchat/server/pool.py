@@ -322,9 +322,9 @@ class ConversationPool:
         own = self.profile
         if history.system is not None or not history.name:
             own = own.model_copy(update={"system": history.system})
-        able = (each for each in reversed(self._held) if each.roles and not each.kept)
-        able = (each for each in able if each.has_exact_prompt)
-        source = next((each for each in able if each.keys[0] == history.keys[0]), None)
+        alike = (each for each in reversed(self._held) if each.keys[0] == history.keys[0])
+        able = (each for each in alike if each.roles and not each.kept and each.has_exact_prompt)
+        source = next(able, None)
         source = source or self._load_beginning(history)
         new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])
         if source is not None and history.profile is None:  # it begins with the same
