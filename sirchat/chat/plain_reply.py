@@ -5,6 +5,7 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.why import sentence_behind
+from sirchat.text.detokenizer import QUESTION_MARKS
 from sirchat.text.tool_calls import CLOSE as CALL_END
 from sirchat.text.transcript import CLOSE, OPEN
 
@@ -31,7 +32,8 @@ class PlainReply:
     """Splits a reply's events into text and notes; reasoning is as the setting `thinking` says.
 
     Of `message`, the first `source` characters are a text that is asked about. When the answer is
-    complete, `quote` is the sentence of it that the answer shares most words with, or "".
+    complete, `quote` is a line with the sentence of it that the answer shares most words with, and
+    says so if a question was asked and that text has none of the answer's own words; or "".
     """
 
     def __init__(self, session: Session, message: str = "", source: int = 0) -> None:
@@ -53,7 +55,7 @@ class PlainReply:
             case TurnDone(role="assistant"):
                 text = self._text.end()
                 if not calls_tools(event, self._session):
-                    self.quote = sentence_behind(event.text, self._question, self._source)
+                    self.quote = self._quote(event.text)
                 if self._has_thought and self._session.profile.thinking == "fold":
                     notes.append("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
@@ -66,6 +68,14 @@ class PlainReply:
             case Notice():
                 notes = [event.text]
         return text, [note for note in notes if note]
+
+    def _quote(self, answer: str) -> str:
+        """The line about the sentence that fits a complete answer, "" if none fits."""
+        sentence, is_said = sentence_behind(answer, self._question, self._source)
+        asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
+        if is_said or not asks:
+            return f'the text says: "{sentence}"' if sentence else ""
+        return "the text does not say so" + (f'; closest: "{sentence}"' if sentence else "")
 
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:

@@ -24,6 +24,9 @@ from sirchat.memory.placement import Placement
 from sirchat.recall.word_index import LESS, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
+_NUMBERS = re.findall(r"\w+", "one two three four five six seven eight nine ten eleven twelve")
+_NUMBER = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class TokenRank:
@@ -169,21 +172,35 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     return (best[1], best[2]) if best[2] else None
 
 
-def sentence_behind(answer: str, question: str, text: str) -> str:
-    """The sentence of a text that has most telling words of an answer; "" if none has any.
+def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
+    """The sentence of a text that has most telling words of an answer, or "", and `is_said`.
 
-    A word counts in any of its forms. Rare words count more, and those of the question half.
+    `is_said` is false if the text has none of the words that only the answer has. A word counts in
+    any of its forms, a number in letters or digits; rare words more, those of the question half.
     """
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
     sentences = [one for one in sentences if not one.startswith("```")]  # around a file's text
-    terms, scores = [set(terms_of(one)) for one in sentences], np.zeros(len(sentences) + 1)
-    asked = _telling_words(question)
-    for word in sorted(_telling_words(answer)):
+    terms = [set(terms_of(_in_digits(one))) for one in sentences]
+    scores, own, found = np.zeros(len(sentences) + 1), 0, 0
+    asked = set(terms_of(_in_digits(question)))
+    for word in sorted(_telling_words(_in_digits(answer))):
         groups = set(letter_groups(word))
-        having = [at for at, own in enumerate(terms) if 2 * len(groups & own) > len(groups)]
+        having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
-        scores[having] += rarity * (LESS if word in asked else 1)
-    return sentences[int(scores.argmax())] if scores.any() else ""
+        is_asked = _is_among(groups, asked)
+        scores[having] += rarity * (LESS if is_asked else 1)
+        own, found = own + (not is_asked), found + (not is_asked and bool(having))
+    return sentences[int(scores.argmax())] if scores.any() else "", found > 0 or not own
+
+
+def _is_among(groups: set[str], terms: set[str]) -> bool:
+    """Whether most of a word's groups of letters are among these terms."""
+    return 2 * len(groups & terms) > len(groups)
+
+
+def _in_digits(text: str) -> str:
+    """A text with its numbers in digits, as far as they are English words up to twelve."""
+    return _NUMBER.sub(lambda word: str(_NUMBERS.index(word[0].casefold()) + 1), text)
 
 
 def _telling_words(text: str) -> set[str]:

@@ -143,11 +143,9 @@ class Screen:
         if text:
             self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
-    def quote(self, sentence: str) -> None:
-        """Print the sentence, if any, on which an answer stands, as one note cut to the window."""
-        if sentence:
-            line = f'the text says: "{displayable_line(sentence)}"'
-            self.note(cut(line, self.notes.width))
+    def quote(self, line: str) -> None:
+        """Print a line about the sentence on which an answer stands, cut to the window."""
+        self.note(cut(displayable_line(line), self.notes.width))
 
     def remark(self, text: str) -> None:
         """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""

@@ -289,17 +289,19 @@ NOTES = f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie ha
 
 
 @pytest.mark.parametrize(
-    ("answer", "quoted"),
+    ("answer", "line"),
     [
-        ("It leaves at 07:45.", FERRY),
-        ("The ferry leaves at 14:57.", FERRY),  # which shows that the answer is wrong
-        ("Somebody brings a tent.", "Bring the blue tent."),
-        ("2", "The house in Varn has 2 rooms."),
-        ("In the afternoon, I think.", ""),
+        ("It leaves at 07:45.", f'the text says: "{FERRY}"'),
+        ("The ferry leaves at 14:57.", f'the text does not say so; closest: "{FERRY}"'),
+        ("Somebody brings a tent.", 'the text says: "Bring the blue tent."'),
+        ("2", 'the text says: "The house in Varn has 2 rooms."'),
+        ("Two.", 'the text says: "The house in Varn has 2 rooms."'),
+        ("In the afternoon, I think.", "the text does not say so"),
+        ("Yes.", ""),
     ],
 )
-def test_the_sentence_of_a_file_on_which_an_answer_stands_is_quoted_below_it(
-    asked: list[str], tmp_path: Path, answer: str, quoted: str, monkeypatch: pytest.MonkeyPatch
+def test_below_an_answer_about_a_file_stands_its_sentence_or_that_the_file_does_not_say_so(
+    asked: list[str], tmp_path: Path, answer: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text(NOTES, "utf-8")
     file = ("-f", str(tmp_path / "notes.txt"))
@@ -307,8 +309,17 @@ def test_the_sentence_of_a_file_on_which_an_answer_stands_is_quoted_below_it(
         monkeypatch.setattr(Sampler, "pick", saying(answer))
         done = run("ask", *file, "When does the ferry leave?", "--server", server)
         assert done.stdout == f"{answer}\n"
-        assert done.stderr == (f'the text says: "{quoted}"\n' if quoted else "")
+        assert done.stderr == (f"{line}\n" if line else "")
     assert asked == ANSWERED
+
+
+def test_what_a_text_does_not_say_is_told_only_of_answers_to_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("Eine Fähre nach Ilm."))
+    assert "does not say" not in run("ask", "Translate this to German.", text="A boat.").stderr
+    monkeypatch.setattr(Sampler, "pick", saying("Eine Fähre nach Ilm."))
+    assert "does not say" in run("ask", "What does it say?", text="A boat.").stderr
 
 
 def test_a_quote_is_one_line_of_a_pipe_or_a_file_and_not_in_json(
