@@ -12,9 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -129,7 +129,7 @@ def _ours(arguments: Sequence[str], longs: Sequence[int], **variables: str) -> S
 
 def _other(peer: LlamaCpp, longs: Sequence[int]) -> StartFigures:
     begun = time.perf_counter()
-    with peer.restarted() as fresh:
+    with closing(peer.restarted()) as fresh:
         fresh.ask("read", list(range(10, 10 + SHORT)))
         figures = {"load": fresh.load, "first": time.perf_counter() - begun}
         figures |= {name: fresh.ask(name) for name in ("resident", "peak")}
@@ -142,11 +142,11 @@ def _other(peer: LlamaCpp, longs: Sequence[int]) -> StartFigures:
 def _measure(
     key: str,
     described: tuple[str, str, float],
-    ours: Sequence[Mapping[str, Any]],
+    ours: Sequence[StartFigures],
     other: Sequence[StartFigures],
 ) -> StartMeasure:
     name, unit, size = described
-    mine, theirs = ([float(one[key]) / size for one in side] for side in (ours, other))
+    mine, theirs = ([one[key] / size for one in side] for side in (ours, other))
     ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
     low, high = None, None
     if len(ratios) > 1:

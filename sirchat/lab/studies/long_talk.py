@@ -22,10 +22,9 @@ from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.chat.state import Turn
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.lab.studies.reading import followed_by_reply, read, read_ids
+from sirchat.lab.studies.reading import followed_by_reply, read, read_data, read_ids
 from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
-from sirchat.text.text_file import read_regular
 
 # Kinds of question, by LoCoMo's numbers
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
@@ -84,10 +83,8 @@ def long_talks(path: Path) -> list[LongTalk]:
     """The conversations in a file; raises SettingError if it has none, or another format."""
     hint = "give LoCoMo's locomo10.json"
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(read_data(path))
         talks = [_talk(one) for one in (content if isinstance(content, list) else [content])]
-    except OSError as error:
-        raise SettingError(f"{path} can't be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"{path} is not in LoCoMo's format ({type(error).__name__}: {error})", hint=hint

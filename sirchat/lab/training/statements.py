@@ -37,8 +37,6 @@ _LONGEST = 128  # tokens of a message that are read alone
 _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
 
-_TOLD = tuple(dict.fromkeys(TYPES.values()))  # in the ways that `facts-in-dialogue` asks for
-
 Statements = dict[str, list[str]]  # by kind: those in `KINDS`, and `other`
 Network = tuple[Tensor, Tensor]  # `Encoder.hidden` and `Encoder.kinds`
 

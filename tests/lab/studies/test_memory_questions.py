@@ -16,10 +16,10 @@ from sirchat.chat.events import TokenRow, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import AskedFact
 from sirchat.lab.studies.facts_in_dialogue.question_study import QuestionStudy, facts_study
 from sirchat.lab.studies.facts_in_dialogue.questions import (
     TYPES,
-    AskedFact,
     draw_fact,
     entries,
     unrelated_messages,
