@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,20 +177,6 @@ class TalkRound(NamedTuple):
     reply: Side
 
 
-@dataclass
-class _Draft:
-    """The text of a turn, and the places of its messages, while the turn is built line by line."""
-
-    text: str = ""
-    messages: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def add(self, line: str) -> None:
-        self.text += ("\n" if self.text else "") + line
-
-    def done(self) -> Side:
-        return Side(self.text, tuple(self.messages))
-
-
 def rounds_of(talk: LongTalk) -> list[TalkRound]:
     """The rounds (user turn and reply) of a conversation over weeks, in order.
 
@@ -200,17 +186,17 @@ def rounds_of(talk: LongTalk) -> list[TalkRound]:
 
 
 def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
-    sides = [_Draft(f"({session.date})")]
+    sides = [Side(f"({session.date})")]
     for is_user, turns in groupby(session.turns, lambda turn: turn.speaker == user):
         if is_user != (len(sides) % 2 == 1):  # these messages are of the other side
-            sides.append(_Draft())
+            sides.append(Side())
         for turn in turns:
-            sides[-1].add(f"{turn.speaker}: {turn.text}")
-            end = len(sides[-1].text)
-            sides[-1].messages.append((turn.id, end - len(turn.text), end))
-    done = [one.done() for one in sides] + [Side()] * (len(sides) % 2)
-    for at in range(0, len(done), 2):
-        yield TalkRound(done[at], done[at + 1])
+            before = sides[-1]
+            text = f"{before.text}\n{turn.speaker}: {turn.text}".lstrip("\n")
+            place = (turn.id, len(text) - len(turn.text), len(text))
+            sides[-1] = Side(text, (*before.messages, place))
+    sides += [Side()] * (len(sides) % 2)
+    yield from map(TalkRound, sides[::2], sides[1::2])
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
