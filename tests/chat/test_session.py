@@ -167,17 +167,6 @@ def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str)
     assert _turns(list(chat.ask("Go on.")))[-1].resident > 64
 
 
-def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
-    chat = session(babbler(), system="word " * 60)
-    list(chat.ask("Hello."))
-    before = chat.profile
-    for update in ({"budget": 64}, {"budget": 9999}, {"decay": 0.0}, {"policy": "entropie"}):
-        with pytest.raises(SettingError):
-            chat.switch("/x", **update)
-        assert chat.profile == before
-    list(chat.ask("Go on."))
-
-
 @pytest.mark.parametrize(
     ("policy", "setting", "used"),
     [("sink", {"recent": 20}, {"sinks": 8}), ("tova", {"decay": 0.9}, {"recent": 8})],
