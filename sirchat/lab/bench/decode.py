@@ -101,9 +101,8 @@ def repeated_blocks(
 
     while True:
         guesses = PromptLookup() if lookup else None
-        yield measure_seconds(partial(_generate, engine, sampler, len(text), guesses), model) / len(
-            text
-        )
+        reply = partial(_generate, engine, sampler, len(text), guesses)
+        yield measure_seconds(reply, model) / len(text)
 
 
 class _Reciting(Sampler):

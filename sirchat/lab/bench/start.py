@@ -109,14 +109,8 @@ def _ours(arguments: Sequence[str], longs: Sequence[int], **variables: str) -> S
     worker = [sys.executable, "-P", "-m", "sirchat.lab.bench.start_worker"]
     numbers = [str(SHORT), ",".join(map(str, longs)), str(REPLY), str(time.time())]
     command = [*worker, *arguments, *numbers]
-    environ = (
-        os.environ
-        | variables
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "SIRCHAT_THREADS": str(torch.get_num_threads()),
-        }
-    )
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = os.environ | variables | {"SIRCHAT_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -151,12 +145,5 @@ def _measure(
     low, high = None, None
     if len(ratios) > 1:
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return StartMeasure(
-        name=name,
-        unit=unit,
-        ours=statistics.median(mine),
-        other=statistics.median(theirs) if theirs else None,
-        ratio=statistics.median(ratios) if ratios else None,
-        low=low,
-        high=high,
-    )
+    beside, ratio = (statistics.median(some) if some else None for some in (theirs, ratios))
+    return StartMeasure(name, unit, statistics.median(mine), beside, ratio, low, high)

@@ -135,8 +135,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
         turn = session.template.user(text)
         recall.update()
         return {n: recall.find(turn.ids, turn.roles, n).result.positions for n in counts}
-    for _ in session.read_user(text):
-        pass
+    list(session.read_user(text))
     scores = recall.scores
     session.undo()
     ranked = np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
@@ -447,10 +446,8 @@ def _differences(
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
     """The index of the first setting with this policy and budget; None if there is none."""
-    for at, one in enumerate(settings):
-        if one.policy == policy and (one.budget == budget or policy == "full"):
-            return at
-    return None
+    rows = [at for at, one in enumerate(settings) if one.policy == policy]
+    return next((at for at in rows if policy == "full" or settings[at].budget == budget), None)
 
 
 _KINDS = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}

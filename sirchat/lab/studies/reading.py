@@ -58,10 +58,8 @@ def read_ids(
     ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
-    for _ in engine.evictor.make_room_for_turn(len(ids), to_come, turn):
-        pass
-    for _ in engine.prefill(ids, roles or [Role.USER] * len(ids), turn):
-        pass
+    list(engine.evictor.make_room_for_turn(len(ids), to_come, turn))
+    list(engine.prefill(ids, roles or [Role.USER] * len(ids), turn))
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
@@ -83,10 +81,8 @@ def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> Tur
 
 def read(session: Session, user: str, reply: str) -> None:
     """Read a user turn and the given reply in a session; nothing is generated."""
-    for _ in session.read_user(user, before="assistant"):
-        pass
-    for _ in session.read_reply(reply):
-        pass
+    list(session.read_user(user, before="assistant"))
+    list(session.read_reply(reply))
 
 
 def ask(session: Session, user: str) -> str:

@@ -101,8 +101,7 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
     for question, record in zip(talk.questions, found["questions"], strict=True):
         chat.reset()
         positions = read_talk(chat, talk)
-        for _ in chat.read_user(question_and_options(question)[0]):
-            pass
+        list(chat.read_user(question_and_options(question)[0]))
         wanted = [at for name in question.evidence for at in positions[name].tolist()]
         if question.category == 5:
             continue  # the order of its options is drawn
@@ -121,8 +120,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Pa
         positions = read_talk(chat, talk)
         before = set(chat.save().held.tolist())
         chat.switch("eval", budget=96 + 40, recall="mips", recall_n=40)
-        for _ in chat.read_user(question_and_options(question)[0]):
-            pass
+        list(chat.read_user(question_and_options(question)[0]))
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))
         turns = [set(positions[name].tolist()) - before for name in question.evidence]
         turns = [each for each in turns if each]

@@ -177,8 +177,7 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
         ):
             done = [e for e in own.ask(fact.asked[answer["type"]]) if isinstance(e, TurnDone)]
             own.undo()
-            for _ in own.read_user(fact.asked[answer["type"]]):
-                pass
+            list(own.read_user(fact.asked[answer["type"]]))
             held = {row.position for row in own.snapshot().rows}
             own.undo()
 

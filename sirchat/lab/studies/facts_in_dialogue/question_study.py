@@ -167,8 +167,7 @@ def _read(session: Session, talk: Woven) -> float:
         for event in session.read_user(user, before="assistant"):
             if isinstance(event, TurnDone):
                 recalled.append(event.recalled)
-        for _ in session.read_reply(reply):
-            pass
+        list(session.read_reply(reply))
     return fmean(recalled)
 
 
