@@ -251,8 +251,7 @@ class Talk:
     def leave_off(self, text: str, at: int) -> None:
         """The caller takes no more events."""
         events = self.chat.ask(text)
-        for _ in zip(range(at), events, strict=False):
-            pass
+        list(zip(range(at), events, strict=False))
         events.close()  # type: ignore[attr-defined]
 
 

@@ -22,7 +22,7 @@ from sirchat.config.profile_files import list_profiles, load_profile
 from sirchat.errors import SessionError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.long_talk import long_talks
-from sirchat.lab.studies.perplexity import _load_text
+from sirchat.lab.studies.reading import read_data_text
 from sirchat.lab.studies.retrieval import dialogues_of_file
 from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.lab.studies.study import data_name
@@ -162,7 +162,7 @@ PLACES: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "transcript": _as_transcript,
     "file to read": _with(lambda path: load_text_file(str(path))),
     "attached": _with(lambda path: attach_files(f'see @"{path}", @{path} and', lambda note: None)),
-    "text of a study": _with(lambda path: _load_text(str(path))),
+    "text of a study": _with(read_data_text),
     "conversations": _with(load_dialogues),
     "needle": _with(dialogues_of_file),
     "questions": _with(dailydialog),

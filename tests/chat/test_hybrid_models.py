@@ -181,14 +181,6 @@ def assert_moved_once(talk: Session) -> None:
             torch.testing.assert_close(read[which], written, rtol=1e-4, atol=1e-5)
 
 
-@fast
-def test_a_retry_continues_from_the_state_before_the_turn(name: str) -> None:
-    talk, fresh = chat(name, *SAYINGS[:2]), chat(name, SAYINGS[0])
-    list(talk.retry(text=SAYINGS[3]))
-    list(fresh.ask(SAYINGS[3]))
-    assert same(memory(talk), memory(fresh))
-
-
 @pytest.mark.parametrize("name", [*KINDS, "jamba"])
 def test_scoring_replies_changes_nothing_and_agrees_with_reading_them(name: str) -> None:
     talk = chat(name, SAYINGS[0])

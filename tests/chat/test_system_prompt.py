@@ -66,11 +66,6 @@ def test_undo_restores_the_system_prompt_for_good() -> None:
     assert held(chat) == before
 
 
-def test_eviction_never_takes_the_system_prompt() -> None:
-    chat = talk(*["word " * 40] * 5, budget=64, recent=8, max_new_tokens=40)
-    assert pinned(chat) == SEA
-
-
 def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
     chat = talk(system="word " * 100, budget=64, recent=8)
     with pytest.raises(SettingError, match="would be pinned"):

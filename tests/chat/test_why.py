@@ -41,34 +41,18 @@ def test_why_reports_the_factors_of_a_score() -> None:
     assert chat.snapshot().unit == "nats"
 
 
-def test_why_scores_held_tokens_as_the_policy_does() -> None:
+@pytest.mark.parametrize("settings", [{}, {"recall": "mips", "recall_n": 12}], ids=str)
+def test_why_scores_held_and_recalled_tokens_as_the_policy_does(settings: dict[str, Any]) -> None:
     """Evicted tokens of a turn do not change the scores of its held ones."""
-    chat = told()
+    chat = told(**settings)
+    if settings:
+        list(chat.read_user("Tell me a joke about my tree."))
+        assert chat.snapshot().recalled
     scores = {row.position: row.score for row in chat.snapshot().rows}
     everything = [token for number in range(8) for token in chat.why(f"turn {number}")]
     assert {token.state for token in everything} == {"held", "archived"}
     held = {token.row.position: token.row.score for token in everything if token.state == "held"}
     assert held == pytest.approx({position: scores[position] for position in held})
-
-
-def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
-    chat = told(recall="mips", recall_n=12)
-    list(chat.read_user("Tell me a joke about my tree."))
-    assert chat.snapshot().recalled
-    scores = {row.position: row.score for row in chat.snapshot().rows}
-    for number in range(8):
-        for token in chat.why(f"turn {number}"):
-            if token.state == "held":
-                assert token.row.score == pytest.approx(scores[token.row.position])
-
-
-def test_the_threshold_is_the_highest_score_that_leaves() -> None:
-    assert session(policy="salience", budget=64, recent=8).snapshot().threshold is None
-    chat = told()
-    now = chat.snapshot()
-    leaving = [row.score for row in now.rows if row.position in now.evicted_next]
-    assert now.threshold == max(score for score in leaving if score is not None)
-    assert {token.threshold for token in chat.why("last")} == {now.threshold}
 
 
 def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:

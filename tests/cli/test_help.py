@@ -59,12 +59,6 @@ def test_the_manual_page_names_every_command_and_setting() -> None:
         assert b"git diff | sirchat ask" in done.stdout
 
 
-def test_a_renamed_study_runs_by_its_former_name_and_says_so() -> None:
-    done = run("eval", "chatter", "--data", "nowhere")
-    assert done.returncode == 2
-    assert done.stderr.startswith("note: chatter is now called facts-in-dialogue\nsirchat: data ")
-
-
 def completed(words: str, **environ: str) -> list[str]:
     """What bash is offered for the last word of a command line."""
     last = len(words.split(" ")) - 1

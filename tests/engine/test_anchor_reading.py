@@ -134,8 +134,7 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int)
     while start < len(ids):
         end = start + rng.choice((1, 1, 3, 8, 20))
         chunk = ids[start:end]
-        for _ in engine.prefill(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)):
-            pass
+        list(engine.prefill(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)))
         start = end
     anchors = torch.tensor([[is_anchor(one) for one in ids]])
     mask = anchor_mask(anchors, sinks=sinks)[0, 0]

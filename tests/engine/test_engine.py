@@ -259,15 +259,6 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
-def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
-    engine = Engine(BigramModel(), CacheSettings(Sink(), budget=64))
-    prefill(engine, some_ids(30), pinned=True)
-    before = state_of(engine)
-    with pytest.raises(SettingError):
-        engine.evictor.switch(replace(engine.settings, budget=40))
-    assert state_of(engine) == before
-
-
 def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64, sinks=2))
     prefill(engine, some_ids(60))
@@ -292,27 +283,6 @@ def test_full_evicts_nothing_and_grows_past_its_first_buffers() -> None:
     prefill(engine, some_ids(2400))
     generate(engine, 100)
     assert engine.resident == engine.ledger.seen == 2500
-    check_whole(engine)
-
-
-def test_full_refuses_what_does_not_fit_before_reading_any_of_it() -> None:
-    engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
-    prefill(engine, some_ids(100))
-    before = state_of(engine)
-    with pytest.raises(ContextFullError):
-        prefill(engine, some_ids(201))
-    assert state_of(engine) == before
-    prefill(engine, some_ids(200))
-    check_whole(engine)
-
-
-def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
-    engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
-    prefill(engine, some_ids(290))
-    with pytest.raises(ContextFullError):
-        generate(engine, 20, closing=4)
-    assert engine.resident == 296
-    prefill(engine, some_ids(4))
     check_whole(engine)
 
 

@@ -109,13 +109,6 @@ def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
             torch.testing.assert_close(engine.cache.layer_keys(layer)[0, :, slot], moved[:, 0])
 
 
-def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
-    engine = talked(memory("sink", 64, archive=0))
-    held = engine.ledger.held_positions.tolist()
-    engine.evictor.switch(memory("entropy", 200, archive=0))
-    assert engine.ledger.held_positions.tolist() == held
-
-
 @pytest.mark.parametrize(
     ("first", "switches", "resident"),
     [
@@ -186,20 +179,6 @@ def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
     assert torch.equal(engine.logits, logits)
 
 
-def test_without_an_archive_one_turn_can_be_undone() -> None:
-    engine = Engine(loaded("llama"), memory("entropy", archive=0))
-    marks = []
-    for turn in range(6):
-        marks.append(engine.checkpoint())
-        before = contents(engine) if turn == 5 else []
-        talk(engine, turn)
-    engine.undo(marks[5])
-    assert same(contents(engine), before)
-    with pytest.raises(LookupError):
-        engine.undo(marks[3])
-    assert same(contents(engine), before)
-
-
 def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
     engine = talked(memory("sink", 64))
     checkpoint = engine.checkpoint()
@@ -208,15 +187,6 @@ def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
     engine.undo(checkpoint)
     engine.evictor.switch(memory("sink", 300))
     assert engine.ledger.held_positions.tolist() == list(range(seen))
-
-
-def test_undo_under_a_smaller_budget_keeps_within_it() -> None:
-    engine = talked(memory("sink", 64))
-    checkpoint = engine.checkpoint()
-    talk(engine, 7)
-    engine.evictor.switch(memory("entropy", 32))
-    engine.undo(checkpoint)
-    assert engine.resident <= 32
 
 
 def test_a_switch_tells_what_left_and_what_came() -> None:

@@ -98,17 +98,6 @@ def test_the_repetition_penalty_holds_for_greedy_too() -> None:
     assert sampler.pick(logits, lambda count: [], 0) == 3
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
-    logits = random_logits(0)
-
-    def drawn(seed: int) -> list[int]:
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
-        return [sampler.pick(logits, lambda count: [], position) for position in range(200)]
-
-    assert drawn(4) == drawn(4)
-    assert drawn(4) != drawn(5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -201,13 +201,6 @@ def test_a_pair_rotates_like_a_complex_number(rotation: Rotation, old: int, new:
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-3, atol=1e-3)
 
 
-@given(rotations(), positions, positions, positions)
-def test_two_moves_equal_one(rotation: Rotation, a: int, b: int, c: int) -> None:
-    heads = random_heads()
-    twice = move(move(heads, rotation, a, b), rotation, b, c)
-    torch.testing.assert_close(twice, move(heads, rotation, a, c), rtol=1e-5, atol=1e-5)
-
-
 def test_a_moved_bfloat16_row_is_computed_in_float32() -> None:
     rotation, heads = Rotation(FREQUENCIES["whole"]), random_heads().bfloat16()
     moved = move(heads, rotation, 700, 3)

@@ -19,7 +19,6 @@ from session_files import (
     ROW,
     Elsewhere,
     columns,
-    head_at,
     new,
     refusal,
     rows_at,
@@ -86,15 +85,6 @@ def test_a_session_that_a_crash_interrupted_is_listed_unwritten_and_opened_rolle
     with SessionStore.open(interrupted) as session:
         assert session.turns() == said("one")
         assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
-
-
-def test_a_disk_that_is_full_costs_the_turn_and_not_the_session(tmp_path: Path) -> None:
-    with SessionStore.open(new(tmp_path, "one")) as session:
-        session._connection.execute("PRAGMA max_page_count=20")
-        turn = said("x" * 200_000, start=1)
-        assert "full" in refusal(lambda: session.append(turn, rows_at(range(3, 6)), head_at(6)))
-        session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
-        assert session.turns() == said("one", "two")
 
 
 # Files that are not sessions.

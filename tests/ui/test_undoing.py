@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from chatting import answer
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SirchatError, UndoError
@@ -148,15 +147,6 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
-
-
-def test_after_a_resume_a_message_of_this_run_is_undone_exactly() -> None:
-    chat = _gone_on()
-    before = chat.session.snapshot().rows
-    chat.say(SAYINGS[3])
-    assert "were read again" not in chat.do("/undo")
-    assert chat.session.snapshot().rows == before
-    assert answer(list(chat.session.ask(SAYINGS[3])))
 
 
 def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder: Path) -> None:

@@ -76,8 +76,9 @@ def static_cache_times(model: LoadedModel, options: BenchOptions) -> Iterator[fl
 _TURN = TurnRef(turn=0, round=0)
 
 
-def _prefill(engine: Engine, ids: list[int], turn: TurnRef = _TURN) -> None:
-    for _ in engine.prefill(ids, [Role.USER] * len(ids), turn):
+def prefill(engine: Engine, ids: list[int]) -> None:
+    """Let an engine read ids."""
+    for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
         pass
 
 
@@ -95,14 +96,13 @@ def repeated_blocks(
 ) -> Iterator[float]:
     """Time replies that repeat a text just read; yields the seconds per token of each, forever."""
     text = some_ids(model, options.cache // 4)
-    _prefill(engine, text)
+    prefill(engine, text)
     sampler = _Reciting(text)
 
     while True:
         guesses = PromptLookup() if lookup else None
-        yield measure_seconds(partial(_generate, engine, sampler, len(text), guesses), model) / len(
-            text
-        )
+        reply = partial(_generate, engine, sampler, len(text), guesses)
+        yield measure_seconds(reply, model) / len(text)
 
 
 class _Reciting(Sampler):
@@ -164,8 +164,8 @@ def bench_decode(
 ) -> Iterator[Ratio]:
     """Compare the times of sirchat's decode and prefill with other ways to do the same work."""
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
-    ours, prefill = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
-    yield compare(f"decode{other}", ours, lambda: _bare(plain, options), options)
+    ours, reading = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
+    yield compare(f"decode{other}", ours, lambda: bare_blocks(plain, options), options)
     static = "decode against generate with a static cache"
     yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
@@ -181,16 +181,16 @@ def bench_decode(
         lambda: repeated_blocks(model, options, _engine(model, options), lookup=False),
         options,
     )
-    yield compare(f"prefill{other}", prefill, lambda: _bare_prefill(plain, options), options)
+    yield compare(f"prefill{other}", reading, lambda: _bare_prefill(plain, options), options)
     small = replace(options, cache=max(64, options.cache // 4))
     budgets = f"prefill under a budget of {small.cache:,} against one of {options.cache:,}"
-    yield compare(budgets, lambda: _our_prefill(model, small, options.cache), prefill, options)
+    yield compare(budgets, lambda: _our_prefill(model, small, options.cache), reading, options)
     if peer is not None:
         decoding = partial(peer.time_decoding, model, options)
         measured = compare("decode against llama.cpp", ours, decoding, options)
         yield replace(measured, note=peer.note)
-        reading = partial(peer.time_reading, some_ids(model, options.cache))
-        yield compare("prefill against llama.cpp", prefill, reading, options)
+        theirs = partial(peer.time_reading, some_ids(model, options.cache))
+        yield compare("prefill against llama.cpp", reading, theirs, options)
     without = partial(ours, archive=0)
     yield compare("decode with an archive against decode without", ours, without, options)
     early, *later = options.seen
@@ -239,7 +239,7 @@ def generated_blocks(
     """Time sirchat's decoding after `seen` tokens; yields seconds per token, forever."""
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
-    _prefill(engine, ids)
+    prefill(engine, ids)
     sampler = Sampler(sampling)
 
     text = TextStream(model.tokenizer) if model.tokenizer is not None else None
@@ -259,27 +259,29 @@ def generated_blocks(
         yield measure_seconds(block, model) / options.block
 
 
-def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time a plain greedy decoding loop of transformers; yields seconds per token, forever."""
+@torch.inference_mode()
+def bare_read(model: LoadedModel, count: int) -> tuple[dict[str, Any], int]:
+    """Read ids in one pass of transformers; returns the cache's argument and the next id."""
     from transformers import DynamicCache
 
-    prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
+    given = cache_argument(model.module, DynamicCache(config=model.module.config))
+    ids = torch.tensor([some_ids(model, count)], device=model.device)
+    out = model.module(input_ids=ids, logits_to_keep=1, **given)
+    return given, int(out.logits[0, -1].argmax())
+
+
+def bare_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+    """Time a plain greedy decoding loop of transformers; yields seconds per token, forever."""
+
+    @torch.inference_mode()
+    def block(given: dict[str, Any], token: int) -> None:
+        for _ in range(options.block):
+            ids = torch.tensor([[token]], device=model.device)
+            token = int(model.module(input_ids=ids, **given).logits[0, -1].argmax())
 
     while True:
-        cache = DynamicCache(config=model.module.config)
-        with torch.inference_mode():
-            argument = cache_argument(model.module, cache)
-            output = model.module(input_ids=prompt, logits_to_keep=1, **argument)
-            start_id = int(output.logits[0, -1].argmax())
-
-        def block(argument: Any = argument, token: int = start_id) -> None:
-            with torch.inference_mode():
-                for _ in range(options.block):
-                    ids = torch.tensor([[token]], device=model.device)
-                    logits = model.module(input_ids=ids, **argument).logits
-                    token = int(logits[0, -1].argmax())
-
-        yield measure_seconds(block, model) / options.block
+        read = bare_read(model, options.cache - options.block)
+        yield measure_seconds(partial(block, *read), model) / options.block
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
@@ -287,7 +289,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
-        yield measure_seconds(partial(_prefill, engine, ids), model) / len(ids)
+        yield measure_seconds(partial(prefill, engine, ids), model) / len(ids)
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
@@ -312,7 +314,7 @@ def reply_times(
     engine, ids = _engine(model, options), some_ids(model, count)
 
     def block() -> None:
-        _prefill(engine, ids)
+        prefill(engine, ids)
         _generate(engine, Sampler(Sampling()), 1)
 
     first = measure_seconds(block, model)

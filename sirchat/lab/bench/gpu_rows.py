@@ -23,24 +23,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import profile, supported_activities
-from transformers import DynamicCache
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, RecallSettings, TurnRef
 from sirchat.errors import ModelError, SirchatError
-from sirchat.lab.bench.decode import generated_blocks, static_cache_times, weight_bytes
+from sirchat.lab.bench.decode import (
+    bare_blocks,
+    bare_read,
+    generated_blocks,
+    prefill,
+    static_cache_times,
+    weight_bytes,
+)
 from sirchat.lab.bench.gpu_value import Value
 from sirchat.lab.bench.ratio import SHAPES, BenchOptions, Ratio, compare, random_model, some_ids
 from sirchat.lab.bench.record import machine
-from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
 from sirchat.models.load import Quantize, load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.probe import cache_argument
 
 _Values = Iterator[Value]
 
@@ -183,7 +187,7 @@ def _device(bench: Bench) -> _Values:
 
 def _decode(bench: Bench, name: str, quantize: Quantize = "none") -> _Values:
     model, options = bench.model(name, quantize), bench.options
-    against, other = "a bare loop of transformers", partial(_bare_blocks, bench, model)
+    against, other = "a bare loop of transformers", partial(bare_blocks, model, options)
     if quantize != "none":
         against, other = "unpacked", partial(generated_blocks, bench.model(name), options)
     if not bench.is_small:
@@ -326,7 +330,7 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
     def turn(restores: bool, _: object) -> None:
         if restores:
             restore(_)
-        _read(engine, some_ids(model, 32))
+        prefill(engine, some_ids(model, 32))
         _said(engine, 32)
 
     back = evictor.end_recall
@@ -340,8 +344,8 @@ def _prefill(bench: Bench, name: str) -> _Values:
     model = bench.model(name)
     for count in (64, 128) if bench.is_small else (1024, 8192):
         new = partial(_reading, model, 0, budget=count + 256)
-        read = partial(_read, ids=some_ids(model, count))
-        bare = partial(bench.again, partial(int, count), partial(_bare_read, model))
+        read = partial(prefill, ids=some_ids(model, count))
+        bare = partial(bench.again, partial(int, count), partial(bare_read, model))
         ratio = bench.compare(partial(bench.again, new, read), bare)
         yield _over(f"{count:,} ids over one bare pass", ratio)
 
@@ -455,39 +459,11 @@ def _kept_blocks(bench: Bench, model: LoadedModel, how: Sampling = _GREEDY) -> I
     return bench.again(new, lambda engine: _said(engine, block, how), block)
 
 
-def _bare_blocks(bench: Bench, model: LoadedModel) -> Iterator[float]:
-    """Seconds a token of a plain greedy loop of transformers."""
-    cache, block = bench.options.cache, bench.options.block
-
-    @torch.inference_mode()
-    def loop(read: tuple[dict[str, Any], int]) -> None:
-        given, token = read
-        for _ in range(block):
-            ids = torch.tensor([[token]], device=model.device)
-            token = int(model.module(input_ids=ids, **given).logits[0, -1].argmax())
-
-    return bench.again(partial(_bare_read, model, cache - block), loop, block)
-
-
-@torch.inference_mode()
-def _bare_read(model: LoadedModel, count: int) -> tuple[dict[str, Any], int]:
-    """Read ids in one pass of transformers; returns the cache's argument and the next id."""
-    given = cache_argument(model.module, DynamicCache(config=model.module.config))
-    ids = torch.tensor([some_ids(model, count)], device=model.device)
-    out = model.module(input_ids=ids, logits_to_keep=1, **given)
-    return given, int(out.logits[0, -1].argmax())
-
-
 def _reading(model: LoadedModel, count: int, budget: int = 256, **settings: Any) -> Engine:
     """A conversation that has read `count` ids."""
     engine = Engine(model, CacheSettings(policy=Entropy(), budget=budget, **settings))
-    _read(engine, some_ids(model, count))
+    prefill(engine, some_ids(model, count))
     return engine
-
-
-def _read(engine: Engine, ids: list[int]) -> None:
-    for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
-        pass
 
 
 def _said(engine: Engine, count: int, how: Sampling = _GREEDY) -> tuple[list[int], Tensor]:

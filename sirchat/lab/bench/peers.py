@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -23,7 +21,7 @@ _PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
 
 
 class LlamaCpp:
-    """A process in which llama.cpp has loaded a model; a context manager, which ends the process.
+    """A process in which llama.cpp has loaded a model, until `close` is called.
 
     Some builds of llama.cpp crash on CPUs with matrix instructions (AMX) if they rearrange the
     model's weights for these instructions. Raises SettingError if llama-cpp-python can't be run.
@@ -87,17 +85,6 @@ class LlamaCpp:
         self._process.kill()
         self._process.communicate()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def restarted(self) -> LlamaCpp:
         """Start a new process of llama.cpp with the same model, and return it.
 
@@ -119,22 +106,14 @@ class LlamaCpp:
             yield self.ask("read", list(ids)) / len(ids)
 
 
-def gguf_of(name: str) -> Path | None:
-    """The path of the GGUF file that the model name `name` stands for.
-
-    Returns None if the model is not a GGUF file.
-    """
-    folder, options = locate(name)
-    return Path(folder) / options["gguf_file"] if options else None
-
-
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
     """Context manager: yields a process of llama.cpp with the model `name`, or None."""
-    path = gguf_of(name) if name not in SHAPES else None
+    folder, options = locate(name) if name not in SHAPES else ("", {})
+    path = Path(folder) / options["gguf_file"] if options else None
     if python is None and (path is None or find_spec("llama_cpp") is None):
         return nullcontext()
     if path is None:
         raise SettingError(
             f"--llama-cpp needs a GGUF model, not {name!r}", hint="try --model smollm2"
         )
-    return LlamaCpp(path, rows + 8, python or sys.executable)
+    return closing(LlamaCpp(path, rows + 8, python or sys.executable))

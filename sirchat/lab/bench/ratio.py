@@ -90,24 +90,15 @@ def compare(
     pairs: list[tuple[float, float]] = []
     for number in range(options.rounds + 1):
         if number % 2:  # the side that goes first alternates
-            pair = (next(ours), next(other))
+            pairs.append((next(ours), next(other)))
         else:
             second = next(other)
-            pair = (next(ours), second)
-        pairs.append(pair)
+            pairs.append((next(ours), second))
     pairs = pairs[1:]
     ratios = sorted(a / b for a, b in pairs)
     low, median, high = statistics.quantiles(ratios, n=4)
     ours_ms, other_ms = (1000 * statistics.median(side) for side in zip(*pairs, strict=True))
-    return Ratio(
-        name=name,
-        ours_ms=ours_ms,
-        other_ms=other_ms,
-        median=median,
-        low=low,
-        high=high,
-        pairs=len(pairs),
-    )
+    return Ratio(name, ours_ms, other_ms, median, low, high, len(pairs))
 
 
 def some_ids(model: LoadedModel, count: int) -> list[int]:

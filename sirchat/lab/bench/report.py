@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.lab.bench.record import machine, machine_in_words
 from sirchat.lab.bench.start import StartMeasure
+from sirchat.lab.studies.report import print_json
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
 
@@ -66,8 +66,3 @@ def _print(table: Table, title: str, notes: Sequence[str]) -> None:
     console.print(table)
     for note in filter(None, notes):
         console.print(note, markup=False)
-
-
-def print_json(record: dict[str, object]) -> None:
-    """Print the results of a benchmark to stdout, as indented JSON."""
-    Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)

@@ -12,9 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -109,14 +109,8 @@ def _ours(arguments: Sequence[str], longs: Sequence[int], **variables: str) -> S
     worker = [sys.executable, "-P", "-m", "sirchat.lab.bench.start_worker"]
     numbers = [str(SHORT), ",".join(map(str, longs)), str(REPLY), str(time.time())]
     command = [*worker, *arguments, *numbers]
-    environ = (
-        os.environ
-        | variables
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "SIRCHAT_THREADS": str(torch.get_num_threads()),
-        }
-    )
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = os.environ | variables | {"SIRCHAT_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -129,7 +123,7 @@ def _ours(arguments: Sequence[str], longs: Sequence[int], **variables: str) -> S
 
 def _other(peer: LlamaCpp, longs: Sequence[int]) -> StartFigures:
     begun = time.perf_counter()
-    with peer.restarted() as fresh:
+    with closing(peer.restarted()) as fresh:
         fresh.ask("read", list(range(10, 10 + SHORT)))
         figures = {"load": fresh.load, "first": time.perf_counter() - begun}
         figures |= {name: fresh.ask(name) for name in ("resident", "peak")}
@@ -142,21 +136,14 @@ def _other(peer: LlamaCpp, longs: Sequence[int]) -> StartFigures:
 def _measure(
     key: str,
     described: tuple[str, str, float],
-    ours: Sequence[Mapping[str, Any]],
+    ours: Sequence[StartFigures],
     other: Sequence[StartFigures],
 ) -> StartMeasure:
     name, unit, size = described
-    mine, theirs = ([float(one[key]) / size for one in side] for side in (ours, other))
+    mine, theirs = ([one[key] / size for one in side] for side in (ours, other))
     ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
     low, high = None, None
     if len(ratios) > 1:
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return StartMeasure(
-        name=name,
-        unit=unit,
-        ours=statistics.median(mine),
-        other=statistics.median(theirs) if theirs else None,
-        ratio=statistics.median(ratios) if ratios else None,
-        low=low,
-        high=high,
-    )
+    beside, ratio = (statistics.median(some) if some else None for some in (theirs, ratios))
+    return StartMeasure(name, unit, statistics.median(mine), beside, ratio, low, high)

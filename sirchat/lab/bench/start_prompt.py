@@ -13,10 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
 
 from sirchat.errors import ModelError
-from sirchat.lab.bench.start_worker import fresh_home
+from sirchat.lab.bench.start_worker import StartFigures, fresh_home
 
 # The key that is typed. It appears nowhere else on the screen, and triggers no completion
 _KEY = b"%"
@@ -29,20 +28,10 @@ _WHERE_IS_CURSOR, _CURSOR_IS_HERE = b"\x1b[6n", b"\x1b[1;1R"
 _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tokens=8")
 
 
-class PromptFigures(TypedDict):
-    """The times of one start of a chat, in seconds."""
-
-    prompt: float  # time from the start of the process until the prompt is shown
-    ready: float  # time from the start of the process until the model is loaded
-    reply: float  # time from the start of the process until the first text of the reply appears
-    echo: float  # median time from a key press until the typed key appears on the screen
-    echo_most: float  # longest time from a key press until the typed key appears on the screen
-
-
-def time_prompt(settings: Sequence[str]) -> PromptFigures:
+def time_prompt(settings: Sequence[str]) -> StartFigures:
     """Start a chat with the command-line flags `settings`, and time what appears on its screen.
 
-    Raises ModelError, with a message of one line, if the chat ends by itself.
+    The times are those of `start.py`, in seconds. Raises ModelError, of one line, if the chat ends.
     """
     with fresh_home() as home:
         chat = _Chat(settings, home)
@@ -60,13 +49,9 @@ def time_prompt(settings: Sequence[str]) -> PromptFigures:
             reply = chat.until(lambda: _SEQUENCE.sub(b"", chat.raw[below:]))
         finally:
             chat.close()
-    return PromptFigures(
-        prompt=prompt,
-        ready=ready,
-        reply=reply,
-        echo=statistics.median(echoes or [0.0]),
-        echo_most=max(echoes, default=0.0),
-    )
+    times = {"prompt": prompt, "ready": ready, "reply": reply}
+    echo, most = statistics.median(echoes or [0.0]), max(echoes, default=0.0)
+    return times | {"echo": echo, "echo_most": most}
 
 
 class _Chat:

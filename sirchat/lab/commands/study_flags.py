@@ -38,7 +38,6 @@ def add_study(
     help: str,
     flags: Mapping[str, Mapping[str, Any]],
     compares: Mapping[str, Any] | None = None,
-    former: str = "",
     fixed: Mapping[str, object] | None = None,
 ) -> None:
     """Register the study that `makes` names as the command `name` of `app`.
@@ -61,18 +60,12 @@ def add_study(
         _refuse_without_effect(made, [*flags, *swept], name)
         _run(made, profile, **how)
 
-    def renamed(flags: dict[str, Any], **values: Any) -> None:
-        typer.echo(f"note: {former} is now called {name}", err=True)
-        command(flags, **values)
-
     given = inspect.Parameter("flags", inspect.Parameter.KEYWORD_ONLY, annotation=dict[str, Any])
     every = (grid, own, common, trusted)
     parameters = [given, *(one for some in every for one in some.values())]
-    for called, run in ((name, command), (former, renamed)):
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__doc__ = help
-        if called:
-            app.command(called, hidden=called == former)(with_settings(run))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = help
+    app.command(name)(with_settings(command))
 
 
 def settings_of(

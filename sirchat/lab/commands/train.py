@@ -5,8 +5,8 @@ from typing import Any, get_args
 import typer
 
 from sirchat.cli.flags import Debug, Trust
-from sirchat.errors import SettingError, nearest
 from sirchat.lab.commands.declared_flags import declared, with_flags
+from sirchat.lab.commands.study_flags import whole_numbers
 
 train_app = typer.Typer(
     add_completion=False,
@@ -19,15 +19,16 @@ _declared = declared("train")
 @train_app.command("anchor")
 @with_flags(_declared["anchor"])
 def train_anchor(trust_remote_code: Trust = False, debug: Debug = False, **given: Any) -> None:
+    from sirchat.lab.studies.study import refuse_unknown
     from sirchat.lab.training.anchor import TRAINED, AnchorOptions
     from sirchat.lab.training.anchor_trainer import Attention, Schedule
     from sirchat.lab.training.display import train_anchor_with_progress
     from sirchat.text.anchors import Per
 
-    _refuse_unknown("variant", given["variant"], TRAINED)
-    _refuse_unknown("per", given["per"], get_args(Per))
-    _refuse_unknown("schedule", given["schedule"], get_args(Schedule))
-    _refuse_unknown("attention", given["attention"], get_args(Attention))
+    names = {"variant": TRAINED, "per": get_args(Per)}
+    names |= {"schedule": get_args(Schedule), "attention": get_args(Attention)}
+    for name, known in names.items():
+        refuse_unknown(f"--{name}", (given[name],), known)
     given["data"] = tuple(given["data"] or ())
     train_anchor_with_progress(AnchorOptions(**given, trust_remote_code=trust_remote_code))
 
@@ -38,24 +39,6 @@ def train_encoder(trust_remote_code: Trust = False, debug: Debug = False, **give
     from sirchat.lab.training.display import train_encoder_with_progress
     from sirchat.lab.training.encoder import EncoderOptions
 
-    given |= {"data": tuple(given["data"] or ()), "layers": _layers(given["layers"])}
+    layers = whole_numbers("layers", given["layers"])
+    given |= {"data": tuple(given["data"] or ()), "layers": layers}
     train_encoder_with_progress(EncoderOptions(**given, trust_remote_code=trust_remote_code))
-
-
-def _layers(value: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of layer numbers; raises SettingError for any other text."""
-    try:
-        return tuple(int(one) for one in value.split(",") if value)
-    except ValueError:
-        raise SettingError(
-            f"--layers can't be {value!r}; it must be numbers, separated by commas",
-            hint="for example: 1,10,20",
-        ) from None
-
-
-def _refuse_unknown(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise SettingError(
-            f"--{name} can't be {value!r}; it must be one of {', '.join(allowed)}",
-            hint=nearest(value, allowed),
-        )

@@ -26,8 +26,9 @@ from sirchat.chat.events import TurnDone
 from sirchat.chat.retry import trial
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.by_question import Measured, mean_difference, mean_of, per_question
-from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
+from sirchat.lab.studies.by_question import Measured, mean_difference, per_question, table_of_means
+from sirchat.lab.studies.reading import read_data
+from sirchat.lab.studies.report import Record, Report, Table
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, setting_key
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
@@ -35,7 +36,6 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.text.text_file import read_regular
 
 KINDS = (
     *("information_extraction", "knowledge_update", "temporal_reasoning"),
@@ -90,12 +90,10 @@ class BeamChat:
 def beam_chats(path: Path) -> list[BeamChat]:
     """The chats in a file, .json or .json.xz; SettingError if it has another format."""
     try:
-        content = read_regular(path)
+        content = read_data(path)
         if path.suffix == ".xz":
             content = lzma.decompress(content)
         return [_chat(one) for one in json.loads(content)]
-    except OSError as error:
-        raise SettingError(f"{path} can't be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, lzma.LZMAError) as error:
         raise SettingError(
             f"{path} is not in BEAM's format ({type(error).__name__}: {error})",
@@ -265,19 +263,22 @@ class Beam(Grid):
         try:
             one = self._read(session, chat, cell)
             tokens, seconds = session.seen, time.perf_counter() - start
-            found = self._answers(one, bounded=policy_class(cell.setting.policy).bounded)
+            bounded = policy_class(cell.setting.policy).bounded
+            restored = one.restored(self.counts) if bounded else {}
+            found = [
+                {"number": asked.number, "kind": asked.kind}
+                | {"restored": restored.get(asked.number, {})}
+                | one.answer(asked, generate=self.reply_tokens > 0)
+                for asked in one.questions()
+            ]
         except ContextFullError:
             return {"fits": False}
         return {"fits": True, "tokens": tokens, "seconds": seconds, "questions": found}
 
     def _read(self, session: Session, chat: BeamChat, cell: Cell) -> ReadChat:
         """Read a chat up to `limit` tokens, or open it as it was kept."""
-        key = setting_key(
-            cell.setting,
-            model=session.model.name,
-            data=data_name(Path(self.data)),
-            run=session.profile.seed,
-        )
+        more = {"model": session.model.name, "data": data_name(Path(self.data))}
+        key = setting_key(cell.setting, **more, run=session.profile.seed)
         kept = None if self.kept is None else Path(self.kept) / f"{self.limit}-{chat.number}-{key}"
         there = list_sessions(kept, 1).sessions if kept is not None and kept.is_dir() else []
         if there:
@@ -287,23 +288,12 @@ class Beam(Grid):
             for user, reply in chat.rounds:
                 if session.seen >= self.limit:
                     break
-                for _ in session.read_question(user, before="assistant"):
-                    pass
-                for _ in session.read_reply(reply):
-                    pass
+                list(session.read_question(user, before="assistant"))
+                list(session.read_reply(reply))
             if kept is not None:
                 session.switch("eval", save_kv="on", save_kv_limit="1TiB")
                 Autosave(session, folder=kept).close()
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
-
-    def _answers(self, one: ReadChat, *, bounded: bool) -> list[Record]:
-        found, generate = list[Record](), self.reply_tokens > 0
-        restored = one.restored(self.counts) if bounded else {}
-        for question in one.questions():
-            about: Record = {"number": question.number, "kind": question.kind}
-            about["restored"] = restored.get(question.number, {})
-            found.append(about | one.answer(question, generate=generate))
-        return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """A report with the sources found, and right replies, by kind of question."""
@@ -323,18 +313,21 @@ class Beam(Grid):
 
     def _sources(self, findings: Sequence[Findings]) -> Iterator[Table]:
         """Tables of the sources found within so many tokens, by kind."""
+        local = tuple(kind for kind in KINDS if kind not in WHOLE)
+        names = (kind.replace("_", " ") for kind in KINDS[:-1])
+        columns = ("setting, tokens", "but order and summary", "all kinds", *names)
         for key in ("all", "share", "keys"):
-            rows = list[tuple[Value, ...]]()
-            for one, count in product(findings, map(str, self.counts)):
-                if per_question(one, _restored(count, key)):
-                    kinds = (_restored(count, key, (kind,)) for kind in KINDS[:-1])
-                    every = tuple(kind for kind in KINDS if kind not in WHOLE)
-                    some = (_restored(count, key, every), _restored(count, key), *kinds)
-                    rows.append((f"{one.name}, {count}", *(_mean(one, each) for each in some)))
-            columns = ("setting, tokens", "but order and summary", "all kinds")
-            names = tuple(kind.replace("_", " ") for kind in KINDS[:-1])
+            rows = [
+                (
+                    f"{one.name}, {count}",
+                    one,
+                    [_restored(count, key, some) for some in (local, KINDS, *zip(KINDS[:-1]))],
+                )
+                for one, count in product(findings, map(str, self.counts))
+                if per_question(one, _restored(count, key))
+            ]
             if rows:
-                yield Table(f"Sources found: {key}", (*columns, *names), tuple(rows), digits=2)
+                yield table_of_means(f"Sources found: {key}", columns, rows, digits=2)
 
 
 def _restored(count: str, key: str, kinds: Sequence[str] = KINDS) -> Measured:
@@ -363,8 +356,8 @@ def _replies(findings: Sequence[Findings]) -> Table:
         **{name: right((kind,)) for name, kind in zip(names, JUDGED, strict=True)},
         "seconds until a reply": lambda one: one["seconds"],
     }
-    rows = [(one.name, *(_mean(one, each) for each in measured.values())) for one in findings]
-    return Table("Replies", ("setting", *measured), tuple(rows), digits=2)
+    rows = ((one.name, one, measured.values()) for one in findings)
+    return table_of_means("Replies", ("setting", *measured), rows, digits=2)
 
 
 def nats(one: Record) -> float | None:
@@ -381,8 +374,3 @@ def _differences(findings: Sequence[Findings]) -> Table:
     ]
     columns = ("setting", f"nats a token, less those of {findings[0].name}")
     return Table("Answers", columns, tuple(rows), digits=3)
-
-
-def _mean(one: Findings, measured: Measured) -> Estimate | None:
-    values = per_question(one, measured)
-    return mean_of(values) if values else None

@@ -5,11 +5,11 @@ A unit's record has `fits`, and `questions`, each a record with its `number`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
 from sirchat.lab.studies.intervals import hierarchical_mean
-from sirchat.lab.studies.report import Estimate, Record
+from sirchat.lab.studies.report import Estimate, Record, Table, Value
 from sirchat.lab.studies.study import Findings
 
 # A value for each question; a key is (index of its conversation, number of the question)
@@ -33,6 +33,20 @@ def per_question(one: Findings, measured: Measured) -> Values:
                 if value is not None:
                     values.setdefault((place, question["number"]), []).append(value)
     return {key: fmean(each) for key, each in values.items()}
+
+
+def table_of_means(
+    name: str,
+    columns: Iterable[str],
+    rows: Iterable[tuple[str, Findings, Iterable[Measured]]],
+    digits: int = 3,
+) -> Table:
+    """A table whose rows have a label, and the means of what is measured in some findings."""
+    means: list[tuple[Value, ...]] = [
+        (label, *(mean_of(per_question(one, of)) for of in measured))
+        for label, one, measured in rows
+    ]
+    return Table(name, tuple(columns), tuple(means), digits)
 
 
 def mean_of(values: Values) -> Estimate:

@@ -60,8 +60,7 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
     if scoring == "reply" and len(question.replies) > 1:
         return named_option(ask(session, question.text), question.replies)
     chosen = most_likely(_scores(session, question), scoring)
-    for _ in session.read_reply(question.replies[chosen]):
-        pass
+    list(session.read_reply(question.replies[chosen]))
     return chosen
 
 
@@ -71,15 +70,13 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
     scores = _scores(session, asked)
     means = [sum(one.log_probabilities) / len(one.ids) for one in scores]
     chosen = most_likely(scores, "text")
-    for _ in session.read_reply(asked.replies[chosen]):
-        pass
+    list(session.read_reply(asked.replies[chosen]))
     return chosen, means.index(max(means))
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
     """Read a question in the session; returns a score for each of its replies."""
-    for _ in session.read_user(question.text, before="assistant"):
-        pass
+    list(session.read_user(question.text, before="assistant"))
     if len(question.replies) == 1:
         return [ContinuationScore((0,), (0.0,), True)]
     return session.score_continuations(question.replies)

@@ -7,7 +7,7 @@ with replacement. The random numbers are seeded: the same values give the same i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +17,47 @@ from sirchat.lab.studies.report import Estimate
 _Z = 1.959964  # 95 %
 
 
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval (low, high) of the share `right / total`.
+def share(right: Iterable[bool]) -> Estimate:
+    """The share of true values, with Wilson's 95 % score interval; NaN if there are none."""
+    answers = list(right)
+    if not answers:
+        return Estimate(math.nan, 0.0, 1.0)
+    total, value = len(answers), sum(answers) / len(answers)
+    term = _Z * _Z / total
+    middle = value + term / 2
+    half = _Z * math.sqrt(value * (1 - value) / total + term / (4 * total))
+    low, high = (middle - half) / (1 + term), (middle + half) / (1 + term)
+    return Estimate(value, max(0.0, low), min(1.0, high))
 
-    The interval is (0, 1) if `total` is 0.
+
+def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
+    """The share of right answers, which are listed for each seed, with its 95 % interval.
+
+    With several seeds it covers Wilson's over all answers and Student's over the seeds' shares.
     """
-    if not total:
-        return 0.0, 1.0
-    share, term = right / total, _Z * _Z / total
-    middle = share + term / 2
-    half = _Z * math.sqrt(share * (1 - share) / total + term / (4 * total))
-    return max(0.0, (middle - half) / (1 + term)), min(1.0, (middle + half) / (1 + term))
+    pooled = share(answer for of_seed in answers for answer in of_seed)
+    shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
+    if len(answers) == 1 or not shares:
+        return pooled
+    over_seeds = mean(shares)
+    low = max(0.0, min(pooled.low, over_seeds.low))
+    high = min(1.0, max(pooled.high, over_seeds.high))
+    return Estimate(over_seeds.value, low, high)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of `values` with its 95 % interval by Student's t: (mean, low, high)."""
-    if not values:
-        return math.nan, -math.inf, math.inf
-    mean = sum(values) / len(values)
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean with its 95 % interval by Student's t; infinite for fewer than two values."""
     freedom = len(values) - 1
+    value = sum(values) / len(values) if values else math.nan
     if freedom < 1:
-        return mean, -math.inf, math.inf
+        return Estimate(value, -math.inf, math.inf)
     first = (_Z**3 + _Z) / 4
     second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
     third = (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384
     quantile = _Z + first / freedom + second / freedom**2 + third / freedom**3
-    deviation = math.sqrt(sum((one - mean) ** 2 for one in values) / freedom)
+    deviation = math.sqrt(sum((one - value) ** 2 for one in values) / freedom)
     half = quantile * deviation / math.sqrt(len(values))
-    return mean, mean - half, mean + half
+    return Estimate(value, value - half, value + half)
 
 
 RESAMPLES = 2000

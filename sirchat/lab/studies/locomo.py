@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -26,7 +27,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.by_question import Measured, mean_difference, mean_of, per_question
+from sirchat.lab.studies.by_question import Measured, mean_difference, per_question, table_of_means
 from sirchat.lab.studies.long_talk import (
     ADVERSARIAL,
     CATEGORIES,
@@ -35,7 +36,6 @@ from sirchat.lab.studies.long_talk import (
     long_talks,
     read_talk,
 )
-from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
@@ -89,7 +89,7 @@ class ReadTalk:
         for name in retrievers:
             budget = max(own.budget, most + _QUESTION)
             # The question itself may be answered from fewer tokens (focus): all n are measured.
-            switch(session, budget=budget, recall=name, recall_n=most, focus="off")
+            session.switch("eval", budget=budget, recall=name, recall_n=most, focus="off")
             held = session.ledger.held_positions.copy()
             for question in questions:
                 missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
@@ -100,7 +100,7 @@ class ReadTalk:
                         str(n): _restored_shares(missing, chosen) for n, chosen in back.items()
                     }
         unchanged = {"recall": own.recall, "recall_n": own.recall_n, "focus": own.focus}
-        switch(session, budget=own.budget, **unchanged)
+        session.switch("eval", budget=own.budget, **unchanged)
         return found
 
     def _without_name(self, reply: str) -> str:
@@ -135,8 +135,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
         turn = session.template.user(text)
         recall.update()
         return {n: recall.find(turn.ids, turn.roles, n).result.positions for n in counts}
-    for _ in session.read_user(text):
-        pass
+    list(session.read_user(text))
     scores = recall.scores
     session.undo()
     ranked = np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
@@ -179,11 +178,6 @@ def _stemmer() -> Callable[[list[str]], list[str]]:
         ) from None
     words: Callable[[list[str]], list[str]] = stemmer("porter").stemWords
     return words
-
-
-def require_stemmer() -> None:
-    """Raise SettingError if the package snowballstemmer, which token F1 needs, is not installed."""
-    _stemmer()
 
 
 def stems(text: str) -> list[str]:
@@ -253,7 +247,7 @@ class Locomo(Grid):
 
     def __post_init__(self) -> None:
         if self.reply_tokens:
-            require_stemmer()
+            _stemmer()  # refused before the study begins
         for number in self.conversations:
             if not 0 <= number < len(self.talks):
                 raise SettingError(
@@ -380,25 +374,37 @@ def tables_of(
         for name, of in measured.items()
         if of not in (f1, abstains) or any(per_question(one, of) for one in findings)
     }
-    answers: tuple[tuple[Value, ...], ...] = tuple(
-        (one.name, *(mean_of(per_question(one, of)) for of in columns.values())) for one in findings
-    )
+    answers = ((one.name, one, columns.values()) for one in findings)
+    restored = [
+        (f"{one.name}, {name}", one, [_restored(name, n, key) for key in _RESTORED for n in counts])
+        for one, name in product(findings, retrievers)
+    ]
+    of_counts = [f"{text}, n = {n}" for text in _RESTORED.values() for n in counts]
+    by_category = [
+        (f"{one.name}, {name}, n = {n}", one, _restored(name, n, "share"))
+        for one, name, n in product(findings, retrievers, counts)
+    ]
     return (
-        Table("Answers", ("setting", *columns), answers),
+        table_of_means("Answers", ("setting", *columns), answers),
         *(
             _differences(f"{name}, less that of another row", findings, settings, columns[name])
             for name in ("nats a token", "token F1")
             if name in columns and len(findings) > 1
         ),
         *(
-            _by_category(f"{name} by category", findings, columns[name])
+            _by_category(name, [(one.name, one, columns[name]) for one in findings])
             for name in ("nats a token", "token F1", "evidence held")
             if name in columns
         ),
         *(
-            table(findings, retrievers, counts)
-            for table in (_restored_evidence_table, _restored_by_category)
+            [
+                table_of_means(
+                    "Evidence restored", ("setting, retriever", *of_counts), restored, digits=2
+                ),
+                _by_category("Evidence restored", by_category),
+            ]
             if retrievers
+            else []
         ),
     )
 
@@ -440,73 +446,30 @@ def _differences(
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
     """The index of the first setting with this policy and budget; None if there is none."""
-    for at, one in enumerate(settings):
-        if one.policy == policy and (one.budget == budget or policy == "full"):
-            return at
-    return None
+    rows = [at for at, one in enumerate(settings) if one.policy == policy]
+    return next((at for at in rows if policy == "full" or settings[at].budget == budget), None)
 
 
-def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A table with a row for each setting and a column for each category of questions."""
-
-    def of(category: int) -> Measured:
-        return lambda question: measured(question) if question["category"] == category else None
-
-    kinds = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}
-    counts = [len(per_question(findings[0], of(kind))) for kind in kinds]
-    columns = [f"{text} ({n})" for text, n in zip(kinds.values(), counts, strict=True)]
-    rows: list[tuple[Value, ...]] = [
-        (one.name, *(mean_of(per_question(one, of(kind))) for kind in kinds)) for one in findings
-    ]
-    return Table(name, ("setting", *columns), tuple(rows), digits=2)
+_KINDS = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}
+_RESTORED = {"share": "tokens", "any": "any turn", "all": "all turns"}
 
 
-def _restored_evidence_table(
-    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
-) -> Table:
-    """A table of the missing evidence that is restored, for each setting and retriever."""
+def _by_category(name: str, rows: Sequence[tuple[str, Findings, Measured]]) -> Table:
+    """A table with a column for each category; a row has its label, and what is measured."""
 
-    def of(retriever: str, n: int, key: str) -> Measured:
-        return lambda question: (
-            question["back"][retriever][str(n)][key] if retriever in question["back"] else None
-        )
+    def each(measured: Measured) -> list[Measured]:
+        def of(category: int) -> Measured:
+            return lambda asked: measured(asked) if asked["category"] == category else None
 
-    kinds = {"share": "tokens", "any": "any turn", "all": "all turns"}
-    columns = [f"{text}, n = {n}" for text in kinds.values() for n in counts]
-    rows: list[tuple[Value, ...]] = [
-        (
-            f"{one.name}, {retriever}",
-            *(mean_of(per_question(one, of(retriever, n, key))) for key in kinds for n in counts),
-        )
-        for one in findings
-        for retriever in retrievers
-    ]
-    return Table("Evidence restored", ("setting, retriever", *columns), tuple(rows), digits=2)
+        return [of(category) for category in _KINDS]
+
+    _, first, measured = rows[0]
+    counts = [len(per_question(first, one)) for one in each(measured)]
+    columns = [f"{text} ({n})" for text, n in zip(_KINDS.values(), counts, strict=True)]
+    some = ((label, one, each(of)) for label, one, of in rows)
+    return table_of_means(f"{name} by category", ("setting", *columns), some, digits=2)
 
 
-def _restored_by_category(
-    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
-) -> Table:
-    """A table of the share of the missing evidence's tokens that is restored, by category."""
-
-    def of(retriever: str, n: int, category: int) -> Measured:
-        return lambda question: (
-            question["back"][retriever][str(n)]["share"]
-            if question["category"] == category and retriever in question["back"]
-            else None
-        )
-
-    kinds = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}
-    first = (retrievers[0], counts[0])
-    asked = [len(per_question(findings[0], of(*first, kind))) for kind in kinds]
-    columns = [f"{text} ({n})" for text, n in zip(kinds.values(), asked, strict=True)]
-    rows: list[tuple[Value, ...]] = [
-        (
-            f"{one.name}, {retriever}, n = {n}",
-            *(mean_of(per_question(one, of(retriever, n, kind))) for kind in kinds),
-        )
-        for one in findings
-        for retriever in retrievers
-        for n in counts
-    ]
-    return Table("Evidence restored by category", ("setting", *columns), tuple(rows), digits=2)
+def _restored(name: str, n: int, key: str) -> Measured:
+    """A share of the missing evidence that a retriever restores with n tokens."""
+    return lambda asked: asked["back"][name][str(n)][key] if name in asked["back"] else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,9 @@ from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.chat.state import Turn
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.lab.studies.reading import followed_by_reply, read, read_ids
+from sirchat.lab.studies.reading import followed_by_reply, read, read_data, read_ids
 from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
-from sirchat.text.text_file import read_regular
 
 # Kinds of question, by LoCoMo's numbers
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
@@ -84,10 +83,8 @@ def long_talks(path: Path) -> list[LongTalk]:
     """The conversations in a file; raises SettingError if it has none, or another format."""
     hint = "give LoCoMo's locomo10.json"
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(read_data(path))
         talks = [_talk(one) for one in (content if isinstance(content, list) else [content])]
-    except OSError as error:
-        raise SettingError(f"{path} can't be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"{path} is not in LoCoMo's format ({type(error).__name__}: {error})", hint=hint
@@ -180,20 +177,6 @@ class TalkRound(NamedTuple):
     reply: Side
 
 
-@dataclass
-class _Draft:
-    """The text of a turn, and the places of its messages, while the turn is built line by line."""
-
-    text: str = ""
-    messages: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def add(self, line: str) -> None:
-        self.text += ("\n" if self.text else "") + line
-
-    def done(self) -> Side:
-        return Side(self.text, tuple(self.messages))
-
-
 def rounds_of(talk: LongTalk) -> list[TalkRound]:
     """The rounds (user turn and reply) of a conversation over weeks, in order.
 
@@ -203,17 +186,17 @@ def rounds_of(talk: LongTalk) -> list[TalkRound]:
 
 
 def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
-    sides = [_Draft(f"({session.date})")]
+    sides = [Side(f"({session.date})")]
     for is_user, turns in groupby(session.turns, lambda turn: turn.speaker == user):
         if is_user != (len(sides) % 2 == 1):  # these messages are of the other side
-            sides.append(_Draft())
+            sides.append(Side())
         for turn in turns:
-            sides[-1].add(f"{turn.speaker}: {turn.text}")
-            end = len(sides[-1].text)
-            sides[-1].messages.append((turn.id, end - len(turn.text), end))
-    done = [one.done() for one in sides] + [Side()] * (len(sides) % 2)
-    for at in range(0, len(done), 2):
-        yield TalkRound(done[at], done[at + 1])
+            before = sides[-1]
+            text = f"{before.text}\n{turn.speaker}: {turn.text}".lstrip("\n")
+            place = (turn.id, len(text) - len(turn.text), len(text))
+            sides[-1] = Side(text, (*before.messages, place))
+    sides += [Side()] * (len(sides) % 2)
+    yield from map(TalkRound, sides[::2], sides[1::2])
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:

@@ -18,17 +18,11 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
+from sirchat.lab.studies.intervals import share_over_seeds
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
-from sirchat.lab.studies.study import (
-    Cell,
-    Findings,
-    Grid,
-    refuse_unknown,
-    share_over_seeds,
-    without,
-)
+from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, without
 
 _SOURCES = {
     "dailydialog": (generated.dailydialog, sirllm_files.dailydialog, sirllm_files.DIALOGUE_FILES),

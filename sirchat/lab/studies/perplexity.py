@@ -15,7 +15,8 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
-from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
+from sirchat.lab.studies.intervals import mean
+from sirchat.lab.studies.reading import open_engine, read_data_text, read_ids, whole_round
 from sirchat.lab.studies.reading import read as read_round
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import (
@@ -26,13 +27,11 @@ from sirchat.lab.studies.study import (
     Findings,
     Grid,
     data_name,
-    mean,
 )
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import plain_text_ids
 from sirchat.text.template import Template
-from sirchat.text.text_file import read_regular
 
 _POINTS = 100
 _CHUNK = 64
@@ -56,7 +55,7 @@ class Perplexity(Grid):
 
     def __post_init__(self) -> None:
         if self.text is not None:
-            _load_text(self.text)
+            read_data_text(self.text)
         if self.data is not None:
             if self.text is not None:
                 raise SettingError(
@@ -88,7 +87,7 @@ class Perplexity(Grid):
             left = self.limit
             for ids in self._talk(model, reading):
                 yield (taken := _first(ids, left, model))
-                left -= _count(taken, model)
+                left -= int(_is_text(taken, model).sum())
                 if left <= 0:
                     return
         else:
@@ -152,10 +151,10 @@ class Perplexity(Grid):
         while tokens < self.limit:
             seed = f"perplexity/{self.seed}/{len(conversations)}"
             conversations.append(conversation(seed, _ROUNDS))
-            tokens += sum(len(round_ids(template, *pair)) for pair in conversations[-1])
+            tokens += sum(len(whole_round(template, *pair).ids) for pair in conversations[-1])
         for rounds in _rotated(conversations, reading, self.readings):
             for user, reply in rounds:
-                yield round_ids(template, user, reply, first=first)
+                yield whole_round(template, user, reply, first=first).ids
                 first = False
 
     def _chunks(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
@@ -166,7 +165,7 @@ class Perplexity(Grid):
             return ids
 
         begin = encode("", special=True)
-        ids = begin + plain_text_ids(_load_text(self.text or ""), model.anchors, encode)
+        ids = begin + plain_text_ids(read_data_text(self.text or ""), model.anchors, encode)
         ids = _first(ids, self.limit, model)
         for start in _rotated(range(0, len(ids), _CHUNK), reading, self.readings):
             yield ids[start : start + _CHUNK]
@@ -187,10 +186,6 @@ def _is_text(ids: Sequence[int], model: LoadedModel) -> np.ndarray:
     return np.array([one != anchor for one in ids], bool)
 
 
-def _count(ids: Sequence[int], model: LoadedModel) -> int:
-    return int(_is_text(ids, model).sum())
-
-
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
     """The beginning of `ids` that has `count` ids, not counting anchor tokens."""
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
@@ -201,14 +196,6 @@ def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
     texts = [one.text for one in messages if one.role != "system"]
     return list(zip(texts[::2], texts[1::2], strict=False))
-
-
-def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
-    """The token ids of a round: user turn, reply and closing tokens.
-
-    `first` says whether the round is the first of the conversation.
-    """
-    return whole_round(template, user, reply, first=first).ids
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
@@ -231,13 +218,6 @@ def _row(one: Findings) -> tuple[Value, ...]:
     last = np.mean([nats[-tenth:] for nats in readings])
     overall = mean([float(np.mean(nats)) for nats in readings])
     return one.name, overall, float(second), float(last), float(last / second)
-
-
-def _load_text(path: str) -> str:
-    try:
-        return read_regular(Path(path)).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"text {path!r} can't be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -264,10 +244,7 @@ class Context(Grid):
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))
         nats = read(model, session.profile, iter(rounds))
-        ids = np.array([one for each in rounds for one in each])
-        counts = ~np.isnan(nats)
-        if model.anchors is not None and model.anchors.token_id is not None:
-            counts &= ids != model.anchors.token_id
+        counts = ~np.isnan(nats) & _is_text([one for each in rounds for one in each], model)
         up_to = [counts[:length] for length in self.lengths]
         return {
             "nats": [float(nats[: len(one)][one].sum()) for one in up_to],
@@ -290,7 +267,7 @@ class Context(Grid):
         for number, (user, reply) in enumerate(
             conversation(f"context/{self.seed}/{unit}", left // 8)
         ):
-            ids = round_ids(template, user, reply, first=not number)[:left]
+            ids = whole_round(template, user, reply, first=not number).ids[:left]
             yield ids
             left -= len(ids)
             if not left:

@@ -1,4 +1,4 @@
-"""Reads conversations for a study, in a session or in an engine without a session.
+"""Reads conversations for a study, in a session or in an engine without one, and files of data.
 
 A session reads or answers rounds as a chat does, and its settings may be switched between rounds.
 An engine reads token ids round by round under one setting, without archive and recall.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
@@ -15,9 +16,27 @@ from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
+from sirchat.errors import SettingError
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template, TurnIds
+from sirchat.text.text_file import read_regular
+
+
+def read_data(path: Path | str) -> bytes:
+    """The contents of a file; SettingError if it can't be read."""
+    try:
+        return read_regular(Path(path))
+    except OSError as error:
+        raise SettingError(f"{str(path)!r} can't be read: {error.strerror or error}") from None
+
+
+def read_data_text(path: Path | str) -> str:
+    """The text of a file; SettingError if it can't be read, or is not UTF-8."""
+    try:
+        return read_data(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise SettingError(f"{str(path)!r} can't be read: it is not UTF-8") from None
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
@@ -39,17 +58,8 @@ def read_ids(
     ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
-    for _ in engine.evictor.make_room_for_turn(len(ids), to_come, turn):
-        pass
-    for _ in engine.prefill(ids, roles or [Role.USER] * len(ids), turn):
-        pass
-
-
-def read_round(engine: Engine, template: Template, user: str, reply: str, number: int) -> None:
-    """Read a user turn and its reply in one piece, as round `number` of the chat, from 1."""
-    whole = whole_round(template, user, reply, first=number == 1)
-    read_ids(engine, whole.ids, number, roles=whole.roles)
-    engine.decay_at_round_end()
+    list(engine.evictor.make_room_for_turn(len(ids), to_come, turn))
+    list(engine.prefill(ids, roles or [Role.USER] * len(ids), turn))
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
@@ -71,10 +81,8 @@ def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> Tur
 
 def read(session: Session, user: str, reply: str) -> None:
     """Read a user turn and the given reply in a session; nothing is generated."""
-    for _ in session.read_user(user, before="assistant"):
-        pass
-    for _ in session.read_reply(reply):
-        pass
+    list(session.read_user(user, before="assistant"))
+    list(session.read_reply(reply))
 
 
 def ask(session: Session, user: str) -> str:
@@ -83,8 +91,3 @@ def ask(session: Session, user: str) -> str:
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
     return ""
-
-
-def switch(session: Session, **settings: object) -> None:
-    """Change several settings of a session at once; `settings` has their new values, by name."""
-    session.switch("eval", **settings)

@@ -127,7 +127,10 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
 
 def record_of(report: Report, head: Record) -> Record:
     """A report as one JSON object, which begins with the entries of `head` (see `provenance`)."""
-    tables = {table.name: _plain_table(table) for table in report.tables}
+    tables = {
+        one.name: {"columns": [*one.columns], "rows": [[*map(_plain, row)] for row in one.rows]}
+        for one in report.tables
+    }
     return {**head, "tables": tables, **report.details}
 
 
@@ -216,11 +219,6 @@ def _is_empty(value: Value) -> bool:
     """Whether a value is NaN, which means that there were no values to compute it from."""
     number = value.value if isinstance(value, Estimate) else value
     return isinstance(number, float) and math.isnan(number)
-
-
-def _plain_table(table: Table) -> Record:
-    rows = [[_plain(value) for value in row] for row in table.rows]
-    return {"columns": list(table.columns), "rows": rows}
 
 
 def _plain(value: Value) -> object:

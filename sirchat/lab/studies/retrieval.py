@@ -22,16 +22,16 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated
 from sirchat.lab.studies.choice import choose
+from sirchat.lab.studies.intervals import mean, share
 from sirchat.lab.studies.paper_tables import published
-from sirchat.lab.studies.reading import read, switch
+from sirchat.lab.studies.reading import read, read_data_text
 from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
-from sirchat.lab.studies.study import NumberedStudy, RunUnit, mean, refuse_unknown, share
+from sirchat.lab.studies.study import NumberedStudy, RunUnit, refuse_unknown
 from sirchat.lab.synthetic.dialogue import SMALL_TALK, Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS, STORY
 from sirchat.lab.synthetic.rounds import Style
 from sirchat.models.model import LoadedModel
 from sirchat.recall.retrievers import retriever
-from sirchat.text.text_file import read_regular
 
 # The size of each needle task, by the task's name. For stories it is the number of stories; for
 # facts, the number of rounds of small talk after the fact; for items, the number of facts in a row;
@@ -84,11 +84,11 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
     Raises SettingError when the file can't be read, or no conversation is left.
     """
+    lines = read_data_text(path).splitlines()
     try:
-        lines = read_regular(path).decode("utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
         parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SettingError(
             f"data {str(path)!r} can't be read: {error}",
             hint="each line must be a JSON object with turns",
@@ -227,9 +227,13 @@ class Retrieval(NumberedStudy):
     def report(self, found: Mapping[str, Record]) -> Report:
         """Tables of the share of right answers, by row and number of recalled tokens."""
         records = list(found.values())
+
+        def right(key: str) -> Estimate:
+            return share(one[key] for one in records)
+
         rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
-            rows.setdefault(cell.row, {})[cell.count] = _right(records, cell.key)
+            rows.setdefault(cell.row, {})[cell.count] = right(cell.key)
         base_only = {
             name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]
         }
@@ -239,7 +243,7 @@ class Retrieval(NumberedStudy):
             f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"base budget {', '.join(map(str, self.bases))}",
         )
-        without_recall = {name: _right(records, name) for name in (FULL, EVERYTHING)} | base_only
+        without_recall = {name: right(name) for name in (FULL, EVERYTHING)} | base_only
         columns = ("tokens restored", *map(str, self.counts))
         tables = (
             Table("Without any choice", ("", "right"), tuple(without_recall.items())),
@@ -298,25 +302,21 @@ def _run(
     session: Session, one: NeedleDialogue, options: Retrieval, every: Sequence[RetrievalCell]
 ) -> Record:
     found: Record = {}
-    switch(session, policy="full", recall="off")
+    session.switch("eval", policy="full", recall="off")
     read_dialogue(session, one)
     found[FULL] = is_answered(session, one)
     for base in options.bases:
-        switch(session, policy="sink", budget=base, recall="off")
+        session.switch("eval", policy="sink", budget=base, recall="off")
         read_dialogue(session, one)
         found["tokens"] = session.seen
         for cell in every:
             if cell.base == base:
-                switch(session, **cell.settings)
+                session.switch("eval", **cell.settings)
                 found[cell.key] = is_answered(session, one)
                 session.undo()
-    switch(session, policy="full", recall="off")
+    session.switch("eval", policy="full", recall="off")
     found[EVERYTHING] = is_answered(session, one)
     return found
-
-
-def _right(found: Sequence[Record], key: str) -> Estimate:
-    return share(one[key] for one in found)
 
 
 def read_dialogue(session: Session, one: NeedleDialogue) -> None:
@@ -369,7 +369,7 @@ class Privacy(NumberedStudy):
 
         def work(key: str) -> Record:
             one = needle_dialogue(self.task, self.profile.seed, int(key))
-            switch(session, budget=self.base, recall="off")
+            session.switch("eval", budget=self.base, recall="off")
             read_dialogue(session, one)
             return {str(n): self._ask(session, n, one, key) for n in self.counts}
 
@@ -395,9 +395,8 @@ class Privacy(NumberedStudy):
         settings: dict[str, object] = {"budget": self.base, "recall": "off"}
         if n:
             settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
-        switch(session, **settings)
-        for _ in session.read_user(one.question, before="assistant"):
-            pass
+        session.switch("eval", **settings)
+        list(session.read_user(one.question, before="assistant"))
         (scored,) = session.score_continuations([one.answer])
         session.undo()
         quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")

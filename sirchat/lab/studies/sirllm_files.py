@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sirchat.errors import SettingError
 from sirchat.lab.studies.choice import Question
+from sirchat.lab.studies.reading import read_data_text
 from sirchat.lab.studies.report import Record
-from sirchat.text.text_file import read_regular
 
 COMMONSENSE, GROCERY, DIALOGUE = "commonsense", "grocery", "dialogue"
 
@@ -118,12 +118,7 @@ def _question(line: Record, group: str) -> Question:
 
 def _lines(path: Path, needed: str) -> Iterator[Record]:
     """Yield the JSON objects of a file, one per line."""
-    try:
-        text = read_regular(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "it is not UTF-8")
-        raise SettingError(f"data {str(path)!r} can't be read: {why}") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_data_text(path).splitlines(), 1):
         try:
             found = json.loads(line)
             is_valid = isinstance(found, dict) and {"question", needed} <= found.keys()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,14 +19,15 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, nearest
-from sirchat.lab.studies.intervals import mean_interval, wilson_interval
-from sirchat.lab.studies.report import Estimate, Record, Report, setting_names
+from sirchat.lab.studies.reading import read_data
+from sirchat.lab.studies.report import Record, Report, setting_names
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
-from sirchat.text.text_file import read_regular
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+LONGEST_REPLY = 64  # tokens of a reply that is generated in a study of settings
 
 RunUnit = Callable[[str], Record]  # takes the key of a unit, returns its record
 
@@ -146,7 +146,6 @@ class Grid(Study):
     seed: int = 0
     repeats: int = 1
 
-    longest_reply: ClassVar[int] = 64  # tokens of a generated reply
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
 
@@ -197,7 +196,7 @@ class Grid(Study):
             cell = cells[int(row)]
             if run not in sessions:
                 sessions.clear()
-                reply = {"seed": int(seed), "max_new_tokens": self.longest_reply}
+                reply = {"seed": int(seed), "max_new_tokens": LONGEST_REPLY}
                 sessions[run] = Session(model, changed_profile(cell.setting, "eval", **reply))
             sessions[run].reset()
             return self.run_unit(sessions[run], unit, cell)
@@ -216,8 +215,8 @@ class Grid(Study):
 
     @cached_property
     def _row_keys(self) -> list[str]:
-        reply = {"longest_reply": self.longest_reply}
-        return [setting_key(cell.setting, shots=cell.shots, **reply) for cell in self.cells()]
+        more = {"longest_reply": LONGEST_REPLY}
+        return [setting_key(one.setting, shots=one.shots, **more) for one in self.cells()]
 
     def _seeds(self, setting: Profile) -> tuple[int, ...]:
         is_random = "seed" in policy_class(setting.policy).uses
@@ -246,39 +245,9 @@ def data_name(path: Path) -> str:
     """
     files = [file for file in path.rglob("*.json*") if file.is_file()] if path.is_dir() else [path]
     digest = hashlib.sha256()
-    try:
-        for file in sorted(files):
-            digest.update(hashlib.sha256(read_regular(file)).digest())
-    except OSError as error:
-        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    for file in sorted(files):
+        digest.update(hashlib.sha256(read_data(file)).digest())
     return f"{path.name} {digest.hexdigest()[:12]}"
-
-
-def share(right: Iterable[bool]) -> Estimate:
-    """The share of true values, with Wilson's 95 % interval; NaN if there are none."""
-    answers = list(right)
-    value = sum(answers) / len(answers) if answers else math.nan
-    return Estimate(value, *wilson_interval(sum(answers), len(answers)))
-
-
-def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of right answers, which are listed for each seed, with its 95 % interval.
-
-    With several seeds it covers Wilson's over all answers and Student's over the seeds' shares.
-    """
-    pooled = share([answer for of_seed in answers for answer in of_seed])
-    shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
-    if len(answers) == 1 or not shares:
-        return pooled
-    over_seeds = mean(shares)
-    low = max(0.0, min(pooled.low, over_seeds.low))
-    high = min(1.0, max(pooled.high, over_seeds.high))
-    return Estimate(over_seeds.value, low, high)
-
-
-def mean(values: Sequence[float]) -> Estimate:
-    """The mean with its 95 % interval by Student's t; infinite for fewer than two values."""
-    return Estimate(*mean_interval(values))
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from sirchat.lab.synthetic.bank import TOPICS
 from sirchat.lab.synthetic.facts import item_list, made_up_word
 from sirchat.lab.synthetic.texts import WORDS, load
 
-Speaker = Literal["system", "user", "assistant"]
 Key = tuple[str, str]  # kind and subject of a fact
 
 TALK: dict[str, Any] = load("smalltalk")
@@ -26,7 +25,7 @@ class Message:
     `fact` is the one fact that a user tells, or a reply recalls; `value` is the value told.
     """
 
-    role: Speaker
+    role: str
     text: str
     recall: str | None = None
     fact: Key | None = None

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from sirchat.errors import SettingError
+from sirchat.lab.studies.reading import read_data_text
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.lab.synthetic.rounds import draw_length
+from sirchat.lab.synthetic.rounds import Message, draw_length
 from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
-from sirchat.text.text_file import read_regular
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 _HINT = (
@@ -35,26 +35,12 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, to choose how many round
 _PREFIXES = ("USER:", "ASSISTANT:", "SYSTEM:")
 
 
-@dataclass(frozen=True)
-class FileMessage:
-    """A message of a conversation that was read from a file.
-
-    `role` is `system`, `user` or `assistant`.
-    """
-
-    role: str
-    text: str
-
-
-def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
+def load_text(path: Path) -> Iterator[str | list[Message]]:
     """Yield the plain texts (str) and the conversations (lists of messages) in a file.
 
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
     """
-    try:
-        text = read_regular(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"data {str(path)!r} can't be read: {error}") from None
+    text = read_data_text(path)
     if path.suffix == ".jsonl":
         yield from _lines(text, path)
     elif path.suffix == ".json":
@@ -65,7 +51,7 @@ def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
         yield text
 
 
-def _lines(text: str, path: Path) -> Iterator[str | list[FileMessage]]:
+def _lines(text: str, path: Path) -> Iterator[str | list[Message]]:
     entries = (
         (number, _entry(line, path, number))
         for number, line in enumerate(text.split("\n"), 1)
@@ -96,10 +82,10 @@ def _entry(line: str, path: Path, number: int) -> dict[str, Any]:
     return entry
 
 
-def _message(entry: Any, path: Path, number: int) -> FileMessage:
+def _message(entry: Any, path: Path, number: int) -> Message:
     match entry:
         case {"role": str(role), "content": str(content)}:
-            return FileMessage(role, content)
+            return Message(role, content)
         case _:
             raise _unknown(path, number)
 
@@ -109,7 +95,7 @@ def _unknown(path: Path, number: int) -> SettingError:
     return SettingError(message, hint=f"a line is one of {_HINT}")
 
 
-def _sharegpt(text: str, path: Path) -> Iterator[list[FileMessage]]:
+def _sharegpt(text: str, path: Path) -> Iterator[list[Message]]:
     try:
         whole = json.loads(text)
     except ValueError as error:
@@ -122,12 +108,12 @@ def _sharegpt(text: str, path: Path) -> Iterator[list[FileMessage]]:
         yield _conversation(one, f"{path}, conversation {number}")
 
 
-def _conversation(entry: object, name: str) -> list[FileMessage]:
+def _conversation(entry: object, name: str) -> list[Message]:
     return _messages(parse_transcript(json.dumps(entry).encode(), name, "sharegpt"))
 
 
-def _messages(turns: Iterable[TranscriptTurn]) -> list[FileMessage]:
-    return [FileMessage(turn.role, turn.content) for turn in turns]
+def _messages(turns: Iterable[TranscriptTurn]) -> list[Message]:
+    return [Message(turn.role, turn.content) for turn in turns]
 
 
 # Loss weight of the tokens of a conversation's replies; all other tokens have weight 1
@@ -136,18 +122,6 @@ ANSWER_WEIGHT = 4.0
 # A training row as columns [tokens], by name: `input_ids`, `is_anchor`, `weight`, `document`.
 # `weight` is a token's loss weight, and `document` is the number of its document
 Row = dict[str, Tensor]
-
-
-class MessageLike(Protocol):
-    """The type of a message of a conversation: any object that has a `role` and a `text`."""
-
-    @property
-    def role(self) -> str:
-        """The role of the message's sender: `system`, `user` or `assistant`."""
-
-    @property
-    def text(self) -> str:
-        """The text of the message."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +146,7 @@ class Writer:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
-    def conversation_document(self, messages: Iterable[MessageLike]) -> Document:
+    def conversation_document(self, messages: Iterable[Message]) -> Document:
         """Make a training document of a conversation, as the chat template renders it.
 
         Replies before the first user message, and system messages after it, are left out.
@@ -264,14 +238,8 @@ class TextRows(Dataset[Row]):
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
-        documents = [one for file in files for one in _documents(writer, file)]
         self._tokens = tokens
-        self._columns = {
-            "input_ids": torch.tensor([x for one in documents for x in one.ids]),
-            "is_anchor": torch.tensor([x for one in documents for x in one.is_anchor]),
-            "weight": torch.tensor([x for one in documents for x in one.weight]),
-            "document": torch.tensor([n for n, one in enumerate(documents) for _ in one.ids]),
-        }
+        self._columns = packed(one for file in files for one in _documents(writer, file))
         if not len(self):
             raise SettingError(
                 f"the data has {len(self._columns['input_ids']):,} tokens, "
@@ -287,8 +255,8 @@ class TextRows(Dataset[Row]):
         return {name: column[part] for name, column in self._columns.items()}
 
 
-def packed(documents: Iterable[Document], tokens: int) -> Row:
-    """Concatenate documents to one training row, which is cut after `tokens` tokens."""
+def packed(documents: Iterable[Document], tokens: int | None = None) -> Row:
+    """Concatenate documents to one training row, which may be cut after `tokens` tokens."""
     ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
     for number, one in enumerate(documents):
         ids += one.ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,21 +27,6 @@ HISTORY = "loss.jsonl"
 LAST = 20  # number of newest training steps whose mean loss is shown
 
 
-def replace_files(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder, then move its files into `folder`, each atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(mode=0o700)
-    try:
-        write(temporary)
-        for file in sorted(temporary.iterdir()):
-            file.chmod(0o644)
-            os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 @dataclass(frozen=True, slots=True)
 class LossEntry:
     """The loss of one training step: an entry of the loss history."""
@@ -62,8 +46,10 @@ class LossHistory:
     def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
         self._path = folder / HISTORY
         self.entries = list(before)
-        lines = "".join(map(_line, before))
-        replace_files(folder, lambda made: (made / HISTORY).write_text(lines, "utf-8"))
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f".{HISTORY}.new"
+        new.write_text("".join(map(_line, before)), "utf-8")
+        os.replace(new, self._path)
 
     def add(self, entry: LossEntry) -> None:
         """Append the loss of one training step to the file of losses."""

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from sirchat.chat.session import Session
@@ -25,7 +26,6 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest, measure_focus
 from sirchat.lab.studies.reading import ask, whole_round
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
-from sirchat.lab.training.paraphrases import PARAPHRASES
 from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import StatementTest, learn_kinds, learn_question
 from sirchat.memory.ledger import Role
@@ -54,6 +54,10 @@ _PROMPTS = (
     "Write a short letter to a friend about {}, with names, dates and places.",
 )
 _TOPICS = Path(__file__).with_name("topics.txt").read_text("utf-8").splitlines()
+# Facts, and questions for them that share no content word
+PARAPHRASES: list[tuple[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("paraphrases.yaml").read_text("utf-8")
+)
 _MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)  # of synthetic dialogue
 _LENGTH = 1000  # most tokens of a conversation that is read in one piece
 
@@ -208,14 +212,15 @@ class EncoderTrainer:
             states = _states(model, ids.ids[:end], encoder.layers)[start:]
             asked.append(Sentence(question, states.mean(0)))
         known, both = [*facts, *others], list[float]()
-        for vectors in (partial(_encoded, encoder), self._taught):
+
+        def taught(many: Sequence[Sentence]) -> Tensor:
+            return self._teacher.vectors([one.text for one in many])
+
+        for vectors in (partial(_encoded, encoder), taught):
             scores = vectors(asked) @ vectors(known).T  # [questions, sentences]
             own = scores.diagonal()[:, None]
             both.append(float(((scores > own).sum(1) < _FOUND).float().mean()))
         return EncoderTest(both[0], both[1], len(known))
-
-    def _taught(self, many: Sequence[Sentence]) -> Tensor:
-        return self._teacher.vectors([one.text for one in many])
 
 
 def _encoded(encoder: Encoder, many: Sequence[Sentence]) -> Tensor:

@@ -37,8 +37,6 @@ _LONGEST = 128  # tokens of a message that are read alone
 _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
 
-_TOLD = tuple(dict.fromkeys(TYPES.values()))  # in the ways that `facts-in-dialogue` asks for
-
 Statements = dict[str, list[str]]  # by kind: those in `KINDS`, and `other`
 Network = tuple[Tensor, Tensor]  # `Encoder.hidden` and `Encoder.kinds`
 
@@ -66,11 +64,8 @@ def learn_kinds(model: LoadedModel, talk: Tensor) -> tuple[Network, list[Stateme
     `talk` [m, D] are vectors of sentences of talk; every second one is kept back, too.
     """
     taught, kept = load_statements()
-    vectors, kinds = read_statements(model, taught)
-    is_kind = torch.tensor([[kind == name for name in KINDS] for kind in kinds])
-    network = fit_kinds(vectors, is_kind, talk[::2])
-    vectors, kinds = read_statements(model, kept)
-    is_kind = torch.tensor([[kind == name for name in KINDS] for kind in kinds])
+    network = fit_kinds(*read_statements(model, taught), talk[::2])
+    vectors, is_kind = read_statements(model, kept)
     found, of_talk = kind_scores(vectors, *network) > 0, kind_scores(talk[1::2], *network) > 0
     tests = list[StatementTest]()
     for at, kind in enumerate(KINDS):
@@ -152,15 +147,15 @@ def _read_alone(model: LoadedModel, text: str) -> Tensor:
     return model.encode(turn.ids[: min(end, start + _LONGEST)], start)
 
 
-def read_statements(model: LoadedModel, statements: Statements) -> tuple[Tensor, list[str]]:
-    """The vectors [n, D] of all statements, read as messages of conversations, and their kinds."""
+def read_statements(model: LoadedModel, statements: Statements) -> tuple[Tensor, Tensor]:
+    """The vectors [n, D] of all statements, read as messages of conversations, and `is_kind`."""
     pairs = [(text, kind) for kind in (*KINDS, "other") for text in statements[kind]]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = [pairs[number] for number in order]
     vectors = list[Tensor]()
     for start in range(0, len(pairs), _ROUNDS):
         vectors += _vectors(model, [text for text, _ in pairs[start : start + _ROUNDS]])
-    return torch.stack(vectors), [kind for _, kind in pairs]
+    return torch.stack(vectors), torch.tensor([[kind == one for one in KINDS] for _, kind in pairs])
 
 
 def _vectors(model: LoadedModel, messages: Sequence[str]) -> list[Tensor]:
@@ -174,7 +169,6 @@ def _vectors(model: LoadedModel, messages: Sequence[str]) -> list[Tensor]:
         ids, roles = [*ids, *turn.ids], [*roles, *turn.roles]
     engine = build_engine(model, build_cache_settings(Profile(policy="full")))
     engine.ledger.token_vectors.wanted = True
-    for _ in engine.prefill(ids, roles, TurnRef(0, 0)):
-        pass
+    list(engine.prefill(ids, roles, TurnRef(0, 0)))
     means = [engine.ledger.token_vectors.mean(*span) for span in spans]
     return [model.encoder.pooled(mean) for mean in means if mean is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,16 +16,17 @@ from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
+    TOLD,
+    AskedFact,
     Dialogue,
-    FactDialogue,
-    ToldFact,
-    draw_dialogue,
+    Woven,
+    draw_told_fact,
     load_dialogues,
+    weave,
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
-from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, ask_and_score, says
-from sirchat.lab.studies.reading import open_engine, read, read_ids, switch
-from sirchat.lab.studies.report import Record
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, ask_facts, says
+from sirchat.lab.studies.reading import open_engine, read, read_ids
 from sirchat.models.load import load_model
 
 TALKS: list[Dialogue] = [
@@ -39,51 +39,54 @@ def words(user: str, reply: str) -> int:
     return len(user.split()) + len(reply.split())
 
 
-def dialogue(seed: int, facts: int = 5, length: int = 400) -> FactDialogue:
-    return draw_dialogue(Random(seed), TALKS, facts, length, words)
+def dialogue(seed: int, count: int = 5, length: int = 400) -> tuple[list[AskedFact], Woven]:
+    rng = Random(seed)
+    facts = [draw_told_fact(rng, kind) for kind in rng.sample(KINDS, count)]
+    return facts, weave(rng, TALKS, facts, length, words)
 
 
 def test_each_fact_is_told_once_in_the_first_three_quarters_and_never_answered_in_advance() -> None:
     for seed in range(200):
-        one = dialogue(seed)
+        facts, one = dialogue(seed)
         users = [user for user, _ in one.rounds]
-        assert len({fact.kind for fact in one.facts}) == 5
-        for fact in one.facts:
-            assert [n for n, user in enumerate(users) if fact.told in user] == [fact.round]
-            assert fact.value in fact.told
-            assert fact.round < 0.8 * len(users)
-            assert fact.question not in users
+        assert len({fact.kind for fact in facts}) == 5
+        for fact, rounds in zip(facts, one.places, strict=True):
+            for said, round in zip(fact.told, rounds, strict=True):
+                assert [n for n, user in enumerate(users) if said.text in user] == [round]
+                assert said.value in said.text
+                assert round < 0.8 * len(users)
+            assert fact.asked[TOLD] not in users
 
 
 def test_the_right_option_is_one_of_four_with_the_value_and_the_others_lack_it() -> None:
     for seed in range(200):
-        for fact in dialogue(seed).facts:
+        for fact in dialogue(seed)[0]:
             assert len(set(fact.replies)) == 4
-            assert fact.value in fact.replies[fact.right]
+            assert fact.values[0] in fact.replies[fact.right]
 
 
 def test_a_correction_comes_after_the_value_that_it_corrects() -> None:
     corrected = [
-        (one, fact)
+        (fact, rounds)
         for seed in range(200)
-        for one in [dialogue(seed)]
-        for fact in one.facts
-        if fact.corrected
+        for facts, one in [dialogue(seed)]
+        for fact, rounds in zip(facts, one.places, strict=True)
+        if len(rounds) > 1
     ]
     assert len(corrected) > 20
-    for one, fact in corrected:
-        kind = next(kind for kind in KINDS if kind.name == fact.kind)
-        beginnings = [told.partition("{")[0] for told in kind.told if told.partition("{")[0]]
-        before = " ".join(user for user, _ in one.rounds[: fact.round])
-        assert fact.told not in before
-        if len(beginnings) == len(kind.told):
-            assert any(begin in before for begin in beginnings)
+    for fact, (before, after) in corrected:
+        assert before < after
+        old, new = fact.told
+        assert (fact.needed, new.value) == ((1,), fact.values[0])
+        assert any(old.value in one for n, one in enumerate(fact.replies) if n != fact.right)
 
 
 def test_a_conversation_is_as_long_as_it_should_be_and_the_same_for_the_same_seed() -> None:
     assert dialogue(3) == dialogue(3) != dialogue(4)
     for length in (200, 400, 800):
-        sizes = [sum(words(*one) for one in dialogue(seed, 3, length).rounds) for seed in range(20)]
+        sizes = [
+            sum(words(*one) for one in dialogue(seed, 3, length)[1].rounds) for seed in range(20)
+        ]
         assert length - 40 < min(sizes) <= max(sizes) <= length
 
 
@@ -143,7 +146,7 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
     session = Session(model, setting)
     for unit in study.units():
         session.reset()
-        one = study.dialogue(session.template, 300, int(unit.split()[1]))
+        facts, one = study.dialogue(session.template, 300, int(unit.split()[1]))
         found = study.run_unit(session, unit, study.cells()[0])
         own = Session(model, setting)
         for round in one.rounds:
@@ -151,16 +154,16 @@ def test_held_is_the_share_of_the_tokens_that_spell_the_value(talk: Path) -> Non
         pieces = [row.text for row in own.tokens(range(own.seen))]
         text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
         assert found["tokens"] == own.seen
-        for fact, answer in zip(one.facts, found["answers"], strict=True):
-            for _ in own.read_user(fact.question):
-                pass
+        for fact, answer in zip(facts, found["answers"], strict=True):
+            list(own.read_user(fact.asked[TOLD]))
             held = {row.position for row in own.snapshot().rows}
             own.undo()
-            begin = text.index(fact.told) + fact.told.index(fact.value)
+            told, value = fact.told[-1].text, fact.values[0]
+            begin = text.index(told) + told.index(value)
             overlap = [
                 at
                 for at, piece in enumerate(pieces)
-                if ends[at] > begin and ends[at] - len(piece) < begin + len(fact.value)
+                if ends[at] > begin and ends[at] - len(piece) < begin + len(value)
             ]
             assert answer["held"] == pytest.approx(np.mean([at in held for at in overlap]))
             assert answer["said"] is None
@@ -172,25 +175,18 @@ def test_a_question_is_asked_as_in_a_chat_with_recall_and_leaves_no_trace(talk: 
     setting = Profile(policy="entropy", budget=96, recall="words", recall_n=40)
     study = FactsInDialogue((setting,), limit=5, data=str(talk), lengths=(400,), reply_tokens=8)
     session = Session(model, study.settings[0])
-    one = study.dialogue(session.template, 400, 0)
+    facts, one = study.dialogue(session.template, 400, 0)
     for round in one.rounds:
         read(session, *round)
-    switch(session, temperature=0.0, max_new_tokens=8)
-    none = np.zeros(0, np.int64)
-
-    def ask(fact: ToldFact) -> Record:
-        return ask_and_score(session, fact, none, none, generate=True)
-
+    session.switch("eval", temperature=0.0, max_new_tokens=8)
     before = session.save().held.tolist()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mean of no tokens
-        found = [ask(fact) for fact in one.facts]
-        assert [ask(fact)["nats"] for fact in one.facts] == [one["nats"] for one in found]
+    found, again = (ask_facts(session, facts, one, (TOLD,), generate=True) for _ in range(2))
+    assert [one["nats"] for one in again] == [one["nats"] for one in found]
     assert session.save().held.tolist() == before
-    for fact, answer in zip(one.facts, found, strict=True):
-        replies = [event for event in session.ask(fact.question) if isinstance(event, TurnDone)]
-        assert answer["restored"] == replies[0].recalled > 0
-        assert answer["said"] is (fact.value.lower() in replies[1].text.lower())
+    for fact, answer in zip(facts, found, strict=True):
+        replies = [event for event in session.ask(fact.asked[TOLD]) if isinstance(event, TurnDone)]
+        assert answer["recalled"] == replies[0].recalled > 0
+        assert answer["said"] == (fact.values[0].lower() in replies[1].text.lower())
         session.undo()
 
 

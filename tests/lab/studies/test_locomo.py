@@ -31,7 +31,6 @@ from sirchat.lab.studies.locomo import (
     token_f1,
 )
 from sirchat.lab.studies.long_talk import LongTalk, TalkQuestion, read_talk, rounds_of
-from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.report import Estimate, Record
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Findings
@@ -102,8 +101,7 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
     for question, record in zip(talk.questions, found["questions"], strict=True):
         chat.reset()
         positions = read_talk(chat, talk)
-        for _ in chat.read_user(question_and_options(question)[0]):
-            pass
+        list(chat.read_user(question_and_options(question)[0]))
         wanted = [at for name in question.evidence for at in positions[name].tolist()]
         if question.category == 5:
             continue  # the order of its options is drawn
@@ -121,9 +119,8 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Pa
         chat = session(tiny(), policy="sink", budget=96)
         positions = read_talk(chat, talk)
         before = set(chat.save().held.tolist())
-        switch(chat, budget=96 + 40, recall="mips", recall_n=40)
-        for _ in chat.read_user(question_and_options(question)[0]):
-            pass
+        chat.switch("eval", budget=96 + 40, recall="mips", recall_n=40)
+        list(chat.read_user(question_and_options(question)[0]))
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))
         turns = [set(positions[name].tolist()) - before for name in question.evidence]
         turns = [each for each in turns if each]
@@ -150,7 +147,7 @@ def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_roo
     for question in talk.questions[:3]:
         missing = [np.setdiff1d(each, held_before) for each in read_before.evidence(question)]
         for n in (12, 40):
-            switch(chat, budget=168, recall="words", recall_n=n)
+            chat.switch("eval", budget=168, recall="words", recall_n=n)
             list(chat.read_user(question_and_options(question)[0]))
             found = chat.recall.found
             assert found is not None
@@ -159,7 +156,7 @@ def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_roo
             assert back[question.number]["words"][str(n)]["share"] == pytest.approx(share)
             shares.add(float(share))
             chat.undo()
-            switch(chat, budget=96, recall="off")
+            chat.switch("eval", budget=96, recall="off")
     assert max(shares) > 0.5 > min(shares)
 
 

@@ -107,8 +107,7 @@ def test_reading_leaves_the_session_as_if_each_round_had_been_read(
     question = "What is the canary called?"
     scores = []
     for each in (quick, slow):
-        for _ in each.read_user(question):
-            pass
+        list(each.read_user(question))
         scores.append(each.score_continuations(["Fennel"])[0].log_probabilities)
     assert scores[0] == pytest.approx(scores[1], abs=2e-3)
 

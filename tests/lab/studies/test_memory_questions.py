@@ -16,10 +16,10 @@ from sirchat.chat.events import TokenRow, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import AskedFact
 from sirchat.lab.studies.facts_in_dialogue.question_study import QuestionStudy, facts_study
 from sirchat.lab.studies.facts_in_dialogue.questions import (
     TYPES,
-    AskedFact,
     draw_fact,
     entries,
     unrelated_messages,
@@ -177,8 +177,7 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
         ):
             done = [e for e in own.ask(fact.asked[answer["type"]]) if isinstance(e, TurnDone)]
             own.undo()
-            for _ in own.read_user(fact.asked[answer["type"]]):
-                pass
+            list(own.read_user(fact.asked[answer["type"]]))
             held = {row.position for row in own.snapshot().rows}
             own.undo()
 

@@ -75,8 +75,7 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
 def test_an_empty_reply_is_scored_by_how_likely_the_reply_ends_at_once() -> None:
     """SirLLM's DailyDialog has options without any text."""
     chat = session(tiny(), policy="full")
-    for _ in chat.read_user("What is the opposite of hot?"):
-        pass
+    list(chat.read_user("What is the opposite of hot?"))
     blank, said = chat.score_continuations(["", "The answer is cold (B)."])
     assert list(blank.ids) == chat.template.closing
     assert said.log_probabilities[0] > -0.1 > blank.log_probabilities[0]

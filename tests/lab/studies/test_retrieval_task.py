@@ -11,6 +11,7 @@ from chatting import tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.intervals import share
 from sirchat.lab.studies.retrieval import (
     BASE,
     EVERYTHING,
@@ -25,7 +26,6 @@ from sirchat.lab.studies.retrieval import (
     scored_part,
 )
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import share
 
 FEW = Retrieval(
     Profile(),

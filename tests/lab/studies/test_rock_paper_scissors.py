@@ -16,8 +16,9 @@ from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.lab.studies.generated import moves
-from sirchat.lab.studies.intervals import mean_interval
+from sirchat.lab.studies.intervals import mean
 from sirchat.lab.studies.multiple_choice import GAME, MultipleChoice
+from sirchat.lab.studies.report import Estimate
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.sirllm_files import PLAYERS
 from sirchat.lab.synthetic.rounds import BEATS
@@ -101,11 +102,12 @@ def test_the_interval_of_a_mean_is_students() -> None:
     # Quantiles of Student's t at 0.975 for 5, 9 and 29 degrees of freedom, from a printed table.
     for count, quantile in ((6, 2.571), (10, 2.262), (30, 2.045)):
         values = [rng.gauss(0.5, 0.1) for _ in range(count)]
-        mean, low, high = mean_interval(values)
+        found = mean(values)
         half = quantile * statistics.stdev(values) / math.sqrt(count)
-        assert mean == pytest.approx(statistics.fmean(values))
-        assert (low, high) == pytest.approx((mean - half, mean + half), abs=3e-4)
-    assert mean_interval([0.5]) == (0.5, -math.inf, math.inf)
+        assert found.value == pytest.approx(statistics.fmean(values))
+        ends = (found.value - half, found.value + half)
+        assert (found.low, found.high) == pytest.approx(ends, abs=3e-4)
+    assert mean([0.5]) == Estimate(0.5, -math.inf, math.inf)
 
 
 @pytest.mark.slow

@@ -22,10 +22,16 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import settings_of
-from sirchat.lab.studies.intervals import hierarchical_mean, paired_interval
+from sirchat.lab.studies.intervals import (
+    hierarchical_mean,
+    mean,
+    paired_interval,
+    share,
+    share_over_seeds,
+)
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.perplexity import Context, Perplexity, conversation, round_ids
-from sirchat.lab.studies.reading import read
+from sirchat.lab.studies.perplexity import Context, Perplexity, conversation
+from sirchat.lab.studies.reading import read, whole_round
 from sirchat.lab.studies.report import (
     Estimate,
     Report,
@@ -37,7 +43,6 @@ from sirchat.lab.studies.report import (
     write_report,
 )
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import mean, share, share_over_seeds
 from sirchat.text.template import Template
 
 SINK = Profile(policy="sink", budget=64)
@@ -305,7 +310,7 @@ def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
     for unit in "01":
         ids: list[int] = []
         for user, reply in conversation(f"context/0/{unit}", 12):
-            ids += round_ids(Template(tiny().tokenizer), user, reply, first=not ids)
+            ids += whole_round(Template(tiny().tokenizer), user, reply, first=not ids).ids
         tokens = torch.tensor([ids[:100]])
         with torch.inference_mode():
             logits = tiny().module(tokens).logits[0, :-1].float()

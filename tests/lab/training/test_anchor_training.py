@@ -20,14 +20,7 @@ from sirchat.errors import ModelError, SettingError, TranscriptError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
 from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare, train_anchors
-from sirchat.lab.training.anchor_data import (
-    FileMessage,
-    TalkRows,
-    TextRows,
-    Writer,
-    load_text,
-    packed,
-)
+from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, load_text, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weighted_sum
 from sirchat.lab.training.masks import anchor_mask
 from sirchat.models.load import load_model
@@ -273,14 +266,14 @@ def test_both_attentions_train_alike(folder: Path, tmp_path: Path, bf16: bool) -
     assert dense == pytest.approx(flex, rel=1e-2)
 
 
-ROUND = [FileMessage("user", "Hi."), FileMessage("assistant", "Hello.")]
+ROUND = [Message("user", "Hi."), Message("assistant", "Hello.")]
 MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
 SHAREGPT = {
     "conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
 }
 
 
-def read(folder: Path, name: str, text: str) -> list[str | list[FileMessage]]:
+def read(folder: Path, name: str, text: str) -> list[str | list[Message]]:
     (folder / name).write_text(text, encoding="utf-8")
     return list(load_text(folder / name))
 
@@ -290,7 +283,7 @@ def test_a_file_is_one_text_unless_it_is_a_transcript(tmp_path: Path) -> None:
     assert read(tmp_path, "a.txt", text) == [text]
     assert read(tmp_path, "b.md", "\n" + text) == ["\n" + text]
     assert read(tmp_path, "c.txt", "USER: Hi.\nASSISTANT: Hello.\n") == [ROUND]
-    system = FileMessage("system", "Be kind.")
+    system = Message("system", "Be kind.")
     assert read(tmp_path, "d", "SYSTEM: Be kind.\nUSER: Hi.\nASSISTANT: Hello.") == [
         [system, *ROUND]
     ]

@@ -103,7 +103,6 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     )
     few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
     monkeypatch.setattr(statements, "load_statements", lambda: few)
-    monkeypatch.setattr(statements, "_TOLD", ("steps",))
     measured = list[list[Dialogue]]()
     monkeypatch.setattr(training, "measure_focus", partial(focus_test, measured))
     talk = tmp_path / "talk.txt"

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 from sirchat.errors import SettingError
-from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS, Kind
+from sirchat.lab.studies.facts_in_dialogue.kinds import Kind
 from sirchat.lab.studies.long_talk import long_talks
+from sirchat.lab.studies.reading import read_data
 from sirchat.lab.studies.sirllm_files import dailydialog
-from sirchat.text.text_file import read_regular
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 OPTIONS = 4
+TOLD = "told"  # the one type of question for a fact of `KINDS`
 _CORRECTED = 1 / 4  # share of facts that are corrected, among the kinds that can be corrected
 _ALONE = 0.4  # share of facts that are told in a turn of their own
 _LAST_PLACE = 0.75  # facts are told only in this first part of the conversation
@@ -38,44 +39,24 @@ _REPLIES = (
 
 
 @dataclass(frozen=True)
-class ToldFact:
-    """A fact that the user tells in a conversation, and a multiple-choice question for it."""
+class Statement:
+    """A sentence that a user turn says, and the value in it."""
 
-    kind: str  # name of the kind of fact
-    # index of the round whose user turn tells the fact. If the fact is corrected later, it is the
-    # round with the correction
-    round: int
-    told: str  # the sentence in that turn that tells or corrects the fact
-    value: str  # the value in that sentence
-    question: str  # the user turn that asks for the fact
-    replies: tuple[str, ...]  # the four replies to choose from
-    right: int  # index of the right reply
-    corrected: bool  # whether another value was told before; that value is one of the wrong options
+    text: str
+    value: str
 
 
 @dataclass(frozen=True)
-class FactDialogue:
-    """A conversation: its rounds (user turn and reply), and the facts that it tells."""
+class AskedFact:
+    """What a conversation tells about one fact, in several places, and how it is asked for."""
 
-    rounds: Dialogue
-    facts: tuple[ToldFact, ...]
-
-
-def draw_dialogue(
-    rng: Random,
-    dialogues: Sequence[Dialogue],
-    facts: int,
-    length: int,
-    size: Callable[[str, str], int],
-) -> FactDialogue:
-    """Draw a conversation of at most `length` tokens that tells facts amid real dialogue.
-
-    Raises SettingError when the facts leave no room for dialogue between them.
-    """
-    drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
-    woven = weave(rng, dialogues, [told for told, _ in drawn], length, size)
-    found = [replace(fact, round=at[-1]) for (_, fact), at in zip(drawn, woven.places, strict=True)]
-    return FactDialogue(woven.rounds, tuple(found))
+    kind: str  # name of the kind of fact
+    told: tuple[Statement, ...]  # in the order in which they are told
+    needed: tuple[int, ...]  # indices in `told` of the statements that the answer needs
+    asked: dict[str, str]  # the user turn that asks, for each type of question
+    values: tuple[str, ...]  # what the right reply names
+    replies: tuple[str, ...]  # the four replies to choose from
+    right: int  # index of the right reply
 
 
 @dataclass(frozen=True)
@@ -94,15 +75,15 @@ class Woven:
 def weave(
     rng: Random,
     dialogues: Sequence[Dialogue],
-    told: Sequence[Sequence[str]],
+    facts: Sequence[AskedFact],
     length: int,
     size: Callable[[str, str], int],
 ) -> Woven:
-    """Let real dialogue of at most `length` tokens tell the sentences `told` of each fact.
+    """Let real dialogue of at most `length` tokens tell the statements of each fact.
 
     Those of one fact are told in order. Raises SettingError when they leave no room for dialogue.
     """
-    sentences = [(sentence, fact) for fact, each in enumerate(told) for sentence in each]
+    sentences = [(one.text, number) for number, fact in enumerate(facts) for one in fact.told]
     replies = [rng.choice(_REPLIES) if rng.random() < _ALONE else "" for _ in sentences]
     room = length - sum(
         size(sentence, reply) for (sentence, _), reply in zip(sentences, replies, strict=True)
@@ -111,12 +92,12 @@ def weave(
     last = int(len(dialogue) * _LAST_PLACE)
     if last < len(sentences):
         raise SettingError(
-            f"length is {length}, too short for {len(told)} facts with talk between them",
+            f"length is {length}, too short for {len(facts)} facts with talk between them",
             hint="choose a smaller --facts, or a greater length",
         )
-    places = _places(rng, last, [len(each) for each in told])
+    places = _places(rng, last, [len(fact.told) for fact in facts])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
-    woven = Woven([], [[] for _ in told], set())
+    woven = Woven([], [[] for _ in facts], set())
     for number, (user, reply) in enumerate(dialogue):
         if number in telling:
             (sentence, fact), own_reply = telling[number]
@@ -139,32 +120,26 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
     return places
 
 
-def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact of the given kind; returns the sentences that tell the fact, and the fact."""
+def draw_told_fact(rng: Random, kind: Kind) -> AskedFact:
+    """Draw a fact of the given kind, which may be told wrong at first, and corrected."""
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)
         if value not in values:
             values.append(value)
     who = rng.choice(kind.who)
-    told = [_filled(rng.choice(kind.told), who, values[0])]
+    right, other = values[:2]
+    told = [Statement(_filled(rng.choice(kind.told), who, right), right)]
     if kind.corrected and rng.random() < _CORRECTED:
         told = [
-            _filled(rng.choice(kind.told), who, values[1]),
-            _filled(kind.corrected, who, values[0]),
+            Statement(_filled(rng.choice(kind.told), who, other), other),
+            Statement(_filled(kind.corrected, who, right), right),
         ]
     options = rng.sample(values, OPTIONS)
-    fact = ToldFact(
-        kind=kind.name,
-        round=-1,
-        told=told[-1],
-        value=values[0],
-        question=_filled(rng.choice(kind.asked), who, ""),
-        replies=tuple(_filled(kind.answer, who, value) for value in options),
-        right=options.index(values[0]),
-        corrected=len(told) > 1,
-    )
-    return told, fact
+    asked = {TOLD: _filled(rng.choice(kind.asked), who, "")}
+    replies = tuple(_filled(kind.answer, who, value) for value in options)
+    needed = (len(told) - 1,)
+    return AskedFact(kind.name, tuple(told), needed, asked, (right,), replies, options.index(right))
 
 
 def _filled(sentence: str, who: str, value: str) -> str:
@@ -194,10 +169,7 @@ _ROUNDS_OF_TRANSCRIPT = 12
 
 def load_dialogues(path: Path) -> list[Dialogue]:
     """The conversations in a file; raises SettingError if there are none."""
-    try:
-        data = read_regular(path)
-    except OSError as error:
-        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+    data = read_data(path)
     if b'"session_1"' in data and path.suffix == ".json":
         return _of_weeks(path)
     first = data.lstrip().partition(b"\n")[0]

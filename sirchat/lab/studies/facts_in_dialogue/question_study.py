@@ -15,36 +15,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sirchat.chat.events import Recalled, TurnDone
+from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.facts_in_dialogue.dialogue import Woven, weave
+from sirchat.lab.studies.facts_in_dialogue.dialogue import AskedFact, Woven, weave
 from sirchat.lab.studies.facts_in_dialogue.questions import (
     HALVES,
     TYPES,
-    AskedFact,
     draw_fact,
     entries,
     unrelated_messages,
 )
-from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, says, spans
+from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, ask_facts
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
-from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Cell, Findings, refuse_unknown
-from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.recall.recall import FOCUS
-from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template
-
-# Of a fact's statements, those whose tokens are held to this share count as found
-_FOUND = 0.5
 
 _ASKED = 40  # questions of each type by which it is decided whether focus wins
 _MOST_COST = 0.02  # nats a token that it may cost ordinary replies
@@ -74,18 +67,12 @@ class QuestionStudy(FactsInDialogue):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the conversation named `unit`, and ask each question of the study about it."""
         told, *numbers = unit.split()
-        switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
+        session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         facts, talk = self.woven(session.template, told, *map(int, numbers))
         recalled = _read(session, talk)
         nats = _nats_of_replies(session, talk)
-        texts, answers = TokenTexts(session.model.tokenizer), []
-        for fact, rounds in zip(facts, talk.places, strict=True):
-            at = _positions(session, texts, fact, rounds)
-            for kind in self.questions:
-                if kind in fact.asked:
-                    answers.append(
-                        ask_fact(session, fact, kind, at, generate=self.reply_tokens > 0)
-                    )
+        generate = self.reply_tokens > 0
+        answers = ask_facts(session, facts, talk, self.questions, generate=generate)
         return {
             "told": told,
             "length": int(numbers[0]),
@@ -104,8 +91,7 @@ class QuestionStudy(FactsInDialogue):
         facts = [
             draw_fact(rng, told, one) for one in rng.sample(entries(told, self.half), self.facts)
         ]
-        sentences = [[one.text for one in fact.told] for fact in facts]
-        return facts, weave(rng, self._dialogues, sentences, length, self.sizes(template))
+        return facts, weave(rng, self._dialogues, facts, length, self.sizes(template))
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """A table for each type of question and length, and one of ordinary replies."""
@@ -181,8 +167,7 @@ def _read(session: Session, talk: Woven) -> float:
         for event in session.read_user(user, before="assistant"):
             if isinstance(event, TurnDone):
                 recalled.append(event.recalled)
-        for _ in session.read_reply(reply):
-            pass
+        list(session.read_reply(reply))
     return fmean(recalled)
 
 
@@ -199,66 +184,6 @@ def _nats_of_replies(session: Session, talk: Woven) -> float:
     turns = [first + 2 * at + 1 for at in range(len(talk.rounds)) if at not in talk.own]
     of_reply = np.isin(rows["turn"], turns) & (rows["role"] == Role.ASSISTANT)
     return float(np.nanmean(rows["surprisal"][of_reply]))
-
-
-@dataclass(frozen=True)
-class _ToldAt:
-    """The stream positions of a statement's tokens, and of those of its value."""
-
-    statement: Positions
-    value: Positions
-
-
-def _positions(
-    session: Session, texts: TokenTexts, fact: AskedFact, rounds: Sequence[int]
-) -> list[_ToldAt]:
-    """Where each statement of a fact stands, given the round that tells it."""
-    rows, first = session.save().rows, session.state.roles.index("user")
-    found = list[_ToldAt]()
-    for one, round in zip(fact.told, rounds, strict=True):
-        at = np.flatnonzero((rows["turn"] == first + 2 * round) & (rows["role"] == Role.USER))
-        statement, value = spans(texts, rows["token_id"][at].tolist(), one.text, one.value)
-        found.append(_ToldAt(at[statement], at[value]))
-    return found
-
-
-def ask_fact(
-    session: Session, fact: AskedFact, kind: str, told: Sequence[_ToldAt], *, generate: bool
-) -> Record:
-    """Ask a question, score the answer and say what was held for it; then undo the turn."""
-    found: Record = {"kind": fact.kind, "type": kind, "said": None, "seconds": None}
-    needed = [told[at] for at in fact.needed]
-    others = [one for at, one in enumerate(told) if at not in fact.needed]
-    for event in session.ask(fact.asked[kind]):
-        if isinstance(event, Recalled):
-            found["seconds"] = event.seconds
-        elif isinstance(event, TurnDone) and event.role == "user":
-            scores = session.score_continuations(fact.replies)
-            nats = [-math.fsum(one.log_probabilities) for one in scores]
-            held = session.ledger.held_positions
-            shares = [float(np.isin(one.statement, held).mean()) for one in needed]
-            found |= {
-                "right": float(nats.index(min(nats)) == fact.right),
-                "nats": nats[fact.right],
-                "held": _share(held, [one.value for one in needed[-len(fact.values) :]]),
-                "told": _share(held, [one.statement for one in needed]),
-                "found": fmean(share >= _FOUND for share in shares),
-                "last": float(shares[-1] >= _FOUND) if len(shares) > 1 else None,
-                "other": _share(held, [one.statement for one in others]) if others else None,
-                "rows": len(held),
-                "recalled": event.recalled,
-            }
-            if not generate:
-                break
-        elif isinstance(event, TurnDone):
-            found["said"] = fmean(says(event.text, value) for value in fact.values)
-            found["reply"] = event.text
-    session.undo()
-    return found
-
-
-def _share(held: Positions, parts: Sequence[Positions]) -> float:
-    return float(np.isin(np.concatenate(parts), held).mean())
 
 
 # The heading of each column, by the key of an answer's record; a column without a value is left out

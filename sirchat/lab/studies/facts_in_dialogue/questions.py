@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import yaml
 
-from sirchat.lab.studies.facts_in_dialogue.dialogue import OPTIONS
+from sirchat.lab.studies.facts_in_dialogue.dialogue import OPTIONS, AskedFact, Statement
 
 # What is told for each type of question. The same conversations serve for the first two types.
 TYPES = {
@@ -23,27 +22,6 @@ TYPES = {
 HALVES = ("a", "b", "all")
 
 _LISTED = 3  # things in a list
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A sentence that a user turn says, and the value in it."""
-
-    text: str
-    value: str
-
-
-@dataclass(frozen=True)
-class AskedFact:
-    """What a conversation tells about one fact, in several places, and how it is asked for."""
-
-    kind: str  # name of the kind of fact
-    told: tuple[Statement, ...]  # in the order in which they are told
-    needed: tuple[int, ...]  # indices in `told` of the statements that the answer needs
-    asked: dict[str, str]  # the user turn that asks, for each type of question
-    values: tuple[str, ...]  # what the right reply names
-    replies: tuple[str, ...]  # the four replies to choose from
-    right: int  # index of the right reply
 
 
 def entries(told: str, half: str) -> list[dict[str, Any]]:

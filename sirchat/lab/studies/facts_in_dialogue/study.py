@@ -13,24 +13,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import ClassVar
 
 import numpy as np
 
-from sirchat.chat.events import TurnDone
+from sirchat.chat.events import Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.summary import make_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
+    TOLD,
+    AskedFact,
     Dialogue,
-    FactDialogue,
-    ToldFact,
-    draw_dialogue,
+    Woven,
+    draw_told_fact,
     load_dialogues,
+    weave,
 )
+from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
-from sirchat.lab.studies.reading import read, switch, whole_round
+from sirchat.lab.studies.reading import read, whole_round
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import (
     GREEDY,
@@ -87,29 +91,19 @@ class FactsInDialogue(Grid):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the conversation named `unit`, and ask for each fact."""
         length, number = map(int, unit.split())
-        switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
-        talk = self.dialogue(session.template, length, number)
+        session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
+        facts, talk = self.dialogue(session.template, length, number)
         for user, reply in talk.rounds:
             read(session, user, reply)
+        answers = ask_facts(session, facts, talk, (TOLD,), generate=self.reply_tokens > 0)
+        for fact, answer in zip(facts, answers, strict=True):
+            answer["corrected"] = len(fact.told) > 1
+            answer["closed"] = self._closed_book(session, fact)
         rows, tokens = session.save().rows, session.seen
-        first = session.state.roles.index("user")
-        said = [
-            np.flatnonzero((rows["turn"] == first + 2 * fact.round) & (rows["role"] == Role.USER))
-            for fact in talk.facts
-        ]
-        texts, answers = TokenTexts(session.model.tokenizer), []
-        for fact, at in zip(talk.facts, said, strict=True):
-            statement, value = spans(texts, rows["token_id"][at].tolist(), fact.told, fact.value)
-            answers.append(
-                ask_and_score(
-                    session, fact, at[statement], at[value], generate=self.reply_tokens > 0
-                )
-                | {"closed": self._closed_book(session, fact)}
-            )
         for way in self.summary:
             text = make_summary(session)
-            for fact, answer in zip(talk.facts, answers, strict=True):
-                answer[f"in {way}"] = says(text, fact.value)
+            for fact, answer in zip(facts, answers, strict=True):
+                answer[f"in {way}"] = says(text, fact.values[0])
         return {
             "length": length,
             "answers": answers,
@@ -118,10 +112,13 @@ class FactsInDialogue(Grid):
             "nats": float(np.nanmean(rows["surprisal"])),
         }
 
-    def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number`, of at most `length` tokens; the same seed gives the same text."""
+    def dialogue(
+        self, template: Template, length: int, number: int
+    ) -> tuple[list[AskedFact], Woven]:
+        """The facts of conversation `number` and its rounds; the same seed gives the same."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
-        return draw_dialogue(rng, self._dialogues, self.facts, length, self.sizes(template))
+        facts = [draw_told_fact(rng, kind) for kind in rng.sample(KINDS, self.facts)]
+        return facts, weave(rng, self._dialogues, facts, length, self.sizes(template))
 
     def sizes(self, template: Template) -> Callable[[str, str], int]:
         """A function that counts the tokens of a round, given user turn and reply."""
@@ -147,11 +144,8 @@ class FactsInDialogue(Grid):
             f"including a system prompt of {next(iter(found.values()))['system']} tokens",
         )
         findings = self.findings(found)
-        return Report(
-            header,
-            tables(findings, self.settings, self.lengths, self.summary),
-            details=self.parameters(),
-        )
+        tables = (_table(findings, self.settings, length, self.summary) for length in self.lengths)
+        return Report(header, tuple(tables), details=self.parameters())
 
     @cached_property
     def _dialogues(self) -> Sequence[Dialogue]:
@@ -162,15 +156,15 @@ class FactsInDialogue(Grid):
         """The surprisals that `_closed_book` has computed, so that none is computed twice."""
         return {}
 
-    def _closed_book(self, session: Session, fact: ToldFact) -> float:
+    def _closed_book(self, session: Session, fact: AskedFact) -> float:
         """The right reply's surprisal, in nats, in a session that read nothing else."""
         profile, right = session.profile, fact.replies[fact.right]
-        key = f"{fact.question}/{right}", profile.system
+        question = fact.asked[TOLD]
+        key = f"{question}/{right}", profile.system
         if key not in self._closed:
             full = profile.model_copy(update={"policy": "full", "policy_options": {}})
             alone = Session(session.model, full)
-            for _ in alone.read_user(fact.question, before="assistant"):
-                pass
+            list(alone.read_user(question, before="assistant"))
             (scored,) = alone.score_continuations([right])
             self._closed[key] = -math.fsum(scored.log_probabilities)
         return self._closed[key]
@@ -191,37 +185,87 @@ def spans(texts: TokenTexts, ids: Sequence[int], sentence: str, value: str) -> t
     )
 
 
-def ask_and_score(
-    session: Session, fact: ToldFact, statement: Positions, value: Positions, *, generate: bool
+def ask_facts(
+    session: Session,
+    facts: Sequence[AskedFact],
+    talk: Woven,
+    types: Sequence[str],
+    *,
+    generate: bool,
+) -> list[Record]:
+    """Ask all questions of these types for what a session has read."""
+    rows, first = session.save().rows, session.state.roles.index("user")
+    texts, answers = TokenTexts(session.model.tokenizer), list[Record]()
+    for fact, rounds in zip(facts, talk.places, strict=True):
+        at = list[tuple[Positions, Positions]]()
+        for one, round in zip(fact.told, rounds, strict=True):
+            said = (rows["turn"] == first + 2 * round) & (rows["role"] == Role.USER)
+            tokens = np.flatnonzero(said)
+            ids = rows["token_id"][tokens].tolist()
+            statement, value = spans(texts, ids, one.text, one.value)
+            at.append((tokens[statement], tokens[value]))
+        answers += [
+            ask_fact(session, fact, kind, at, generate=generate)
+            for kind in types
+            if kind in fact.asked
+        ]
+    return answers
+
+
+def ask_fact(
+    session: Session,
+    fact: AskedFact,
+    kind: str,
+    told: Sequence[tuple[Positions, Positions]],
+    *,
+    generate: bool,
 ) -> Record:
-    """Ask for a fact, score the answer, and undo the turn."""
-    found: Record = {"kind": fact.kind, "corrected": fact.corrected, "said": None}
-    for event in session.ask(fact.question):
-        if isinstance(event, TurnDone) and event.role == "user":
-            nats = [
-                -math.fsum(one.log_probabilities)
-                for one in session.score_continuations(fact.replies)
-            ]
+    """Ask a question, score the answer and say what was held for it; then undo the turn.
+
+    `told` are the stream positions of each statement's tokens, and of those of its value.
+    """
+    found: Record = {"kind": fact.kind, "type": kind, "said": None, "seconds": None}
+    needed = [told[at] for at in fact.needed]
+    others = [one for at, one in enumerate(told) if at not in fact.needed]
+    for event in session.ask(fact.asked[kind]):
+        if isinstance(event, Recalled):
+            found["seconds"] = event.seconds
+        elif isinstance(event, TurnDone) and event.role == "user":
+            scores = session.score_continuations(fact.replies)
+            nats = [-math.fsum(one.log_probabilities) for one in scores]
             held = session.ledger.held_positions
+            shares = [float(np.isin(statement, held).mean()) for statement, _ in needed]
             found |= {
-                "right": nats.index(min(nats)) == fact.right,
+                "right": float(nats.index(min(nats)) == fact.right),
                 "nats": nats[fact.right],
-                "told": float(np.isin(statement, held).mean()),
-                "held": float(np.isin(value, held).mean()),
-                "restored": len(session.recall.scores),
+                "held": _share(held, [value for _, value in needed[-len(fact.values) :]]),
+                "told": _share(held, [statement for statement, _ in needed]),
+                "found": fmean(share >= _FOUND for share in shares),
+                "last": float(shares[-1] >= _FOUND) if len(shares) > 1 else None,
+                "other": _share(held, [statement for statement, _ in others]) if others else None,
+                "rows": len(held),
+                "recalled": event.recalled,
             }
             if not generate:
                 break
         elif isinstance(event, TurnDone):
-            found["said"] = says(event.text, fact.value)
+            found["said"] = fmean(says(event.text, value) for value in fact.values)
+            found["reply"] = event.text
     session.undo()
     return found
+
+
+def _share(held: Positions, parts: Sequence[Positions]) -> float:
+    return float(np.isin(np.concatenate(parts), held).mean())
 
 
 def says(reply: str, value: str) -> bool:
     """Whether a reply contains a value as whole words, ignoring upper and lower case."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
+
+# Of a fact's statements, those whose tokens are held to this share count as found
+_FOUND = 0.5
 
 # The policy with which every other policy is compared, at the same budget. If no setting has this
 # policy, the policy of the first setting is used instead
@@ -238,16 +282,6 @@ _COLUMNS = (
     "nats below full",
     "nats a token",
 )
-
-
-def tables(
-    findings: Sequence[Findings],
-    settings: Sequence[Profile],
-    lengths: Sequence[int],
-    ways: Sequence[str] = (),
-) -> tuple[Table, ...]:
-    """A table for each length of conversation, with a row for each setting."""
-    return tuple(_table(findings, settings, length, ways) for length in lengths)
 
 
 def _table(
