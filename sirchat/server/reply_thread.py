@@ -174,11 +174,11 @@ class ReplyThread:
         for reply in waiting:
             try:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)
-            except Exception as error:
-                taken, reply.is_cancelled = None, True
-                reply.send(_error_for_client(error))  # the client sees only this first error
-            if taken is None and not reply.is_cancelled:
+            except BusyError:
                 continue
+            except Exception as error:
+                taken = None
+                reply.send(_error_for_client(error))  # the client sees only this first error
             with self._changed:
                 self._waiting.remove(reply)
                 if taken is not None:
