@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +33,9 @@ from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
-from sirchat.server.completions import CompletionShape, Part
+from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
@@ -46,24 +46,29 @@ from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
-    DetokenizeRequest,
     OwnSession,
     ReplyRequest,
     TextRequest,
-    TokenizeRequest,
+    call_parser_for,
     notes_on_tools,
+    role_text_pairs,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.rule import nearest
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
-from sirchat.server.tools import call_parser_for, role_text_pairs
 
 _LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Shape = CompletionShape | ResponsesShape | MessageShape | OllamaShape  # makes the JSON of one reply
-
+# The requests for a reply, and what makes the JSON of the reply to each.
+_REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
+    "/v1/chat/completions": (ChatRequest, CompletionShape),
+    "/v1/completions": (TextRequest, CompletionShape),
+    "/v1/messages": (MessagesRequest, MessageShape),
+    "/api/chat": (OllamaRequest, OllamaShape),
+    "/api/generate": (OllamaTextRequest, OllamaShape),
+}
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -143,16 +148,13 @@ class ChatServer:
             Route("/health", self._health),
             *about.routes,
             *SessionRoutes(self.replies, conversations).routes,
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            *(
+                Route(path, partial(self._reply, *of), methods=["POST"])
+                for path, of in _REPLIES.items()
+            ),
             Route("/v1/responses", self._create_response, methods=["POST"]),
             Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
-            Route("/v1/completions", self._complete_text, methods=["POST"]),
-            Route("/v1/messages", self._create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/api/chat", self._ollama_chat, methods=["POST"]),
-            Route("/api/generate", self._ollama_generate, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -176,48 +178,27 @@ class ChatServer:
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _chat(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), ChatRequest)
-        return await self._answer(request, asked, CompletionShape(asked, self.model))
-
-    async def _complete_text(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), TextRequest)
-        return await self._answer(request, asked, CompletionShape(asked, self.model))
-
-    async def _create_message(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), MessagesRequest)
-        shape = MessageShape(self.model)
-        return await self._answer(request, asked.as_request(), shape, notes_on_tools(asked.tools))
+    async def _reply(
+        self, kind: Any, shape_of: Callable[[Any, str], Shape], request: Request
+    ) -> Response:
+        asked = parse_request(await read_body(request), kind)
+        shape = shape_of(asked, self.model)
+        if isinstance(shape, OllamaShape) and asked.only_loads:
+            self._check_name(asked.model)
+            return JSONResponse(shape.loaded)
+        notes = notes_on_tools(getattr(asked, "tools", ()))
+        return await self._answer(request, asked.as_request(), shape, notes)
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
-        return JSONResponse({"input_tokens": len(await self._ids_of(asked))})
-
-    async def _tokenize(self, request: Request) -> Response:
-        given = parse_request(await read_body(request), TokenizeRequest)
-        ids = await self._ids_of(given.as_request())
-        if not given.has_special and ids[:1] == [self._loaded.tokenizer.bos_token_id]:
-            del ids[0]
-        most = self._loaded.context_length
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
-
-    async def _detokenize(self, request: Request) -> Response:
-        tokens = parse_request(await read_body(request), DetokenizeRequest).tokens
-        if wrong := [token for token in tokens if not 0 <= token < self._loaded.vocab_size]:
-            allowed = f"allowed: 0 to {self._loaded.vocab_size - 1}"
-            raise RequestError(f"there is no token {wrong[0]}; {allowed}", param="tokens")
-        text = self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return JSONResponse({"content": text, "prompt": text})
-
-    async def _ids_of(self, asked: ReplyRequest) -> list[int]:
-        """The ids that a new conversation would read for this request."""
         self._check_name(asked.model)
         work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
-        return await asyncio.wrap_future(self.replies.call(work))
+        ids = await asyncio.wrap_future(self.replies.call(work))
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def _create_response(self, request: Request) -> Response:
-        given = parse_request(await read_body(request), ResponsesRequest)
-        asked = self._responses.with_items(given)
+        given = self._responses.with_items(parse_object(await read_body(request)))
+        asked = make_request(ResponsesRequest, given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
         chat, notes = asked.as_chat_request(before), notes_on_tools(asked.tools)
@@ -229,22 +210,6 @@ class ChatServer:
             self._responses.remove(ident)
             return JSONResponse({"id": ident, "object": "response", "deleted": True})
         return JSONResponse(self._responses.find(ident))
-
-    async def _ollama_chat(self, request: Request) -> Response:
-        return await self._answer_as_ollama(request, OllamaRequest)
-
-    async def _ollama_generate(self, request: Request) -> Response:
-        return await self._answer_as_ollama(request, OllamaTextRequest)
-
-    async def _answer_as_ollama(
-        self, request: Request, kind: type[OllamaRequest | OllamaTextRequest]
-    ) -> Response:
-        asked = parse_request(await read_body(request), kind)
-        shape = OllamaShape(self.model, is_chat=kind is OllamaRequest)
-        if asked.only_loads:
-            self._check_name(asked.model)
-            return JSONResponse(shape.loaded)
-        return await self._answer(request, asked.as_request(), shape)
 
     async def _answer(
         self, request: Request, asked: ReplyRequest, shape: Shape, notes: Sequence[str] = ()
@@ -282,10 +247,7 @@ class ChatServer:
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
-    def _history(self, asked: ReplyRequest, name: str = "") -> History:
-        if isinstance(asked, TextRequest):
-            return History.of_single_message("text", asked.prompt[0])
-        assert isinstance(asked, ChatRequest)
+    def _history(self, asked: ChatRequest, name: str = "") -> History:
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
             return History.of_single_message("user", asked.messages[-1].text, profile)
@@ -343,7 +305,6 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
-        assert isinstance(asked, ChatRequest | TextRequest)
         if asked.alternatives:
             settings["lookup"] = False  # each token is generated in a step of its own
         options = ReplyOptions(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -25,13 +27,14 @@ from sirchat.server.fields import (
     Fields,
     FunctionName,
     Json,
+    ModelFields,
     Name,
     RequestError,
     join_text_parts,
-    make_request,
     refuse_deep_nesting,
 )
 from sirchat.server.rule import MANY, READ_AS
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_key
 
 LONGEST_NAME = 256  # of a conversation
 
@@ -50,7 +53,7 @@ class FunctionCall(Fields):
     name: FunctionName
     arguments: Annotated[
         str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
-    ]
+    ] = "{}"
 
 
 class CallFields(Fields):
@@ -78,6 +81,14 @@ class FunctionFields(Fields):
         return schema | {"type": "object"}
 
 
+class FlatTool(FunctionFields):
+    """A function whose fields stand beside the type of the tool."""
+
+    def functions(self) -> list[dict[str, Any]]:
+        """This function, as the field `function` of a tool of a chat request."""
+        return [self.model_dump(exclude={"type"}, exclude_none=True)]
+
+
 class Tool(Fields):
     """An item of the field `tools`."""
 
@@ -100,6 +111,12 @@ class HostedTool(Fields):
 def notes_on_tools(tools: Iterable[Any]) -> list[str]:
     """Which of these tools can't be had."""
     return [f"the tool {tool.type} is left out" for tool in tools if isinstance(tool, HostedTool)]
+
+
+def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """The tools that can be had, as a chat request has them."""
+    own = (tool for tool in tools if not isinstance(tool, HostedTool))
+    return [{"type": "function", "function": each} for tool in own for each in tool.functions()]
 
 
 class ToolName(Fields):
@@ -266,20 +283,17 @@ class OwnSession(Fields):
     source: int = Field(default=0, ge=0, le=MANY)
 
 
-class ReplyRequest(Fields):
-    """The fields that chat and text requests have; `ChatServer` checks sampling settings."""
+class SamplingFields(Fields):
+    """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
     place = "request"
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
     repeat_last_n: int | None = None
     seed: int | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(
@@ -287,12 +301,23 @@ class ReplyRequest(Fields):
         ),
         Field(max_length=_MOST_STOPS),
     ] = Field(default=[])
+    num_ctx: int | None = None  # the budget, but at most the model's context
+
+
+class ReplyFields(SamplingFields, ModelFields):
+    """The fields that chat and text requests have."""
+
+    repetition_penalty: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1, le=8)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], float] = Field(default={})
-    num_ctx: int | None = None  # the budget, but at most the model's context
     sirchat: RequestMemory = RequestMemory()
+
+    def as_request(self) -> Self:
+        """This request itself: others are put into its shape."""
+        return self
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
@@ -309,7 +334,7 @@ class ReplyRequest(Fields):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class TextRequest(ReplyRequest):
+class TextRequest(ReplyFields):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
     prompt: Annotated[
@@ -327,7 +352,7 @@ class TextRequest(ReplyRequest):
         return self.logprobs
 
 
-class ChatRequest(ReplyRequest):
+class ChatRequest(ReplyFields):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -400,7 +425,7 @@ class ChatRequest(ReplyRequest):
 
     def check(self) -> None:
         """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
-        _check_calls(self.turns)
+        is_begun = self.prefill is not None
         if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
@@ -410,7 +435,7 @@ class ChatRequest(ReplyRequest):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
-        if self.prefill is not None and (self.called_tools or self.logprobs):
+        if is_begun and (self.called_tools or self.logprobs):
             problem = "a reply that goes on with the last message can't have a required call"
             raise RequestError(f"{problem} or logprobs", param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
@@ -424,41 +449,7 @@ class ChatRequest(ReplyRequest):
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
 
 
-class TokenizeRequest(Fields):
-    """The body of a request to `/tokenize`: a text, as llama.cpp or vLLM name it, or messages."""
-
-    place = "request"
-    model: str | None = None
-    content: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, max_length=MOST_MESSAGES)
-    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
-    add_special: bool | None = None
-    add_special_tokens: bool | None = None
-
-    @property
-    def has_special(self) -> bool:
-        """Whether the beginning of a sequence is wanted, as it is if `content` is not given."""
-        given = (self.add_special, self.add_special_tokens, self.content is None)
-        return next(each for each in given if each is not None)
-
-    def as_request(self) -> ReplyRequest:
-        """A request that reads the same; RequestError unless one text or messages are given."""
-        texts = [text for text in (self.content, self.prompt) if text is not None]
-        if len(texts) + (self.messages is not None) != 1:
-            raise RequestError("give one of content, prompt and messages", param="content")
-        if self.messages is None:
-            return make_request(TextRequest, {"model": self.model, "prompt": texts})
-        fields = {"messages": self.messages, "tools": self.tools}
-        return make_request(ChatRequest, {"model": self.model, **fields})
-
-
-class DetokenizeRequest(Fields):
-    """The body of a request to `/detokenize`."""
-
-    place = "request"
-    model: str | None = None
-    tokens: list[int] = Field(max_length=10**6)
+ReplyRequest = ChatRequest | TextRequest
 
 
 def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -475,8 +466,15 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         role = "user" if message.role == "system" else message.role
         if role == "tool" and all(turn.role == "user" for turn in turns):
             role = "user"  # the call is in a part of the chat that was cut off
+        elif role == "tool" and message.tool_call_id not in waiting:
+            raise RequestError(
+                f"turn {len(turns) + 1} after the system message answers the call "
+                f"{format_value(message.tool_call_id)}, but the reply before has no such call, or "
+                "it is answered already",
+                param="messages",
+            )
         elif role == "tool":
-            waiting.discard(message.tool_call_id or "")
+            waiting.remove(message.tool_call_id or "")
         elif role == "user" and waiting:
             turns += _without_result(waiting)
             waiting.clear()
@@ -498,7 +496,10 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             )
         )
         is_system = message.role == "system"
-    return [*turns, *_without_result(waiting)] if turns[-1].role == "tool" else turns
+    if waiting and turns[-1].role != "tool":
+        problem = "the last message must be a user message, or what the called tools returned"
+        raise RequestError(problem, param="messages")
+    return [*turns, *_without_result(waiting)]
 
 
 def _without_result(calls: Iterable[str]) -> list[ChatMessage]:
@@ -507,18 +508,36 @@ def _without_result(calls: Iterable[str]) -> list[ChatMessage]:
     ]
 
 
-def _check_calls(turns: Sequence[ChatMessage]) -> None:
-    waiting = set[str]()  # ids of calls without what the tool returned
-    for number, message in enumerate(turns):
-        if message.role == "tool" and message.tool_call_id not in waiting:
-            raise RequestError(
-                f"turn {number + 1} after the system message answers the call "
-                f"{format_value(message.tool_call_id)}, but the reply before has no such call, or "
-                "it is answered already",
-                param="messages",
-            )
-        waiting.discard(message.tool_call_id or "")
-        waiting |= {call.id for call in message.tool_calls}
-    if waiting:
-        problem = "the last message must be a user message, or what the called tools returned"
-        raise RequestError(problem, param="messages")
+def call_parser_for(asked: ChatRequest) -> CallParser | None:
+    """A parser for calls in the reply to `asked`; None if the reply must not call tools."""
+    if not asked.tools or asked.tool_choice == "none":
+        return None
+    ids = [call.id for message in asked.turns for call in message.tool_calls]
+    used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
+    names = {tool.function.name: tool.function.parameters for tool in asked.tools}
+    only_one = not asked.parallel_tool_calls
+    return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
+
+
+def role_text_pairs(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
+    """Convert messages to pairs of role and text; successive results of tools become one message.
+
+    The role is `user`, `assistant`, `tool` (results) or `calls` (a reply that calls tools). For
+    `tool` and `calls`, the text is JSON.
+    """
+    said: list[tuple[str, str]] = []
+    names: dict[str | None, str] = {}  # of the called tools, by the id of the call
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        if are_results:
+            results = [[m.tool_call_id, m.name or names.get(m.tool_call_id), m.text] for m in group]
+            said.append(("tool", json.dumps(results, ensure_ascii=False)))
+            continue
+        for message in group:
+            calls = [
+                ToolCall(call.id, call.function.name, call.function.arguments)
+                for call in message.tool_calls
+            ]
+            names |= {call.id: call.name for call in calls}
+            text = calls_key(message.text, calls) if calls else message.text
+            said.append(("calls" if calls else message.role, text))
+    return said

@@ -11,7 +11,7 @@ import pytest
 from serving import Served, assistant, served, system, user
 from sirchat.server.anthropic import MessagesRequest
 from sirchat.server.fields import parse_request
-from sirchat.server.tools import role_text_pairs
+from sirchat.server.requests import role_text_pairs
 from template_shapes import WEATHER, script, tool_tiny
 
 PATH = "/v1/messages"

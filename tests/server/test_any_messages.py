@@ -26,8 +26,7 @@ from sirchat.server.fields import make_request
 from sirchat.server.pieces import ReplyOptions
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import generate_reply
-from sirchat.server.requests import ChatRequest
-from sirchat.server.tools import role_text_pairs
+from sirchat.server.requests import ChatRequest, role_text_pairs
 from template_shapes import WEATHER, tool_tiny
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
