@@ -49,9 +49,7 @@ from sirchat.server.requests import (
     OwnSession,
     ReplyRequest,
     TextRequest,
-    call_parser_for,
     notes_on_tools,
-    role_text_pairs,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.rule import nearest
@@ -168,11 +166,7 @@ class ChatServer:
                 *([Middleware(CORSMiddleware, **_CORS, allow_origins=cors)] if cors else []),
                 Middleware(Access, host=host, key=key, origins=cors),
             ],
-            exception_handlers={
-                RequestError: show_error,  # type: ignore[dict-item]
-                HTTPException: _show_http_error,  # type: ignore[dict-item]
-                Exception: _show_failure,
-            },
+            exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), show_error),
         )
 
     async def _health(self, request: Request) -> Response:
@@ -254,8 +248,7 @@ class ChatServer:
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        said, reuse = role_text_pairs(asked.turns), asked.sirchat.reuse or ""
-        return History.of(system, said, written, reuse, name)
+        return History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -305,23 +298,18 @@ class ChatServer:
         memory = {name: getattr(profile, name) for name in _MEMORY}
         if asked.alternatives:
             settings["lookup"] = False  # each token is generated in a step of its own
-        options = ReplyOptions(
+        return ReplyOptions(
             settings,
             memory,
             tuple(asked.stop),
             asked.alternatives,
-            own=frozenset(own),
-            notes=notes,
-            count=asked.n,
+            calls=asked.call_parser() if isinstance(asked, ChatRequest) else None,
             format=partial(self._formats.of, asked, notes),
-        )
-        if not isinstance(asked, ChatRequest):
-            return options
-        return replace(
-            options,
-            calls=call_parser_for(asked),
+            own=frozenset(own),
             must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
+            notes=notes,
+            count=asked.n,
         )
 
 
@@ -419,14 +407,3 @@ async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any,
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _show_http_error(request: Request, error: HTTPException) -> Response:
-    words = f"{request.method} {request.url.path}: {error.detail}"
-    headers = dict(error.headers or {})
-    return await show_error(request, RequestError(words, status=error.status_code, headers=headers))
-
-
-async def _show_failure(request: Request, error: Exception) -> Response:
-    words = f"the request failed: {type(error).__name__}"
-    return await show_error(request, RequestError(words, status=500))

@@ -33,7 +33,7 @@ class History:
 
     Attributes:
         system: the system prompt.
-        messages: role and text of each message, as `tools.role_text_pairs` writes them.
+        messages: role and text of each message, as `ChatRequest.turns` has them.
         keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
         marks: `marks[n]` is the hash of message n alone.
         tools: the tools that the model may call, as JSON; "" if there are none.

@@ -51,10 +51,6 @@ class WaitingReply:
     parts: Parts | None = None
     next: Generation | None = None
 
-    def is_gone(self) -> bool:
-        """Whether the client no longer waits for the reply."""
-        return self.is_cancelled
-
 
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
@@ -173,7 +169,9 @@ class ReplyThread:
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
         reply.conversation = taken = self._conversations.take(reply.history)
-        reply.parts = generate_reply(taken, reply.history, reply.options, reply.is_gone)
+        reply.parts = generate_reply(
+            taken, reply.history, reply.options, lambda: reply.is_cancelled
+        )
         self._running.append(reply)
 
     def _refuse(self, reply: WaitingReply, begun: Future[None]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -250,7 +250,7 @@ class MemorySettings(Fields):
 
     def given(self) -> dict[str, Any]:
         """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
 
 
 ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
@@ -264,10 +264,6 @@ class RequestMemory(MemorySettings):
 
     reuse: Literal["exact", "messages"] | None = None
     conversation: ConversationName | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
 
 
 class OwnSession(Fields):
@@ -337,6 +333,8 @@ class ReplyFields(SamplingFields, ModelFields):
 class TextRequest(ReplyFields):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
+    prefill: ClassVar[str | None] = None
+    called_tools: ClassVar[Sequence[FunctionFields]] = ()
     prompt: Annotated[
         str,
         BeforeValidator(
@@ -399,6 +397,16 @@ class ChatRequest(ReplyFields):
         name = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
+    def call_parser(self) -> CallParser | None:
+        """A parser for calls in the reply; None if it must not call tools."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        ids = [call.id for turn in self._turns for call in turn.calls]
+        used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
+        names = {tool.function.name: tool.function.parameters for tool in self.tools}
+        only_one = not self.parallel_tool_calls
+        return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
+
     @property
     def system(self) -> str | None:
         """The text of the system messages with which the chat begins."""
@@ -406,18 +414,19 @@ class ChatRequest(ReplyFields):
         return "\n\n".join(message.text for message in first) if first else None
 
     @property
-    def turns(self) -> Sequence[ChatMessage]:
-        """All further messages but the `prefill`, as turns that every chat template has."""
-        return self._turns if self.prefill is None else self._turns[:-1]
+    def turns(self) -> list[tuple[str, str]]:
+        """Role and text of all turns but the `prefill`, as `History` has them."""
+        turns = self._turns if self.prefill is None else self._turns[:-1]
+        return [turn.pair() for turn in turns]
 
     @property
     def prefill(self) -> str | None:
         """The beginning of the reply, if the chat ends with a text of the assistant."""
         last = self._turns[-1]
-        return last.text if last.role == "assistant" and not last.tool_calls else None
+        return last.text if last.role == "assistant" and not last.calls else None
 
     @cached_property
-    def _turns(self) -> list[ChatMessage]:
+    def _turns(self) -> list[_Turn]:
         return _in_turns(self.messages[self._first :])
 
     @property
@@ -454,7 +463,23 @@ class ChatRequest(ReplyFields):
 ReplyRequest = ChatRequest | TextRequest
 
 
-def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+@dataclass
+class _Turn:
+    """One turn of a chat, as every chat template has it."""
+
+    role: str
+    text: str = ""
+    calls: Sequence[ToolCall] = ()
+    results: list[tuple[str, str | None, str]] = field(default_factory=list)  # of calls, by id
+
+    def pair(self) -> tuple[str, str]:
+        """The role, and the text; JSON in the roles `calls` (a reply with calls) and `tool`."""
+        if self.role == "tool":
+            return "tool", json.dumps(self.results, ensure_ascii=False)
+        return ("calls", calls_key(self.text, self.calls)) if self.calls else (self.role, self.text)
+
+
+def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
     """Messages after the system prompt as turns of users, replies, and what tools returned.
 
     A later system message is a part of the user's turn that follows, replies in a row are one, and
@@ -462,84 +487,46 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     tool returned before any call is the user's; a call without a result has an empty one.
     """
     names = {message.name for message in messages if message.role == "assistant"}
-    turns: list[ChatMessage] = []
+    turns, tools = list[_Turn](), dict[str | None, str]()  # the tools called, by the id of the call
     is_system, waiting = False, set[str]()  # ids of calls without what the tool returned
+
+    def add_result(ident: str, name: str | None, text: str) -> None:
+        if turns[-1].role != "tool":
+            turns.append(_Turn("tool"))
+        turns[-1].results.append((ident, name or tools.get(ident), text))
+        waiting.remove(ident)
+
     for message in messages or [ChatMessage(role="user", content="")]:
-        role = "user" if message.role == "system" else message.role
-        if role == "tool" and all(turn.role == "user" for turn in turns):
-            role = "user"  # the call is in a part of the chat that was cut off
-        elif role == "tool" and message.tool_call_id not in waiting:
-            raise RequestError(
-                f"turn {len(turns) + 1} after the system message answers the call "
-                f"{format_value(message.tool_call_id)}, but the reply before has no such call, or "
-                "it is answered already",
-                param="messages",
-            )
-        elif role == "tool":
-            waiting.remove(message.tool_call_id or "")
-        elif role == "user" and waiting:
-            turns += _without_result(waiting)
-            waiting.clear()
-        waiting |= {call.id for call in message.tool_calls}
-        text, calls = message.text, message.tool_calls
+        role, text = "user" if message.role == "system" else message.role, message.text
+        was_system, is_system = is_system, message.role == "system"
+        if role == "tool" and any(turn.role != "user" for turn in turns):
+            if (ident := message.tool_call_id or "") not in waiting:
+                raise RequestError(
+                    f"turn {len(turns) + 1} after the system message answers the call "
+                    f"{format_value(ident)}, but the reply before has no such call, or "
+                    "it is answered already",
+                    param="messages",
+                )
+            add_result(ident, message.name, text)
+            continue
+        role = "user" if role == "tool" else role  # its call is in a part that was cut off
+        for ident in sorted(waiting) if role == "user" else ():
+            add_result(ident, None, _NO_RESULT)
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls]
+        tools |= {call.id: call.name for call in calls}
+        waiting |= {call.id for call in calls}
         if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
             text = f"{message.name}: {text}"
-        before = turns[-1].role if turns else None
-        if (is_system and role == "user") or role == before == "assistant":
+        if not turns and role == "assistant":
+            turns.append(_Turn("user"))
+        if turns and (was_system if role == "user" else turns[-1].role == "assistant"):
             last = turns.pop()
             text = "\n\n".join(filter(None, [last.text, text]))
-            calls = [*last.tool_calls, *calls]
-        elif before is None and role == "assistant":
-            turns.append(ChatMessage(role="user", content=""))
-        turns.append(
-            message.model_copy(
-                update={"role": role, "content": text, "tool_calls": calls}
-                | ({} if role == "tool" else {"tool_call_id": None})
-            )
-        )
-        is_system = message.role == "system"
+            calls = [*last.calls, *calls]
+        turns.append(_Turn(role, text, calls))
     if waiting and turns[-1].role != "tool":
         problem = "the last message must be a user message, or what the called tools returned"
         raise RequestError(problem, param="messages")
-    return [*turns, *_without_result(waiting)]
-
-
-def _without_result(calls: Iterable[str]) -> list[ChatMessage]:
-    return [
-        ChatMessage(role="tool", content=_NO_RESULT, tool_call_id=call) for call in sorted(calls)
-    ]
-
-
-def call_parser_for(asked: ChatRequest) -> CallParser | None:
-    """A parser for calls in the reply to `asked`; None if the reply must not call tools."""
-    if not asked.tools or asked.tool_choice == "none":
-        return None
-    ids = [call.id for message in asked.turns for call in message.tool_calls]
-    used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
-    names = {tool.function.name: tool.function.parameters for tool in asked.tools}
-    only_one = not asked.parallel_tool_calls
-    return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
-
-
-def role_text_pairs(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
-    """Convert messages to pairs of role and text; successive results of tools become one message.
-
-    The role is `user`, `assistant`, `tool` (results) or `calls` (a reply that calls tools). For
-    `tool` and `calls`, the text is JSON.
-    """
-    said: list[tuple[str, str]] = []
-    names: dict[str | None, str] = {}  # of the called tools, by the id of the call
-    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        if are_results:
-            results = [[m.tool_call_id, m.name or names.get(m.tool_call_id), m.text] for m in group]
-            said.append(("tool", json.dumps(results, ensure_ascii=False)))
-            continue
-        for message in group:
-            calls = [
-                ToolCall(call.id, call.function.name, call.function.arguments)
-                for call in message.tool_calls
-            ]
-            names |= {call.id: call.name for call in calls}
-            text = calls_key(message.text, calls) if calls else message.text
-            said.append(("calls" if calls else message.role, text))
-    return said
+    for ident in sorted(waiting):
+        add_result(ident, None, _NO_RESULT)
+    return turns

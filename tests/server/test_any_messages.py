@@ -26,7 +26,7 @@ from sirchat.server.fields import make_request
 from sirchat.server.pieces import ReplyOptions
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import generate_reply
-from sirchat.server.requests import ChatRequest, role_text_pairs
+from sirchat.server.requests import ChatRequest
 from template_shapes import WEATHER, tool_tiny
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
@@ -100,7 +100,7 @@ def ask(
 ) -> ServedConversation:
     """Send the messages, as a request does; the client may leave early."""
     request = make_request(ChatRequest, {"messages": list(messages), "tools": [WEATHER]})
-    history = History.of(request.system, role_text_pairs(request.turns), json.dumps([WEATHER]))
+    history = History.of(request.system, request.turns, json.dumps([WEATHER]))
     conversation = pool.take(history)
     assert conversation is not None
     asked = count(1)
