@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from itertools import accumulate, groupby, starmap
-from operator import attrgetter
 from typing import Any
 
 from sirchat.server.fields import RequestError
@@ -16,8 +15,6 @@ from sirchat.server.requests import ChatRequest, TextRequest
 
 Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
-
-_TEXTS = attrgetter("text"), attrgetter("thinking")
 
 
 class Shape:
@@ -32,7 +29,7 @@ class Shape:
         replies = []
         for choice, group in groupby(said, lambda part: part.choice):
             own = [part for part in group if isinstance(part, ReplyText)]
-            text, thinking = ("".join(map(get, own)) for get in _TEXTS)
+            text, thinking = "".join(p.text for p in own), "".join(p.thinking for p in own)
             tokens = tuple(token for part in own for token in part.tokens)
             calls = tuple(call for part in own for call in part.calls)
             finish = own[-1].finish or end.finish

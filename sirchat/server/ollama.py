@@ -77,13 +77,8 @@ class OllamaAsk(Fields):
 
     def _shared(self) -> dict[str, Any]:
         """The fields of a chat request that do not say what is asked."""
-        fields: dict[str, Any] = {
-            "model": self.model.removesuffix(":latest"),
-            "stream": self.stream,
-            "sirchat": self.sirchat,
-        }
-        if self.think is not None:
-            fields["think"] = self.think
+        same = ("model", "stream", "sirchat", "think")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:

@@ -70,23 +70,18 @@ class ConversationPool:
             raise BusyError
         if named is not None:
             own = named.continued(history, len(matched(named, history)))
-            if own is not history:
-                return self._begin_use(self._go_on(named, own))
+            if own is not history:  # it has the messages before, too
+                named.is_again, named.continued_by = named.has_answered(own), own
+                if own.keys[0] != named.keys[0]:  # with another system prompt, or other tools
+                    before = min(len(named.marks), len(own.marks) - 1)
+                    named.kept, named.is_edited = {at: at for at in range(before)}, True
+                return self._begin_use(named)
         taken = self._begin_use(self._by_messages(history))
         if history.name:
             if named is not None:
                 named.name = ""
             taken.name = history.name
         return taken
-
-    def _go_on(self, named: ServedConversation, history: History) -> ServedConversation:
-        """The conversation, with the messages that `history` has before its new ones."""
-        named.is_again = named.has_answered(history)
-        if history.keys[0] != named.keys[0]:  # with another system prompt, or other tools
-            before = min(len(named.marks), len(history.marks) - 1)
-            named.kept, named.is_edited = {at: at for at in range(before)}, True
-        named.continued_by = history
-        return named
 
     def _by_messages(self, history: History) -> ServedConversation:
         """As `take`, by what the messages have in common with those of a conversation."""

@@ -227,7 +227,6 @@ class _Answer:
         self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None, choice: int
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
-        pieces.begin()
         done = None
         with self._session.begin_reply(
             lambda: self._gone() or pieces.has_ended, reply, allowed, is_undoable=True
