@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -235,14 +236,12 @@ class ConversationPool:
             raise BusyError
         usual = {name: getattr(self.profile, name) for name in _OF_REPLIES}
         copy.session.note_profile(copy.session.profile.model_copy(update=usual))
-        try:
+        with suppress(UndoError):
             for _ in range(more):
                 copy.session.undo(keep_pins=True)
-        except UndoError:
-            raise BusyError from None
-        if not copy.undo_to(shared):
-            raise BusyError
-        return copy
+            if copy.undo_to(shared):
+                return copy
+        raise BusyError
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""

@@ -211,9 +211,7 @@ class ReplyThread:
                 self._finish(reply)
                 reply.send(_error_for_client(error))
                 return
-            if part is None:
-                return
-            if isinstance(part, Generation):
+            if part is None or isinstance(part, Generation):
                 reply.next = part
                 return
             if isinstance(part, ReplyEnd):
