@@ -298,13 +298,19 @@ class ChatServer:
         memory = {name: getattr(profile, name) for name in _MEMORY}
         if asked.alternatives:
             settings["lookup"] = False  # each token is generated in a step of its own
-        own_of_chat: dict[str, Any] = {}
-        if isinstance(asked, ChatRequest):
-            own_of_chat = {"calls": asked.call_parser(), "prefill": asked.prefill or ""}
-            own_of_chat["format"] = partial(self._formats.of, asked, notes)
-            own_of_chat["must_call"] = bool(asked.called_tools)
-        about = {"own": frozenset(own), "notes": notes, "count": asked.n, **own_of_chat}
-        return ReplyOptions(settings, memory, tuple(asked.stop), asked.alternatives, **about)
+        return ReplyOptions(
+            settings,
+            memory,
+            tuple(asked.stop),
+            asked.alternatives,
+            calls=asked.call_parser() if isinstance(asked, ChatRequest) else None,
+            format=partial(self._formats.of, asked, notes),
+            own=frozenset(own),
+            must_call=bool(asked.called_tools),
+            prefill=asked.prefill or "",
+            notes=notes,
+            count=asked.n,
+        )
 
 
 def model_names(model: str) -> tuple[str, ...]:

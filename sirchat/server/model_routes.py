@@ -131,9 +131,15 @@ class ModelRoutes:
         vectors, tokens = await self._vectors(texts, asked.dimensions, cuts=asked.truncate)
         if is_one:
             return JSONResponse({"embedding": vectors[0].tolist()})
-        took = {"total_duration": time.monotonic_ns() - begun, "load_duration": 0}
-        told = {"model": self._names[-1], "embeddings": [one.tolist() for one in vectors], **took}
-        return JSONResponse({**told, "prompt_eval_count": tokens})
+        return JSONResponse(
+            {
+                "model": self._names[-1],
+                "embeddings": [one.tolist() for one in vectors],
+                "total_duration": time.monotonic_ns() - begun,
+                "load_duration": 0,
+                "prompt_eval_count": tokens,
+            }
+        )
 
     async def _vectors(
         self, texts: list[str], size: int | None, *, cuts: bool = False
@@ -172,10 +178,15 @@ class ModelRoutes:
         size = weights_by_device(self._model.module).total()
         name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
         model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
-        if request.url.path.endswith("tags"):
-            return JSONResponse({"models": [{**model, "modified_at": self._since_as_text}]})
-        on_gpu = size if self._model.device.type != "cpu" else 0
-        return JSONResponse({"models": [{**model, "expires_at": until, "size_vram": on_gpu}]})
+        times = (
+            {"modified_at": self._since_as_text}
+            if request.url.path.endswith("tags")
+            else {
+                "expires_at": until,
+                "size_vram": size if self._model.device.type != "cpu" else 0,
+            }
+        )
+        return JSONResponse({"models": [model | times]})
 
     async def _show(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ShowRequest)
@@ -189,9 +200,17 @@ class ModelRoutes:
             f"{kind}.embedding_length": config.hidden_size,
             f"{kind}.block_count": config.num_hidden_layers,
         }
-        file = {"modelfile": f"FROM {self._model.name}", "parameters": "", "template": template}
-        about = {"details": self._details, "model_info": info, "capabilities": able}
-        return JSONResponse({**file, **about, "modified_at": self._since_as_text})
+        return JSONResponse(
+            {
+                "modelfile": f"FROM {self._model.name}",
+                "parameters": "",
+                "template": template,
+                "details": self._details,
+                "model_info": info,
+                "capabilities": able,
+                "modified_at": self._since_as_text,
+            }
+        )
 
     @property
     def _details(self) -> dict[str, Any]:

@@ -85,11 +85,7 @@ class _Answer:
         with session.temporary_reply_settings(options.settings):
             try:
                 _set_template(session, self._history, options)
-                wanted = options.settings.get("reasoning", "auto")
-                switches = session.template.switches
-                is_usual = wanted in ("off", "medium") and not switches.has_effort
-                if not is_usual and (problem := switches.problem(wanted)):
-                    options.notes.append(problem)
+                options.notes.extend(_of_reasoning(session, options))
                 if memory and (conversation.kept or not conversation.roles):
                     _raise_budget(conversation, self._history)
                 if memory and conversation.least_budget == session.budget:
@@ -345,6 +341,14 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
             if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
                 options.notes.append(f"tools are left out: {error}, and a text is too long")
                 session.template = template_for(model, None, template.ends)
+
+
+def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:
+    """A note if the reasoning that the request asks for can't be had."""
+    wanted, switches = options.settings.get("reasoning", "auto"), session.template.switches
+    is_usual = wanted in ("off", "medium") and not switches.has_effort
+    if not is_usual and (problem := switches.problem(wanted)):
+        yield problem
 
 
 def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:

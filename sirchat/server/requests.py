@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -308,6 +308,7 @@ class ReplyFields(SamplingFields, ModelFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1, le=8)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], float] = Field(default={})
     sirchat: RequestMemory = RequestMemory()
 
     def as_request(self) -> Self:
@@ -332,6 +333,8 @@ class ReplyFields(SamplingFields, ModelFields):
 class TextRequest(ReplyFields):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
+    prefill: ClassVar[str | None] = None
+    called_tools: ClassVar[Sequence[FunctionFields]] = ()
     prompt: Annotated[
         str,
         BeforeValidator(

@@ -128,7 +128,22 @@ def test_chats_tell_the_likeliest_tokens_too(server: Served) -> None:
     assert refusal(server.post(CHAT, top_logprobs=2))["param"] == "top_logprobs"
 
 
-@pytest.mark.parametrize("fields", [{"n": 0}, {"n": 9}, {"logit_bias": {"1": 1}}])
+def test_a_bias_of_tokens_changes_what_is_said(server: Served) -> None:
+    usual = server.reply(CHAT, temperature=0)
+    ids = tiny().tokenizer
+    first = ids.encode(usual, add_special_tokens=False)[0]
+    assert not server.reply(CHAT, temperature=0, logit_bias={str(first): -100}).startswith(
+        tiny().tokenizer.decode([first])
+    )
+    word = ids.encode(" name", add_special_tokens=False)[0]
+    biased = server.reply(CHAT, temperature=0, max_tokens=3, logit_bias={str(word): 100})
+    assert biased == tiny().tokenizer.decode([word] * 3)
+    same = server.send(TEXT, prompt="My", max_tokens=2, logit_bias={str(word): 100})
+    assert same["choices"][0]["text"] == tiny().tokenizer.decode([word] * 2)
+    assert "allowed" in refusal(server.post(CHAT, logit_bias={"9999999": 1}))["message"]
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": 9}, {"logit_bias": {"a": 1}}])
 def test_what_can_not_be_had_is_refused(server: Served, fields: Any) -> None:
     assert refusal(server.post(CHAT, **fields))["param"].startswith(next(iter(fields)))
 
