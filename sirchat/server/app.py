@@ -39,7 +39,7 @@ from sirchat.server.fields import RequestError, make_request, parse_object, pars
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
-from sirchat.server.pieces import ReplyEnd, ReplyOptions
+from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
@@ -216,7 +216,11 @@ class ChatServer:
         options = self._options(asked)
         options.notes.extend(notes)
         name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
-        parts = ReplyParts(self.replies, self._history(asked, name), options)
+        if isinstance(asked, TextRequest):
+            histories = [History.of_single_message("text", prompt) for prompt in asked.prompt]
+        else:
+            histories = [self._history(asked, name)]
+        parts = ReplyParts(self.replies, histories, options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -237,9 +241,7 @@ class ChatServer:
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
-    def _history(self, asked: ReplyRequest, name: str = "") -> History:
-        if isinstance(asked, TextRequest):
-            return History.of_single_message("text", asked.prompt)
+    def _history(self, asked: ChatRequest, name: str = "") -> History:
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
             return History.of_single_message("user", asked.messages[-1].text, profile)
@@ -319,41 +321,70 @@ def model_names(model: str) -> tuple[str, ...]:
 
 
 class ReplyParts:
-    """The parts of the reply to a request, which one thread generates, in order.
+    """The parts of the replies to a request, which one thread generates, in order.
 
-    A new instance submits it; iterating raises RequestError if it fails.
+    A new instance submits them, one for each of the `histories`; iterating raises RequestError if
+    one fails.
     """
 
-    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
-        self._thread, self._loop = thread, asyncio.get_running_loop()
-        self._queue, self._first = asyncio.Queue[Sent](), list[Part]()
-        self._reply = WaitingReply(history, options, self._send)
-        thread.submit(self._reply)
+    def __init__(
+        self, thread: ReplyThread, histories: Sequence[History], options: ReplyOptions
+    ) -> None:
+        self._thread, self._each = thread, options.count
+        self._queues = [asyncio.Queue[Sent]() for _ in histories]
+        self._replies = list[WaitingReply]()
+        self._first: Part | None = None
+        for history, queue in zip(histories, self._queues, strict=True):
+            self._replies.append(WaitingReply(history, options, partial(self._send, queue)))
+        self._loop = asyncio.get_running_loop()
+        try:
+            for reply in self._replies:
+                thread.submit(reply)
+        except RequestError:  # too many wait
+            self.cancel()
+            raise
 
-    def _send(self, part: Sent) -> None:
+    def _send(self, queue: asyncio.Queue[Sent], part: Sent) -> None:
         with suppress(RuntimeError):  # the event loop has ended: no client is left
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
+            self._loop.call_soon_threadsafe(queue.put_nowait, part)
 
     async def begin(self) -> None:
         """Wait for the first part of the reply; raises RequestError if the reply fails first."""
-        self._first = [await self._next()]
+        self._first = await self._next(self._queues[0])
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        part = self._first.pop() if self._first else await self._next()
-        while not isinstance(part, ReplyEnd):
-            yield part
-            part = await self._next()
-        yield part
+        ends = list[ReplyEnd]()
+        for number, queue in enumerate(self._queues):
+            part, self._first = self._first, None
+            while not isinstance(part, ReplyEnd):
+                if part is not None:
+                    yield replace(part, choice=part.choice + number * self._each)
+                part = await self._next(queue)
+            ends.append(replace(part, choice=part.choice + number * self._each))
+            if number < len(self._queues) - 1:
+                yield ReplyText("", choice=ends[-1].choice, finish=part.finish)
+        yield replace(ends[-1], usage=_sum([end.usage for end in ends]))
 
     def cancel(self) -> None:
-        """Stop generating the reply, because the client no longer waits for it."""
-        self._thread.cancel(self._reply)
+        """Stop generating the replies, because the client no longer waits for them."""
+        for reply in self._replies:
+            self._thread.cancel(reply)
 
-    async def _next(self) -> Part:
-        part = await self._queue.get()
+    async def _next(self, queue: asyncio.Queue[Sent]) -> Part:
+        part = await queue.get()
         if isinstance(part, RequestError):
             raise part
         return part
+
+
+def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of tokens, added up by their names."""
+    return {
+        name: _sum([usage[name] for usage in usages])
+        if isinstance(value, dict)
+        else sum(usage[name] for usage in usages)
+        for name, value in usages[0].items()
+    }
 
 
 class _EventStream(StreamingResponse):

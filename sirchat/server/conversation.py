@@ -23,6 +23,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.saved.autosave import KV_BYTES, Autosave
 from sirchat.saved.store import SavedTurn
+from sirchat.text.text_file import without_surrogates
 
 _FIRST = 80  # characters
 
@@ -60,8 +61,10 @@ class History:
         reuse: str = "",
         name: str = "",
     ) -> History:
-        """The history of these messages, with computed keys."""
-        read = tuple(messages)
+        """The history of these messages, with computed keys; lone surrogates are replaced."""
+        system = None if system is None else without_surrogates(system)
+        read = tuple((role, without_surrogates(text)) for role, text in messages)
+        tools = without_surrogates(tools)
         keys = [sha256(b"" if system is None else b"system" + system.encode()).digest()]
         if tools:
             keys = [key_after(keys[0], "tools", tools)]
@@ -81,7 +84,7 @@ class History:
         The role `text` is for a text that the model continues, without a chat template.
         """
         keys = secrets.token_bytes(), secrets.token_bytes()
-        return cls(None, ((role, text),), keys, profile=profile)
+        return cls(None, ((role, without_surrogates(text)),), keys, profile=profile)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:

@@ -121,18 +121,29 @@ class StopStrings:
         self.waiting = ""  # the end of the text, which may be the beginning of a stop string
         self.found = ""  # the stop string that is complete
 
+    @property
+    def is_found(self) -> bool:
+        """Whether a stop string is complete."""
+        return bool(self.found)
+
     def push(self, text: str) -> str:
         """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
-        if self.found:
+        if self.is_found:
             return ""
         self.waiting += text
-        starts = [(self.waiting.find(stop), stop) for stop in self._stops]
-        if ends := [(at + len(stop), at, stop) for at, stop in starts if at >= 0]:
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self.waiting.find(stop)) >= 0
+        ]
+        if ends:
             _, start, self.found = min(ends)
             return self.waiting[:start]
-        size, most = len(self.waiting), max(map(len, self._stops), default=1) - 1
-        ready = max(0, size - most)
-        while not any(stop.startswith(self.waiting[ready:]) for stop in self._stops or ("",)):
+        longest = min(len(self.waiting), max(map(len, self._stops), default=1) - 1)
+        ready = len(self.waiting) - longest
+        while ready < len(self.waiting) and not any(
+            stop.startswith(self.waiting[ready:]) for stop in self._stops
+        ):
             ready += 1
         sent, self.waiting = self.waiting[:ready], self.waiting[ready:]
         return sent
@@ -161,13 +172,13 @@ class Pieces:
     def is_cut(self) -> bool:
         """Whether the model has said more than is sent."""
         calls = self._calls
-        return (calls is not None and calls.is_cut) or (bool(self.calls and self.stops.found))
+        return (calls is not None and calls.is_cut) or (bool(self.calls) and self.stops.is_found)
 
     @property
     def has_ended(self) -> bool:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
         calls = self._calls
-        return bool(self.stops.found) or (calls is not None and calls.has_ended)
+        return self.stops.is_found or (calls is not None and calls.has_ended)
 
     def note_logits(self) -> None:
         """Note which tokens are the likeliest next ones, if that is to be told."""
@@ -200,7 +211,7 @@ class Pieces:
         """The last part: what was held back until the reply's end; `is_short`: it was cut there."""
         calls = self._calls
         if calls is None:
-            tokens = () if self._tokens is None or self.stops.found else self._tokens.rest()
+            tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
             return ReplyText(self._rest(), tokens)
         lead = self._session.template.marks.call_lead
         last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
@@ -210,14 +221,14 @@ class Pieces:
 
     def _add(self, text: str, new: Sequence[ToolCall]) -> ReplyText | None:
         """Add text and calls, up to a stop string in the text."""
-        new = () if self.stops.found else tuple(new)
+        new = () if self.stops.is_found else tuple(new)
         text = self.stops.push(text)
         self.said += text
         self.calls += new
         return ReplyText(text, calls=new) if text or new else None
 
     def _rest(self) -> str:
-        return "" if self.stops.found else self.stops.waiting
+        return "" if self.stops.is_found else self.stops.waiting
 
 
 class _TokenChances:

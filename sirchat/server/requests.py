@@ -40,7 +40,7 @@ LONGEST_NAME = 256  # of a conversation
 
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
-_MOST_LOGPROBS = 20
+_MOST_PROMPTS, _MOST_LOGPROBS = 64, 20
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _NO_RESULT = "no result"
@@ -336,11 +336,9 @@ class TextRequest(ReplyFields):
     prefill: ClassVar[str | None] = None
     called_tools: ClassVar[Sequence[FunctionFields]] = ()
     prompt: Annotated[
-        str,
-        BeforeValidator(
-            lambda given: given[0] if isinstance(given, list) and len(given) == 1 else given
-        ),
-        Field(min_length=1),
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        Field(min_length=1, max_length=_MOST_PROMPTS),
     ]
     logprobs: Annotated[
         int | None, BeforeValidator(lambda given: given if given is not False else None)

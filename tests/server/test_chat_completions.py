@@ -104,7 +104,7 @@ def test_a_text_ends_before_the_first_complete_stop_string_however_it_is_divided
         text = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
     stopping = StopStrings(stops)
     sent = "".join(stopping.push(piece) for piece in pieces)
-    assert bool(stopping.found) == bool(complete)
+    assert stopping.is_found == bool(complete)
     assert (sent if complete else sent + stopping.waiting) == text
 
 

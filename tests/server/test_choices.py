@@ -1,4 +1,4 @@
-"""Several replies to a request, and what is told or asked of single tokens."""
+"""Several replies and prompts in a request, and what is told or asked of single tokens."""
 
 from __future__ import annotations
 
@@ -87,12 +87,17 @@ def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path
         assert said(again) == said(first)
 
 
-def test_a_text_may_be_in_a_list_alone(server: Served) -> None:
-    once = server.send(TEXT, prompt="My name is", temperature=0)
-    whole = server.send(TEXT, prompt=["My name is"], temperature=0)
-    assert whole["choices"] == once["choices"]
-    several = server.client.post(TEXT, json={"prompt": ["My name is", "Once"]})
-    assert refusal(several)["param"] == "prompt"
+def test_several_prompts_are_answered_in_order(server: Served) -> None:
+    prompts = ["My name is", "Once upon a time", "My name is"]
+    alone = [server.send(TEXT, prompt=one, temperature=0) for one in prompts]
+    whole = server.send(TEXT, prompt=prompts, temperature=0)
+    assert [one["text"] for one in whole["choices"]] == [r["choices"][0]["text"] for r in alone]
+    assert [one["index"] for one in whole["choices"]] == [0, 1, 2]
+    total = sum(reply["usage"]["total_tokens"] for reply in alone)
+    assert whole["usage"]["total_tokens"] == total
+    many = server.send(TEXT, prompt=prompts[:2], n=2, temperature=1.5, seed=3)
+    assert [one["index"] for one in many["choices"]] == [0, 1, 2, 3]
+    assert len({one["text"] for one in many["choices"]}) > 2
 
 
 def test_the_likeliest_tokens_are_those_of_the_model(server: Served) -> None:
@@ -130,12 +135,11 @@ def test_chats_tell_the_likeliest_tokens_too(server: Served) -> None:
 
 def test_a_bias_of_tokens_changes_what_is_said(server: Served) -> None:
     usual = server.reply(CHAT, temperature=0)
-    ids = tiny().tokenizer
-    first = ids.encode(usual, add_special_tokens=False)[0]
+    first = server.send("/tokenize", content=usual)["tokens"][0]
     assert not server.reply(CHAT, temperature=0, logit_bias={str(first): -100}).startswith(
         tiny().tokenizer.decode([first])
     )
-    word = ids.encode(" name", add_special_tokens=False)[0]
+    word = server.send("/tokenize", content=" name")["tokens"][0]
     biased = server.reply(CHAT, temperature=0, max_tokens=3, logit_bias={str(word): 100})
     assert biased == tiny().tokenizer.decode([word] * 3)
     same = server.send(TEXT, prompt="My", max_tokens=2, logit_bias={str(word): 100})
