@@ -46,9 +46,11 @@ from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
+    DetokenizeRequest,
     OwnSession,
     ReplyRequest,
     TextRequest,
+    TokenizeRequest,
     notes_on_tools,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
@@ -153,6 +155,8 @@ class ChatServer:
             Route("/v1/responses", self._create_response, methods=["POST"]),
             Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -185,10 +189,29 @@ class ChatServer:
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
+        return JSONResponse({"input_tokens": len(await self._ids_of(asked))})
+
+    async def _tokenize(self, request: Request) -> Response:
+        given = parse_request(await read_body(request), TokenizeRequest)
+        ids = await self._ids_of(given.as_request())
+        if not given.has_special and ids[:1] == [self._loaded.tokenizer.bos_token_id]:
+            del ids[0]
+        most = self._loaded.context_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+
+    async def _detokenize(self, request: Request) -> Response:
+        tokens = parse_request(await read_body(request), DetokenizeRequest).tokens
+        if wrong := [token for token in tokens if not 0 <= token < self._loaded.vocab_size]:
+            allowed = f"allowed: 0 to {self._loaded.vocab_size - 1}"
+            raise RequestError(f"there is no token {wrong[0]}; {allowed}", param="tokens")
+        text = self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def _ids_of(self, asked: ReplyRequest) -> list[int]:
+        """The ids that a new conversation would read for this request."""
         self._check_name(asked.model)
-        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
-        ids = await asyncio.wrap_future(self.replies.call(work))
-        return JSONResponse({"input_tokens": len(ids)})
+        work = partial(prompt_ids, self._loaded, self._profile, self._histories(asked)[0])
+        return await asyncio.wrap_future(self.replies.call(work))
 
     async def _create_response(self, request: Request) -> Response:
         given = self._responses.with_items(parse_object(await read_body(request)))
@@ -216,11 +239,7 @@ class ChatServer:
         options = self._options(asked)
         options.notes.extend(notes)
         name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
-        if isinstance(asked, TextRequest):
-            histories = [History.of_single_message("text", prompt) for prompt in asked.prompt]
-        else:
-            histories = [self._history(asked, name)]
-        parts = ReplyParts(self.replies, histories, options)
+        parts = ReplyParts(self.replies, self._histories(asked, name), options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -241,16 +260,19 @@ class ChatServer:
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
-    def _history(self, asked: ChatRequest, name: str = "") -> History:
+    def _histories(self, asked: ReplyRequest, name: str = "") -> list[History]:
+        """What a request tells: one chat, or a text for each prompt."""
+        if isinstance(asked, TextRequest):
+            return [History.of_single_message("text", prompt) for prompt in asked.prompt]
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
-            return History.of_single_message("user", asked.messages[-1].text, profile)
+            return [History.of_single_message("user", asked.messages[-1].text, profile)]
         name = asked.sirchat.conversation or name
         has_own = asked.system is not None or name  # a name stands for what was sent before, too
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)
+        return [History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)]
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.

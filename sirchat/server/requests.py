@@ -31,6 +31,7 @@ from sirchat.server.fields import (
     Name,
     RequestError,
     join_text_parts,
+    make_request,
     refuse_deep_nesting,
 )
 from sirchat.server.rule import MANY, READ_AS
@@ -459,6 +460,43 @@ class ChatRequest(ReplyFields):
 
 
 ReplyRequest = ChatRequest | TextRequest
+
+
+class TokenizeRequest(Fields):
+    """The body of a request to `/tokenize`: a text, as llama.cpp or vLLM name it, or messages."""
+
+    place = "request"
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, max_length=MOST_MESSAGES)
+    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def has_special(self) -> bool:
+        """Whether the beginning of a sequence is wanted, as it is if `content` is not given."""
+        given = (self.add_special, self.add_special_tokens, self.content is None)
+        return next(each for each in given if each is not None)
+
+    def as_request(self) -> ReplyRequest:
+        """A request that reads the same; RequestError unless one text or messages are given."""
+        texts = [text for text in (self.content, self.prompt) if text is not None]
+        if len(texts) + (self.messages is not None) != 1:
+            raise RequestError("give one of content, prompt and messages", param="content")
+        if self.messages is None:
+            return make_request(TextRequest, {"model": self.model, "prompt": texts})
+        fields = {"messages": self.messages, "tools": self.tools}
+        return make_request(ChatRequest, {"model": self.model, **fields})
+
+
+class DetokenizeRequest(Fields):
+    """The body of a request to `/detokenize`."""
+
+    place = "request"
+    model: str | None = None
+    tokens: list[int] = Field(max_length=10**6)
 
 
 @dataclass
