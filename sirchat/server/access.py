@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,8 +46,13 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def show_error(request: Request, error: RequestError) -> Response:
+async def show_error(request: Request, error: Exception) -> Response:
     """The HTTP response that reports an error to the client."""
+    if isinstance(error, HTTPException):
+        words, headers = f"{request.method} {request.url.path}: {error.detail}", error.headers
+        error = RequestError(words, status=error.status_code, headers=dict(headers or {}))
+    if not isinstance(error, RequestError):
+        error = RequestError(f"the request failed: {type(error).__name__}", status=500)
     client = request.headers.get("user-agent", "")
     return JSONResponse(error.body_at(request.url.path, client), error.status, error.headers)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from sirchat.server.completions import Parts, collect_reply, server_sent_event
+from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
     MOST_MESSAGES,
     Fields,
@@ -21,9 +21,11 @@ from sirchat.server.fields import (
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
+    FlatTool,
     HostedTool,
     RequestMemory,
     ThinkingOptions,
+    tools_of,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -60,19 +62,11 @@ class AnthropicMessage(Fields):
             yield {"role": self.role, "content": said or "", "tool_calls": calls}
 
 
-class AnthropicTool(Fields):
+class AnthropicTool(FlatTool):
     """An item of the field `tools`: a function that the client calls."""
 
     type: Literal["custom"] = "custom"
-    name: FunctionName
-    description: str | None = None
-    input_schema: Json
-    strict: bool | None = None
-
-    def tool(self) -> dict[str, Any]:
-        """This function as a tool of a chat request."""
-        given = self.model_dump(exclude={"type", "input_schema"}, exclude_none=True)
-        return {"type": "function", "function": given | {"parameters": self.input_schema}}
+    parameters: Json = Field(alias="input_schema")
 
 
 class AnthropicChoice(Fields):
@@ -135,7 +129,7 @@ class CountRequest(Fields):
         effort = self.output_config.effort if thinks else None  # else it is one of the answer
         fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
-            "tools": [tool.tool() for tool in self.tools if isinstance(tool, AnthropicTool)],
+            "tools": tools_of(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": None if is_one is None else not is_one,
             "reasoning_effort": (effort or "").replace("max", "xhigh"),
@@ -157,12 +151,10 @@ class MessagesRequest(CountRequest):
     stream: bool = False
 
 
-class MessageShape:
+class MessageShape(Shape):
     """The JSON of one reply as a message of Anthropic's, whole or as events."""
 
-    media = "text/event-stream"
-
-    def __init__(self, model: str) -> None:
+    def __init__(self, asked: MessagesRequest, model: str) -> None:
         self._message = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -171,39 +163,33 @@ class MessageShape:
         }
         self._index, self._open = -1, ""  # of the last block, and its kind if that has not ended
 
-    async def whole_response(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the message."""
-        said, end = await collect_reply(parts)
+    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of a message with this reply, in one part."""
+        said = replies[0]
         content = [_thinking(said.thinking)] if said.thinking else []
         content += [_text(said.text)] if said.text or not said.calls else []
-        content += [_call(call) | {"input": _input(call)} for call in said.calls]
+        content += [_call(call) | {"input": json.loads(call.arguments)} for call in said.calls]
         return {**self._message, "content": content, **_ended(end), "sirchat": end.memory}
 
-    async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the server-sent events of the message, while it is generated."""
-        begun: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage({}),
-        }
-        yield _event("message_start", message=self._message | begun)
-        try:
-            async for part in parts:
-                if isinstance(part, ReplyEnd):
-                    for event in self._closed():
-                        yield event
-                    ended = _ended(part)
-                    usage = ended.pop("usage")
-                    yield _event("message_delta", delta=ended, usage=usage, sirchat=part.memory)
-                    yield _event("message_stop")
-                else:
-                    for event in self._piece(part):
-                        yield event
-        except RequestError as error:
-            yield server_sent_event(error.body_at("/messages"), "error")
+    def begun(self) -> Iterable[str]:
+        """The first event: a message without content."""
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return (_event("message_start", message={**self._message, **empty, "usage": _usage({})}),)
 
-    def _piece(self, part: ReplyText) -> Iterator[str]:
+    def ended(self, end: ReplyEnd) -> Iterable[str]:
+        """The last events."""
+        yield from self._closed()
+        ended = _ended(end)
+        usage = ended.pop("usage")
+        yield _event("message_delta", delta=ended, usage=usage, sirchat=end.memory)
+        yield _event("message_stop")
+
+    def failed(self, error: RequestError) -> Iterable[str]:
+        """The last event, if the reply fails."""
+        return (server_sent_event(error.body_at("/messages"), "error"),)
+
+    def told(self, part: ReplyText) -> Iterable[str]:
+        """The events that tell a part, in blocks."""
         for kind, text in (("thinking", part.thinking), ("text", part.text)):
             if text:
                 yield from self._begun(kind, _thinking("") if kind == "thinking" else _text(""))
@@ -257,12 +243,6 @@ def _thinking(text: str) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-
-
-def _input(call: ToolCall) -> Any:
-    """The arguments of a call as an object."""
-    given = json.loads(call.arguments or "{}")
-    return given if isinstance(given, dict) else {}
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +33,9 @@ from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
-from sirchat.server.completions import CompletionShape, Part
+from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
@@ -57,13 +57,18 @@ from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesS
 from sirchat.server.rule import nearest
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
-from sirchat.server.tools import call_parser_for, role_text_pairs
 
 _LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Shape = CompletionShape | ResponsesShape | MessageShape | OllamaShape  # makes the JSON of one reply
-
+# The requests for a reply, and what makes the JSON of the reply to each.
+_REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
+    "/v1/chat/completions": (ChatRequest, CompletionShape),
+    "/v1/completions": (TextRequest, CompletionShape),
+    "/v1/messages": (MessagesRequest, MessageShape),
+    "/api/chat": (OllamaRequest, OllamaShape),
+    "/api/generate": (OllamaTextRequest, OllamaShape),
+}
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -143,16 +148,15 @@ class ChatServer:
             Route("/health", self._health),
             *about.routes,
             *SessionRoutes(self.replies, conversations).routes,
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            *(
+                Route(path, partial(self._reply, *of), methods=["POST"])
+                for path, of in _REPLIES.items()
+            ),
             Route("/v1/responses", self._create_response, methods=["POST"]),
             Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
-            Route("/v1/completions", self._complete_text, methods=["POST"]),
-            Route("/v1/messages", self._create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/api/chat", self._ollama_chat, methods=["POST"]),
-            Route("/api/generate", self._ollama_generate, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -166,28 +170,22 @@ class ChatServer:
                 *([Middleware(CORSMiddleware, **_CORS, allow_origins=cors)] if cors else []),
                 Middleware(Access, host=host, key=key, origins=cors),
             ],
-            exception_handlers={
-                RequestError: show_error,  # type: ignore[dict-item]
-                HTTPException: _show_http_error,  # type: ignore[dict-item]
-                Exception: _show_failure,
-            },
+            exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), show_error),
         )
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _chat(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), ChatRequest)
-        return await self._answer(request, asked, CompletionShape(asked, self.model))
-
-    async def _complete_text(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), TextRequest)
-        return await self._answer(request, asked, CompletionShape(asked, self.model))
-
-    async def _create_message(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), MessagesRequest)
-        shape = MessageShape(self.model)
-        return await self._answer(request, asked.as_request(), shape, notes_on_tools(asked.tools))
+    async def _reply(
+        self, kind: Any, shape_of: Callable[[Any, str], Shape], request: Request
+    ) -> Response:
+        asked = parse_request(await read_body(request), kind)
+        shape = shape_of(asked, self.model)
+        if isinstance(shape, OllamaShape) and asked.only_loads:
+            self._check_name(asked.model)
+            return JSONResponse(shape.loaded)
+        notes = notes_on_tools(getattr(asked, "tools", ()))
+        return await self._answer(request, asked.as_request(), shape, notes)
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
@@ -212,12 +210,12 @@ class ChatServer:
     async def _ids_of(self, asked: ReplyRequest) -> list[int]:
         """The ids that a new conversation would read for this request."""
         self._check_name(asked.model)
-        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
+        work = partial(prompt_ids, self._loaded, self._profile, self._histories(asked)[0])
         return await asyncio.wrap_future(self.replies.call(work))
 
     async def _create_response(self, request: Request) -> Response:
-        given = parse_request(await read_body(request), ResponsesRequest)
-        asked = self._responses.with_items(given)
+        given = self._responses.with_items(parse_object(await read_body(request)))
+        asked = make_request(ResponsesRequest, given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
         chat, notes = asked.as_chat_request(before), notes_on_tools(asked.tools)
@@ -230,22 +228,6 @@ class ChatServer:
             return JSONResponse({"id": ident, "object": "response", "deleted": True})
         return JSONResponse(self._responses.find(ident))
 
-    async def _ollama_chat(self, request: Request) -> Response:
-        return await self._answer_as_ollama(request, OllamaRequest)
-
-    async def _ollama_generate(self, request: Request) -> Response:
-        return await self._answer_as_ollama(request, OllamaTextRequest)
-
-    async def _answer_as_ollama(
-        self, request: Request, kind: type[OllamaRequest | OllamaTextRequest]
-    ) -> Response:
-        asked = parse_request(await read_body(request), kind)
-        shape = OllamaShape(self.model, is_chat=kind is OllamaRequest)
-        if asked.only_loads:
-            self._check_name(asked.model)
-            return JSONResponse(shape.loaded)
-        return await self._answer(request, asked.as_request(), shape)
-
     async def _answer(
         self, request: Request, asked: ReplyRequest, shape: Shape, notes: Sequence[str] = ()
     ) -> Response:
@@ -257,11 +239,7 @@ class ChatServer:
         options = self._options(asked)
         options.notes.extend(notes)
         name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
-        if isinstance(asked, TextRequest):
-            histories = [History.of_single_message("text", prompt) for prompt in asked.prompt]
-        else:
-            histories = [self._history(asked, name)]
-        parts = ReplyParts(self.replies, histories, options)
+        parts = ReplyParts(self.replies, self._histories(asked, name), options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -282,20 +260,19 @@ class ChatServer:
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
 
-    def _history(self, asked: ReplyRequest, name: str = "") -> History:
+    def _histories(self, asked: ReplyRequest, name: str = "") -> list[History]:
+        """What a request tells: one chat, or a text for each prompt."""
         if isinstance(asked, TextRequest):
-            return History.of_single_message("text", asked.prompt[0])
-        assert isinstance(asked, ChatRequest)
+            return [History.of_single_message("text", prompt) for prompt in asked.prompt]
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
-            return History.of_single_message("user", asked.messages[-1].text, profile)
+            return [History.of_single_message("user", asked.messages[-1].text, profile)]
         name = asked.sirchat.conversation or name
         has_own = asked.system is not None or name  # a name stands for what was sent before, too
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        said, reuse = role_text_pairs(asked.turns), asked.sirchat.reuse or ""
-        return History.of(system, said, written, reuse, name)
+        return [History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)]
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -343,26 +320,20 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
-        assert isinstance(asked, ChatRequest | TextRequest)
         if asked.alternatives:
             settings["lookup"] = False  # each token is generated in a step of its own
-        options = ReplyOptions(
+        return ReplyOptions(
             settings,
             memory,
             tuple(asked.stop),
             asked.alternatives,
-            own=frozenset(own),
-            notes=notes,
-            count=asked.n,
+            calls=asked.call_parser() if isinstance(asked, ChatRequest) else None,
             format=partial(self._formats.of, asked, notes),
-        )
-        if not isinstance(asked, ChatRequest):
-            return options
-        return replace(
-            options,
-            calls=call_parser_for(asked),
+            own=frozenset(own),
             must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
+            notes=notes,
+            count=asked.n,
         )
 
 
@@ -489,14 +460,3 @@ async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any,
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _show_http_error(request: Request, error: HTTPException) -> Response:
-    words = f"{request.method} {request.url.path}: {error.detail}"
-    headers = dict(error.headers or {})
-    return await show_error(request, RequestError(words, status=error.status_code, headers=headers))
-
-
-async def _show_failure(request: Request, error: Exception) -> Response:
-    words = f"the request failed: {type(error).__name__}"
-    return await show_error(request, RequestError(words, status=500))

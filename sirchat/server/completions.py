@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterable, AsyncIterator
-from itertools import accumulate, starmap
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from itertools import accumulate, groupby, starmap
 from typing import Any
 
 from sirchat.server.fields import RequestError
@@ -17,30 +17,56 @@ Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
 
 
-async def collect_replies(parts: Parts) -> tuple[list[tuple[ReplyText, str]], ReplyEnd]:
-    """Wait for all parts; returns each reply, its texts joined to one, and its finish; the end."""
-    *said, end = [part async for part in parts]
-    assert isinstance(end, ReplyEnd)
-    pieces = [list[ReplyText]() for _ in range(end.choice + 1)]
-    for part in said:
-        assert isinstance(part, ReplyText)
-        pieces[part.choice].append(part)
-    replies = list[tuple[ReplyText, str]]()
-    for own in pieces:
-        whole = ReplyText(
-            "".join(piece.text for piece in own),
-            tuple(token for piece in own for token in piece.tokens),
-            tuple(call for piece in own for call in piece.calls),
-            "".join(piece.thinking for piece in own),
-        )
-        replies.append((whole, "".join(piece.finish for piece in own) or end.finish))
-    return replies, end
+class Shape:
+    """How an API tells a reply: whole as one JSON object, or as a stream of events."""
 
+    media = "text/event-stream"
 
-async def collect_reply(parts: Parts) -> tuple[ReplyText, ReplyEnd]:
-    """Wait for all parts of a reply; returns its texts, joined to one, and its end."""
-    replies, end = await collect_replies(parts)
-    return replies[0][0], end
+    async def whole_response(self, parts: Parts) -> dict[str, Any]:
+        """Wait until the reply has ended; returns the JSON object of the response."""
+        *said, end = [part async for part in parts]
+        assert isinstance(end, ReplyEnd)
+        replies = []
+        for choice, group in groupby(said, lambda part: part.choice):
+            own = [part for part in group if isinstance(part, ReplyText)]
+            text, thinking = "".join(p.text for p in own), "".join(p.thinking for p in own)
+            tokens = tuple(token for part in own for token in part.tokens)
+            calls = tuple(call for part in own for call in part.calls)
+            finish = own[-1].finish or end.finish
+            replies.append(ReplyText(text, tokens, calls, thinking, choice, finish))
+        return self.whole(replies, end)
+
+    async def events(self, parts: Parts) -> AsyncIterator[str]:
+        """Yield the events of the streamed response, while the reply is generated."""
+        for event in self.begun():
+            yield event
+        try:
+            async for part in parts:
+                for event in self.ended(part) if isinstance(part, ReplyEnd) else self.told(part):
+                    yield event
+        except RequestError as error:
+            for event in self.failed(error):
+                yield event
+
+    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of a response with these replies, each in one part."""
+        raise NotImplementedError
+
+    def begun(self) -> Iterable[str]:
+        """The first events."""
+        return ()
+
+    def told(self, part: ReplyText) -> Iterable[str]:
+        """The events that tell a part."""
+        raise NotImplementedError
+
+    def ended(self, end: ReplyEnd) -> Iterable[str]:
+        """The last events."""
+        raise NotImplementedError
+
+    def failed(self, error: RequestError) -> Iterable[str]:
+        """The last events, if the reply fails."""
+        return (server_sent_event(error.body),)
 
 
 def server_sent_event(content: dict[str, Any], name: str = "") -> str:
@@ -49,10 +75,8 @@ def server_sent_event(content: dict[str, Any], name: str = "") -> str:
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-class CompletionShape:
+class CompletionShape(Shape):
     """A reply in the shape of OpenAI's chat completions, or of its text completions."""
-
-    media = "text/event-stream"
 
     def __init__(self, asked: ChatRequest | TextRequest, model: str) -> None:
         self._is_chat = isinstance(asked, ChatRequest)
@@ -64,20 +88,17 @@ class CompletionShape:
         ident = f"{prefix}-{secrets.token_hex(12)}"
         self._common = {"id": ident, "created": int(time.time()), "model": model}
         self._calls = 0  # number of calls sent so far
+        self._begun = 0  # the last choice that has begun
+        self._empty: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
 
-    async def whole_response(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the response."""
-        replies, end = await collect_replies(parts)
-        return {
-            **self._common,
-            "object": self._kind,
-            "choices": [
-                self._choice(number, self._whole(said), self._logprobs(said), finish)
-                for number, (said, finish) in enumerate(replies)
-            ],
-            "usage": end.usage,
-            "sirchat": end.memory,
-        }
+    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of a response with these replies, each in one part."""
+        choices = [
+            _choice(said.choice, self._whole(said), self._logprobs(said), said.finish)
+            for said in replies
+        ]
+        about = {**self._common, "object": self._kind, "choices": choices}
+        return about | {"usage": end.usage, "sirchat": end.memory}
 
     def _whole(self, said: ReplyText) -> dict[str, Any]:
         if not self._is_chat:
@@ -90,30 +111,27 @@ class CompletionShape:
             message["reasoning_content"] = said.thinking
         return {"message": message}
 
-    async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the server-sent events of the reply, while it is generated."""
-        empty: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+    def begun(self) -> Iterable[str]:
+        """The first events: a message without text."""
         first = {"delta": {"role": "assistant", "content": ""}}
-        if self._is_chat:
-            yield self._chunk(0, first)
-        begun = 0  # the last choice that has begun
-        try:
-            async for part in parts:
-                choice = part.choice
-                if self._is_chat and choice > begun:
-                    begun, self._calls = choice, 0
-                    yield self._chunk(choice, first)
-                if isinstance(part, ReplyEnd):
-                    yield self._chunk(choice, empty, finish=part.finish, sirchat=part.memory)
-                    if self._usage:
-                        yield self._event(choices=[], usage=part.usage)
-                elif part.finish:
-                    yield self._chunk(choice, empty, finish=part.finish)
-                elif part != ReplyText("", choice=choice):
-                    yield self._chunk(choice, self._piece(part), self._logprobs(part))
-        except RequestError as error:
-            yield server_sent_event(error.body)
-            return
+        return (self._chunk(_choice(self._begun, first)),) if self._is_chat else ()
+
+    def told(self, part: ReplyText) -> Iterable[str]:
+        """The events that tell a part, which may be the first or the last one of its choice."""
+        if part.choice > self._begun:
+            self._begun, self._calls = part.choice, 0
+            yield from self.begun()
+        if part.finish:
+            yield self._chunk(_choice(part.choice, self._empty, finish=part.finish))
+        elif part != ReplyText("", choice=part.choice):
+            yield self._chunk(_choice(part.choice, self._piece(part), self._logprobs(part)))
+
+    def ended(self, end: ReplyEnd) -> Iterable[str]:
+        """The last events."""
+        last = _choice(end.choice, self._empty, finish=end.finish)
+        yield self._chunk(last, sirchat=end.memory)
+        if self._usage:
+            yield self._event(choices=[], usage=end.usage)
         yield "data: [DONE]\n\n"
 
     def _piece(self, said: ReplyText) -> dict[str, Any]:
@@ -152,27 +170,19 @@ class CompletionShape:
         ]
         return {"content": content, "refusal": None}
 
-    def _choice(
-        self, number: int, fields: dict[str, Any], logprobs: Any, finish: str | None
-    ) -> dict[str, Any]:
-        return {"index": number, **fields, "logprobs": logprobs, "finish_reason": finish}
-
-    def _chunk(
-        self,
-        number: int,
-        fields: dict[str, Any],
-        logprobs: Any = None,
-        finish: str | None = None,
-        **more: Any,
-    ) -> str:
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> str:
         usage = {"usage": None} if self._usage else {}
-        return self._event(
-            choices=[self._choice(number, fields, logprobs, finish)], **usage, **more
-        )
+        return self._event(choices=[choice], **usage, **more)
 
     def _event(self, **fields: Any) -> str:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
         return server_sent_event({**self._common, "object": kind, **fields})
+
+
+def _choice(
+    number: int, fields: dict[str, Any], logprobs: Any = None, finish: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, **fields, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _chance(text: str, logprob: float) -> dict[str, Any]:

@@ -7,10 +7,13 @@ hash as its key; a conversation knows the keys of the prefixes that its session 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import Any
+
+from pydantic import ConfigDict
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.rereading import copied
@@ -31,7 +34,7 @@ class History:
 
     Attributes:
         system: the system prompt.
-        messages: role and text of each message, as `tools.role_text_pairs` writes them.
+        messages: role and text of each message, as `ChatRequest.turns` has them.
         keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
         marks: `marks[n]` is the hash of message n alone.
         tools: the tools that the model may call, as JSON; "" if there are none.
@@ -90,63 +93,99 @@ def key_after(key: bytes, role: str, text: str) -> bytes:
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
 
 
-@dataclass(eq=False)
-class ServedConversation:
-    """A conversation on the server.
+@dataclass(eq=False, kw_only=True)
+class KnownConversation:
+    """What is known of a conversation, also of one that is only on disk.
 
     Attributes:
-        session: the chat session, which has the KV cache.
+        id: the name by which clients refer to this conversation; nobody can guess it.
         keys: `keys[n]` is the hash of the first n messages that the session has read, as in
             `History`.
         roles: the role of each of these messages.
         marks: the hash of each alone, as in `History`.
-        id: the name by which clients refer to this conversation; nobody can guess it.
         settings: settings that were changed for this conversation alone, such as its policy.
         least_budget: the smallest budget under which its system prompt and tools can be pinned,
             where that is more than the server's; else 0.
+        origin: the id of the conversation of which this one, or what it is a copy of, was copied.
+        is_branch: whether this is a copy, and only one request was answered in it.
+        is_edited: whether messages were changed before others that were not read again.
+        name: by which its client continues it; "" if it has none.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, ser_json_bytes="hex", val_json_bytes="hex")
+
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    keys: list[bytes]
+    roles: list[str]
+    marks: list[bytes] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    least_budget: int = 0
+    origin: str = ""
+    is_branch: bool = False
+    is_edited: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.origin = self.origin or self.id
+
+    def known(self) -> dict[str, Any]:
+        """All of this, by name, as copies."""
+        return {each.name: copy(getattr(self, each.name)) for each in fields(KnownConversation)}
+
+    @property
+    def undoable(self) -> int:
+        """How many user messages can be undone."""
+        return 0
+
+    def count_shared(self, history: History) -> int:
+        """How many messages of `history` need not be read again; the last one always must.
+
+        Undo goes back to just before a user message, so this can be less than all equal messages.
+        """
+        keys, roles = self.keys, self.roles
+        most = min(len(keys), len(history.keys) - 1)
+        shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
+        while shared and shared < len(roles) and roles[shared] != "user":
+            shared -= 1
+        return shared if roles[shared:].count("user") <= self.undoable else 0
+
+    def fitness(self, history: History) -> tuple[int, bool, bool]:
+        """How well this conversation suits to continue `history`; a greater tuple is better."""
+        return self.count_shared(history), False, False
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedConversation(KnownConversation):
+    """A conversation in memory.
+
+    Attributes:
+        session: the chat session, which has the KV cache.
         saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether it is being answered or saved.
         is_saving: whether it is being saved.
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
             conversation is dropped.
         is_outdated: whether the file lacks the newest part, because writing it failed.
-        origin: the id of the conversation of which this one, or what it is a copy of, was copied.
-        is_branch: whether this is a copy, and only one request was answered in it.
         kept: of the request that is answered next, the messages that were read already though they
             now follow others, and their numbers here; empty if it goes on with all of `keys`.
         is_again: whether that request asks for another reply to the last message here.
         reasoning: the setting under which that was read.
-        is_edited: whether messages were changed before others that were not read again.
         has_exact_prompt: whether no part of the system prompt was changed before such a part.
         continued_by: the history of that request, with the messages before it, if it goes on here
             by the name.
-        name: by which its client continues it; "" if it has none.
     """
 
     session: Session
-    keys: list[bytes]
-    roles: list[str]
-    marks: list[bytes] = field(default_factory=list)
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    settings: dict[str, Any] = field(default_factory=dict)
-    least_budget: int = 0
     saving: Autosave | None = None
     is_busy: bool = False
     is_saving: bool = False
     is_exact: bool = True
     is_outdated: bool = False
-    origin: str = ""
-    is_branch: bool = False
     kept: dict[int, int] = field(default_factory=dict)
     is_again: bool = False
     reasoning: str = ""
-    is_edited: bool = False
     has_exact_prompt: bool = True
     continued_by: History | None = None
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        self.origin = self.origin or self.id
 
     def add(self, role: str, text: str) -> None:
         """Note a message that the session has read or generated."""
@@ -175,9 +214,10 @@ class ServedConversation:
         turns = enumerate(self.session.turns)
         return [at for at, turn in turns if turn.role != "system" and not turn.is_left_out]
 
-    def count_shared(self, history: History) -> int:
-        """How many messages of `history` need not be read again; the last one always must."""
-        return count_shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
+    @property
+    def undoable(self) -> int:
+        """How many user messages can be undone."""
+        return len(self.session.undo_points)
 
     def continued(self, history: History, found: int) -> History:
         """A history that goes on here by this conversation's name, with all messages before.
@@ -236,12 +276,9 @@ class ServedConversation:
 
     def with_session(self, session: Session) -> ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
-        said = [*self.keys], [*self.roles], [*self.marks]
-        own = {**self.settings}
-        copy = ServedConversation(session, *said, settings=own, least_budget=self.least_budget)
-        copy.origin, copy.is_branch, copy.is_edited = self.origin, True, self.is_edited
-        copy.has_exact_prompt = self.has_exact_prompt
-        return copy
+        own = self.known() | {"id": secrets.token_hex(12), "is_branch": True, "name": ""}
+        is_exact = self.has_exact_prompt
+        return ServedConversation(session=session, **own, has_exact_prompt=is_exact)
 
     def undo_reply(self) -> bool:
         """Undo the last reply; if that is not possible, also its message, or all, and return False.
@@ -268,7 +305,7 @@ class ServedConversation:
     def undo_to(self, count: int) -> bool:
         """Undo all messages after the first `count`; pins stay. False if that is not possible."""
         turns = self.roles[count:].count("user")
-        if turns > len(self.session.undo_points):
+        if turns > self.undoable:
             return False
         try:
             for _ in range(turns):
@@ -294,21 +331,6 @@ class ServedConversation:
     @property
     def _last_question(self) -> int:
         return len(self.roles) - 1 - self.roles[::-1].index("user")
-
-
-def count_shared_messages(
-    keys: Sequence[bytes], roles: Sequence[str], history: History, undoable: int
-) -> int:
-    """How many messages of `history` a conversation with these keys and roles need not read again.
-
-    Undo goes back to just before a user message, so the result can be smaller than the number of
-    equal messages. It is 0 if more than `undoable` user messages would have to be undone.
-    """
-    most = min(len(keys), len(history.keys) - 1)
-    shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
-    while shared and shared < len(roles) and roles[shared] != "user":
-        shared -= 1
-    return shared if roles[shared:].count("user") <= undoable else 0
 
 
 def first_words(turns: Iterable[Turn | SavedTurn]) -> str:

@@ -127,11 +127,23 @@ class Fields(BaseModel):
         """Raise RequestError if the values of some fields contradict each other."""
 
 
+class ModelFields(Fields):
+    """The body of a request, which may name the model."""
+
+    place = "request"
+    model: str | None = None
+
+
 Request = TypeVar("Request", bound=Fields)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
     """Parse the JSON body of a request of this kind; RequestError for the first problem."""
+    return make_request(kind, parse_object(body))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that is a JSON object; RequestError if it is something else."""
     try:
         given = json.loads(body, parse_float=_number, parse_constant=_number)
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
@@ -140,7 +152,7 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
-    return make_request(kind, given)
+    return given
 
 
 def _number(text: str) -> float:

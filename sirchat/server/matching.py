@@ -19,7 +19,7 @@ from sirchat.chat.events import Event
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag
-from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.conversation import History, KnownConversation, ServedConversation
 from sirchat.text.reply_marks import shared
 from sirchat.text.template import TurnIds
 
@@ -33,14 +33,13 @@ _KINDS = {"tool": "user", "calls": "assistant"}  # as the messages after them te
 ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
 
 
-def matched(
-    keys: Sequence[bytes], marks: Sequence[bytes], history: History, *, is_sure: bool = False
-) -> dict[int, int]:
+def matched(known: KnownConversation, history: History) -> dict[int, int]:
     """Which messages of `history` a conversation has read: their numbers here, and there.
 
-    `keys` and `marks` are those of the conversation. The last such message is a reply. Unless it
-    `is_sure` that this is the same chat, these may be only those before which all is the same.
+    The last such message is a reply. Unless it has the name in `history`, which only the same chat
+    has, these may be only those before which all is the same.
     """
+    keys, marks, is_sure = known.keys, known.marks, history.name == known.name != ""
     new, found = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(new):
         return found

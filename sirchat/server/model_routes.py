@@ -20,7 +20,7 @@ from sirchat.errors import format_value
 from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
-from sirchat.server.fields import Fields, RequestError, parse_request
+from sirchat.server.fields import ModelFields, RequestError, parse_request
 from sirchat.server.ollama import OllamaOptions
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.text.times import local_time
@@ -37,21 +37,17 @@ _Texts = Annotated[
 ]
 
 
-class EmbeddingRequest(Fields):
+class EmbeddingRequest(ModelFields):
     """The body of a request to `/v1/embeddings`; texts only, as ids of other models differ."""
 
-    place = "request"
-    model: str | None = None
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
 
-class OllamaEmbedRequest(Fields):
+class OllamaEmbedRequest(ModelFields):
     """The body of a request to `/api/embed`, or with `prompt` to `/api/embeddings`."""
 
-    place = "request"
-    model: str | None = None
     input: _Texts = Field(default=[""])
     prompt: str | None = None
     truncate: bool = True
@@ -59,11 +55,9 @@ class OllamaEmbedRequest(Fields):
     options: OllamaOptions = OllamaOptions()
 
 
-class ShowRequest(Fields):
+class ShowRequest(ModelFields):
     """The body of a request to `/api/show`."""
 
-    place = "request"
-    model: str | None = None
     name: str | None = None  # the field's earlier name
     verbose: bool = False
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any, Literal
 
 from pydantic import Field
 
-from sirchat.server.completions import Parts, collect_reply
+from sirchat.server.completions import Parts, Shape
 from sirchat.server.fields import (
     MOST_MESSAGES,
     CallId,
@@ -22,34 +22,23 @@ from sirchat.server.fields import (
     make_request,
 )
 from sirchat.server.pieces import ReplyEnd, ReplyText
-from sirchat.server.requests import ChatRequest, ReplyRequest, RequestMemory, TextRequest, Tool
+from sirchat.server.requests import (
+    ChatRequest,
+    FunctionCall,
+    ReplyRequest,
+    RequestMemory,
+    SamplingFields,
+    TextRequest,
+    Tool,
+)
 from sirchat.server.rule import MANY
-from sirchat.text.tool_calls import ToolCall, call_id
-
-_RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
+from sirchat.text.tool_calls import call_id
 
 
-class OllamaOptions(Fields):
+class OllamaOptions(SamplingFields):
     """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
-    place = "request"
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
-    num_ctx: int | None = None
-
-
-class OllamaFunction(Fields):
-    """The field `function` of a tool call."""
-
-    name: Name
-    arguments: Json = Field(default={})
 
 
 class OllamaCall(Fields):
@@ -57,7 +46,7 @@ class OllamaCall(Fields):
 
     id: CallId | None = None
     type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: FunctionCall
 
 
 class OllamaMessage(Fields):
@@ -70,7 +59,7 @@ class OllamaMessage(Fields):
     tool_call_id: CallId | None = None
 
 
-class _OllamaAsk(Fields):
+class OllamaAsk(Fields):
     """What the bodies of requests to `/api/chat` and `/api/generate` share."""
 
     place = "request"
@@ -81,35 +70,30 @@ class _OllamaAsk(Fields):
     stream: bool = True
     sirchat: RequestMemory = RequestMemory()
 
+    @property
+    def only_loads(self) -> bool:
+        """Whether the request asks for no reply: clients then want the model to be loaded."""
+        return not (getattr(self, "prompt", "") or getattr(self, "messages", ()))
+
     def _shared(self) -> dict[str, Any]:
         """The fields of a chat request that do not say what is asked."""
-        fields: dict[str, Any] = {
-            "model": self.model.removesuffix(":latest"),
-            "stream": self.stream,
-            "sirchat": self.sirchat,
-        }
-        if self.think is not None:
-            fields["think"] = self.think
+        same = ("model", "stream", "sirchat", "think")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        options = self.options.model_dump(exclude_none=True)
-        return fields | {_RENAMED.get(name, name): value for name, value in options.items()}
+        options = self.options.model_dump(exclude_unset=True)
+        return fields | {"max_tokens": options.pop("num_predict", None), **options}
 
 
-class OllamaTextRequest(_OllamaAsk):
+class OllamaTextRequest(OllamaAsk):
     """The body of a request to `/api/generate`: one message, or with `raw` a text to go on with."""
 
     prompt: str = ""
     system: str | None = None
     raw: bool = False
-
-    @property
-    def only_loads(self) -> bool:
-        """Whether the request asks for no reply: clients then want the model to be loaded."""
-        return not self.prompt
 
     def as_request(self) -> ReplyRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
@@ -123,16 +107,11 @@ class OllamaTextRequest(_OllamaAsk):
         return make_request(ChatRequest, self._shared() | {"messages": messages})
 
 
-class OllamaRequest(_OllamaAsk):
+class OllamaRequest(OllamaAsk):
     """The body of a request to `/api/chat`."""
 
     messages: list[OllamaMessage] = Field(default=[], max_length=MOST_MESSAGES)
     tools: list[Tool] = Field(default=[])
-
-    @property
-    def only_loads(self) -> bool:
-        """Whether the request asks for no reply: clients then want the model to be loaded."""
-        return not self.messages
 
     def as_request(self) -> ReplyRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
@@ -147,8 +126,7 @@ class OllamaRequest(_OllamaAsk):
             fields["tool_calls"] = []
             for call in message.tool_calls:
                 ident, name = call.id or next(ids), call.function.name
-                function = {"name": name, "arguments": json.dumps(call.function.arguments)}
-                fields["tool_calls"].append({"id": ident, "function": function})
+                fields["tool_calls"].append({"id": ident, "function": call.function})
                 waiting.append((name, ident))
             if message.role == "tool":
                 fits = [pair for pair in waiting if message.tool_name in (None, pair[0])]
@@ -158,14 +136,14 @@ class OllamaRequest(_OllamaAsk):
             yield fields
 
 
-class OllamaShape:
+class OllamaShape(Shape):
     """The JSON of one reply in Ollama's format: one object, or one object per line."""
 
     media = "application/x-ndjson"
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
-        self._model, self._is_chat = model, is_chat
-        self._begun = time.monotonic_ns()
+    def __init__(self, asked: OllamaAsk, model: str) -> None:
+        self._model, self._is_chat = model, isinstance(asked, OllamaRequest)
+        self._asked_at = self._begun_at = time.monotonic_ns()
 
     @property
     def loaded(self) -> dict[str, Any]:
@@ -173,54 +151,55 @@ class OllamaShape:
         return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     async def whole_response(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the whole response."""
-        first = time.monotonic_ns()
-        said, end = await collect_reply(parts)
-        return self._piece(said) | self._end(end, first)
+        """Wait until the reply has ended; returns the JSON object of the response."""
+        self.begun()
+        return await super().whole_response(parts)
 
-    async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the lines of the streamed response, while the reply is generated."""
-        first = time.monotonic_ns()
-        try:
-            async for part in parts:
-                if isinstance(part, ReplyEnd):
-                    yield _line(self._piece(ReplyText("")) | self._end(part, first))
-                elif part != ReplyText(""):
-                    yield _line(self._piece(part))
-        except RequestError as error:
-            yield _line(error.body_at("/api/"))
+    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of a response with this reply, in one part."""
+        return self._piece(replies[0]) | self._end(end)
+
+    def begun(self) -> Iterable[str]:
+        """The reply has begun: nothing is told of it, but the time."""
+        self._begun_at = time.monotonic_ns()
+        return ()
+
+    def told(self, part: ReplyText) -> Iterable[str]:
+        """The line that tells a part."""
+        return (_line(self._piece(part)),) if part != ReplyText("") else ()
+
+    def ended(self, end: ReplyEnd) -> Iterable[str]:
+        """The last line."""
+        return (_line(self._piece(ReplyText("")) | self._end(end)),)
+
+    def failed(self, error: RequestError) -> Iterable[str]:
+        """The last line, if the reply fails."""
+        return (_line(error.body_at("/api/")),)
 
     def _piece(self, said: ReplyText) -> dict[str, Any]:
         more: dict[str, Any] = {"thinking": said.thinking} if said.thinking else {}
         text: dict[str, Any] = {"response": said.text, **more}
         if self._is_chat:
             if said.calls:
-                more["tool_calls"] = [_ollama_call(call) for call in said.calls]
+                given = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in said.calls)
+                more["tool_calls"] = [{"function": function} for function in given]
             text = {"message": {"role": "assistant", "content": said.text, **more}}
         now = datetime.now(UTC).isoformat()
         return {"model": self._model, "created_at": now, **text, "done": False}
 
-    def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
-        """The fields of only the last object; the first part was generated at `first`, in ns."""
+    def _end(self, end: ReplyEnd) -> dict[str, Any]:
+        """The fields of only the last object."""
         now = time.monotonic_ns()
         return {
             "done": True,
             "done_reason": "length" if end.finish == "length" else "stop",
-            "total_duration": now - self._begun,
+            "total_duration": now - self._asked_at,
             "prompt_eval_count": end.usage["prompt_tokens"],
-            "prompt_eval_duration": first - self._begun,
+            "prompt_eval_duration": self._begun_at - self._asked_at,
             "eval_count": end.usage["completion_tokens"],
-            "eval_duration": now - first,
+            "eval_duration": now - self._begun_at,
             "sirchat": end.memory,
         }
-
-
-def _ollama_call(call: ToolCall) -> dict[str, Any]:
-    try:
-        given = json.loads(call.arguments)
-    except ValueError:
-        given = {}
-    return {"function": {"name": call.name, "arguments": given if isinstance(given, dict) else {}}}
 
 
 def _line(content: dict[str, Any]) -> str:

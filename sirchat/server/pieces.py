@@ -161,7 +161,8 @@ class Pieces:
         self._session, self._options, self._plain = session, options, plain
         self._calls = deepcopy(options.calls)  # each reply has its own
         self.stops = StopStrings(options.stop)
-        self._tokens: _TokenChances | None = None
+        told = options.alternatives
+        self._tokens = None if told is None else _TokenChances(session, told)
         self._prefill = options.prefill  # as far as it was not generated yet
         self.said = ""
         self.calls: list[ToolCall] = []
@@ -178,11 +179,6 @@ class Pieces:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
         calls = self._calls
         return self.stops.is_found or (calls is not None and calls.has_ended)
-
-    def begin(self) -> None:
-        """The next generated token is the first one of the reply."""
-        if self._options.alternatives is not None:
-            self._tokens = _TokenChances(self._session, self._options.alternatives)
 
     def note_logits(self) -> None:
         """Note which tokens are the likeliest next ones, if that is to be told."""
@@ -240,7 +236,7 @@ class _TokenChances:
 
     def __init__(self, session: Session, alternatives: int) -> None:
         self._session, self._alternatives = session, alternatives
-        self._next = session.seen  # position of the next token
+        self._next = -1  # position of the next token, if the reply has begun
         self._likeliest = dict[int, tuple[tuple[str, float], ...]]()  # by position
         self._waiting: deque[tuple[int, TokenChance]] = deque()
         self._generated = 0  # characters
@@ -249,6 +245,7 @@ class _TokenChances:
     def note_logits(self) -> None:
         """Note the likeliest next tokens, from the model's logits."""
         session, logits = self._session, self._session.engine.logits
+        self._next = session.seen if self._next < 0 else self._next
         if self._alternatives and logits is not None:
             best = logits.float().log_softmax(-1).topk(self._alternatives)
             texts = (session.model.tokenizer.decode([one]) for one in best.indices.tolist())

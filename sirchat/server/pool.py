@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +19,10 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import free_memory
-from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.conversation import History, KnownConversation, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
-from sirchat.server.saved_conversations import (
-    SavedConversation,
-    SavedConversations,
-    has_keys_and_values,
-)
+from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
 _LONG = 2000  # characters, which take longer to read than a conversation to load
 
@@ -64,79 +61,68 @@ class ConversationPool:
         self._most_bytes = math.inf if free is None else free // 2
         self._held: list[ServedConversation] = []  # by last use, the latest at the end
 
-    def take(self, history: History) -> ServedConversation | None:
+    def take(self, history: History) -> ServedConversation:
         """The conversation in which to answer `history`, now busy; it may be new, or a copy.
 
-        None if the conversation that fits best is busy, or if memory has no place for another.
+        BusyError if the conversation that fits best is busy, or if memory has no place for another.
         """
-        named = next((held for held in self._held if history.name == held.name != ""), None)
-        away = self._disk.all if self._disk is not None and history.name and named is None else []
-        if saved := next((each for each in reversed(away) if each.name == history.name), None):
-            if not self._make_room():
-                return None
-            named = self._load(saved)
+        named = self._find(lambda each: each.name == history.name) if history.name else None
         if named is not None and named.is_busy:
-            return None
+            raise BusyError
         if named is not None:
-            found = matched(named.keys, named.marks, history, is_sure=True)
-            if (own := named.continued(history, len(found))) is not history:
-                return self._begin_use(self._go_on(named, own))
-        taken = self._take_by_messages(history)
-        if taken is not None and history.name:
+            own = named.continued(history, len(matched(named, history)))
+            if own is not history:  # it has the messages before, too
+                named.is_again, named.continued_by = named.has_answered(own), own
+                if own.keys[0] != named.keys[0]:  # with another system prompt, or other tools
+                    before = min(len(named.marks), len(own.marks) - 1)
+                    named.kept, named.is_edited = {at: at for at in range(before)}, True
+                return self._begin_use(named)
+        taken = self._begin_use(self._by_messages(history))
+        if history.name:
             if named is not None:
                 named.name = ""
             taken.name = history.name
         return taken
 
-    def _go_on(self, named: ServedConversation, history: History) -> ServedConversation:
-        """The conversation, with the messages that `history` has before its new ones."""
-        named.is_again = named.has_answered(history)
-        if history.keys[0] != named.keys[0]:  # with another system prompt, or other tools
-            before = min(len(named.marks), len(history.marks) - 1)
-            named.kept, named.is_edited = {at: at for at in range(before)}, True
-        named.continued_by = history
-        return named
-
-    def _take_by_messages(self, history: History) -> ServedConversation | None:
+    def _by_messages(self, history: History) -> ServedConversation:
         """As `take`, by what the messages have in common with those of a conversation."""
         is_exact = (history.reuse or self._reuse) == "exact"
-        own = (held for held in reversed(self._held) if history.may_use(held.name))
-        able = (held for held in own if not (is_exact and held.is_edited))
-        best = max(able, key=lambda held: held.fitness(history), default=None)
+        own = (each for each in self._all if history.may_use(each.name))
+        able = (each for each in own if not (is_exact and each.is_edited))
+        best = max(able, key=lambda each: each.fitness(history), default=None)
         shared = 0 if best is None else best.count_shared(history)
-        disk = self._disk
-        if disk is not None and (saved := disk.best_match(history, shared, is_exact=is_exact)):
-            if not self._make_room():
-                return None
-            if (best := self._load(saved)) is None:
-                return self._take_by_messages(history)  # `saved` is no longer listed
+        if shared and isinstance(best, SavedConversation):
+            if (best := self._load(best)) is None:
+                return self._by_messages(history)  # it is no longer listed
             shared = best.count_shared(history)
         if not is_exact and shared < len(history.marks) - 1:
-            edited, kept = self._best_edited(history, unread(history, range(shared), shared > 0))
-            if edited is not None and edited.is_busy:
-                return None
+            edited = self._best_edited(history, unread(history, range(shared), shared > 0))
             if edited is not None:
-                return self._begin_use(self._to_edit(edited, history, kept))
-        if best is None or not shared:
-            return self._begin_use(self._asked_again(history) or self._new(history))
+                return edited
+        if not (shared and isinstance(best, ServedConversation)):
+            return self._asked_again(history) or self._new(history)
         if best.is_busy:
-            return self._begin_use(self._fork_of_busy(best, shared))
-        return self._begin_use(self._rewind(best, history, shared) or self._new(history))
+            return self._fork_of_busy(best, shared)
+        return self._rewind(best, history, shared) or self._new(history)
 
     def find(self, ident: str) -> ServedConversation:
         """The conversation with this id, loaded if it is only on disk.
 
         Raises RequestError if there is none, and BusyError if memory has no place to load it.
         """
-        for conversation in self._held:
-            if conversation.id == ident:
-                return conversation
-        if self._disk is not None and (saved := self._disk.find(ident)) is not None:
-            if not self._make_room():
-                raise BusyError
-            if (loaded := self._load(saved)) is not None:
-                return loaded
-        raise RequestError("there is no such conversation; it may be dropped", status=404)
+        if (found := self._find(lambda each: each.id == ident)) is None:
+            raise RequestError("there is no such conversation; it may be dropped", status=404)
+        return found
+
+    def _find(self, is_it: Callable[[KnownConversation], bool]) -> ServedConversation | None:
+        found = next(filter(is_it, self._all), None)
+        return self._load(found) if isinstance(found, SavedConversation) else found
+
+    @property
+    def _all(self) -> list[ServedConversation | SavedConversation]:
+        """All conversations, in memory, and then on disk; of each, the one used last is first."""
+        away = [] if self._disk is None else self._disk.all
+        return [*reversed(self._held), *reversed(away)]
 
     def change(
         self,
@@ -160,8 +146,6 @@ class ConversationPool:
 
     def overview(self) -> list[dict[str, Any]]:
         """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
-        away = [] if self._disk is None else self._disk.all
-        both: list[ServedConversation | SavedConversation] = [*away, *self._held]
         return [
             {
                 "id": each.id,
@@ -172,7 +156,7 @@ class ConversationPool:
                 "in_memory": isinstance(each, ServedConversation),
                 "bytes": each.nbytes if isinstance(each, ServedConversation) else 0,
             }
-            for each in reversed(both)
+            for each in self._all
         ]
 
     def release(
@@ -238,26 +222,26 @@ class ConversationPool:
                 return held
         return None
 
-    def _fork_of_busy(self, busy: ServedConversation, shared: int) -> ServedConversation | None:
+    def _fork_of_busy(self, busy: ServedConversation, shared: int) -> ServedConversation:
         """A copy of a conversation that is answering, with the first `shared` messages it has read.
 
-        None if it is only being saved, which takes no time, or if there is no room for a copy.
+        BusyError if it is only being saved, which takes no time, or if there is no room for a copy.
         """
         is_within = busy.kept or busy.is_again or busy.continued_by
         if busy.is_saving or is_within or not self._make_room(besides=busy):
-            return None
+            raise BusyError
         said = [turn.role for turn in busy.session.turns if not turn.is_left_out].count("user")
         more = said - busy.roles.count("user")  # messages that are being read, or answered
         if (copy := busy.copy()) is None:
-            return None
+            raise BusyError
         usual = {name: getattr(self.profile, name) for name in _OF_REPLIES}
         copy.session.note_profile(copy.session.profile.model_copy(update=usual))
-        try:
+        with suppress(UndoError):
             for _ in range(more):
                 copy.session.undo(keep_pins=True)
-        except UndoError:
-            return None
-        return copy if copy.undo_to(shared) else None
+            if copy.undo_to(shared):
+                return copy
+        raise BusyError
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""
@@ -268,57 +252,41 @@ class ConversationPool:
             copy = conversation.with_session(conversation.session)
         return copy or conversation
 
-    def _best_edited(
-        self, history: History, most: int
-    ) -> tuple[ServedConversation | None, dict[int, int]]:
-        """The conversation that has read most of `history`, whatever stands between, and what.
+    def _best_edited(self, history: History, most: int) -> ServedConversation | None:
+        """The conversation that has read most of `history`, whatever stands between.
 
-        None if more than `most` characters are left to read. One that is only on disk is loaded.
+        None if more than `most` characters are left to read. A copy, if the client goes on from
+        before the last question, perhaps with both. BusyError if it is in use.
         """
-        best, away, kept = None, None, dict[int, int]()
-        for held in reversed(self._held):
-            is_sure = history.name == held.name != ""
-            found = matched(held.keys, held.marks, history, is_sure=is_sure)
-            left = unread(history, found, held.keys[0] == history.keys[0])
-            if found and left < most and can_edit(held.session) and history.may_use(held.name):
-                best, kept, most = held, found, left
-        for saved in () if self._disk is None else reversed(self._disk.all):
-            is_sure = history.name == saved.name != ""
-            found = matched(saved.keys, saved.marks, history, is_sure=is_sure)
-            left = unread(history, found, saved.keys[0] == history.keys[0])
-            if found and left < most and self._can_edit and history.may_use(saved.name):
-                away, kept, most = saved, found, left
-        if away is None:
-            return best, kept
-        loaded = self._load(away) if self._make_room() else None
-        return (loaded, kept) if loaded is not None and can_edit(loaded.session) else (None, {})
+        best, kept = None, dict[int, int]()
+        for each in self._all:
+            found = matched(each, history) if history.may_use(each.name) else {}
+            left = unread(history, found, each.keys[0] == history.keys[0])
+            own = each.session if isinstance(each, ServedConversation) else None
+            if found and left < most and (self._can_edit if own is None else can_edit(own)):
+                best, kept, most = each, found, left
+        if isinstance(best, SavedConversation):
+            best = self._load(best)
+        if best is None or not can_edit(best.session):
+            return None
+        if best.is_busy:
+            raise BusyError
+        end = max(kept.values()) + 1
+        is_last = best.marks[end : end + 1] == [history.marks[-1]]
+        is_again = is_last and best.roles[end:].count("user") == 1
+        is_branch = end < len(best.marks)
+        best = self._branch(best) if is_branch and not is_again else best
+        best.is_edited, best.kept, best.is_branch = True, kept, end < len(best.marks)
+        return best
 
     @cached_property
     def _can_edit(self) -> bool:
         """Whether conversations with the settings of this server can be edited."""
         return can_edit(Session(self.model, self.profile))
 
-    def _to_edit(
-        self, conversation: ServedConversation, history: History, kept: dict[int, int]
-    ) -> ServedConversation:
-        """The conversation in which `history` is answered, whose messages `kept` were read.
-
-        A copy, if the client goes on from before the last question, perhaps with both.
-        """
-        end = max(kept.values()) + 1
-        is_again = (
-            conversation.marks[end : end + 1] == [history.marks[-1]]
-            and conversation.roles[end:].count("user") == 1
-        )
-        if end < len(conversation.marks) and not is_again:
-            conversation = self._branch(conversation)
-        conversation.is_edited = True
-        conversation.kept, conversation.is_branch = kept, end < len(conversation.marks)
-        return conversation
-
-    def _new(self, history: History) -> ServedConversation | None:
+    def _new(self, history: History) -> ServedConversation:
         if not self._make_room():
-            return None
+            raise BusyError
         own = self.profile
         if history.system is not None or not history.name:
             own = own.model_copy(update={"system": history.system})
@@ -326,7 +294,8 @@ class ConversationPool:
         able = (each for each in alike if each.roles and not each.kept and each.has_exact_prompt)
         source = next(able, None)
         source = source or self._load_beginning(history)
-        new = ServedConversation(Session(self.model, history.profile or own), [history.keys[0]], [])
+        session = Session(self.model, history.profile or own)
+        new = ServedConversation(session=session, keys=[history.keys[0]], roles=[])
         if source is not None and history.profile is None:  # it begins with the same
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
@@ -343,24 +312,28 @@ class ConversationPool:
             return None
         for saved in reversed(self._disk.all):
             is_exact = saved.keys[0] == history.keys[0] and not saved.is_edited
-            if is_exact and has_keys_and_values(saved):
+            if is_exact and saved.has_keys_and_values():
                 return self._load(saved)
         return None
 
-    def _begin_use(self, conversation: ServedConversation | None) -> ServedConversation | None:
-        if conversation is not None:
-            self._drop(conversation)
-            self._held.append(conversation)
-            conversation.is_busy = True
-            if self._disk is not None:
-                while sum(held.nbytes for held in self._held) > self._most_bytes:
-                    if not self._let_one_leave():
-                        break
-                self._disk.prune(self._held)
+    def _begin_use(self, conversation: ServedConversation) -> ServedConversation:
+        self._drop(conversation)
+        self._held.append(conversation)
+        conversation.is_busy = True
+        if self._disk is not None:
+            while sum(held.nbytes for held in self._held) > self._most_bytes:
+                if not self._let_one_leave():
+                    break
+            self._disk.prune(self._held)
         return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation from the disk into memory; None if its file can't be used."""
+        """Load a conversation from the disk into memory; None if its file can't be used.
+
+        BusyError if memory has no place for it.
+        """
+        if not self._make_room():
+            raise BusyError
         assert self._disk is not None
         loaded = self._disk.load(saved)
         if loaded is not None:

@@ -55,59 +55,190 @@ def generate_reply(
     If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
     not completely read is undone. Raises the same errors as `Session.ask`.
     """
-    history = conversation.continued_by or history
-    session, whole = conversation.session, conversation.session.seen  # of whole messages
-    memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
-    if memory and memory["budget"] < conversation.least_budget:
-        memory["budget"] = conversation.least_budget
-    other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
-    if other:  # raises SettingError, changing nothing
-        session.switch("sirchat", **other)
-    conversation.is_exact = False
-    with session.temporary_reply_settings(options.settings):
-        try:
-            _set_template(session, history, options)
-            options.notes.extend(_of_reasoning(session, options))
-            if memory and (conversation.kept or not conversation.roles):
-                _raise_budget(conversation, history)
-            if memory and conversation.least_budget == session.budget:
-                how = "" if session.profile.pin_system else ", which are not pinned"
-                note = f"budget is {session.budget}, for the system prompt and tools{how}"
-                options.notes.append(note)
-            allowed = None if options.format is None else options.format(session)
-            if options.count > 1 and session.profile.archive == "off":
-                raise RequestError("several replies can't be had with --archive off", param="n")
-            reply = _begun_reply(session, options.prefill) if options.prefill else None
-            if not conversation.roles and session.seen:
-                _check_beginning(conversation, history)
-            is_again = conversation.is_again and conversation.undo_reply()
-            goes_back = conversation.continued_by is not None and not is_again
-            if goes_back and not conversation.undo_to(len(history.messages) - 1):
-                _begin_anew(conversation, history)
-            whole = session.seen
-            cached = whole - len(session.ledger.left_out)
-            if conversation.kept:
-                whole = -1  # a failure within leaves a part of this
-                cached = yield from _take_over(conversation, history)
-                whole = session.seen
-            options.headers["X-Sirchat-Reused"] = str(cached)
-            for (role, text), (following, _) in pairwise(
-                history.messages[len(conversation.roles) :]
-            ):
-                for _ in _read(session, gone, role, text, following):
-                    yield None
-                conversation.add(role, text)
-                whole = session.seen
-                if gone():
-                    conversation.undo_last_question()
-                    return
-            yield from _answer(
-                *(conversation, history, options, gone, cached, allowed, reply), is_again=is_again
-            )
-        except (ContextFullError, SettingError, RequestError):
-            # Most of these errors are raised before anything of the message is read.
-            conversation.is_exact = session.seen == whole
-            raise
+    return _Answer(conversation, history, options, gone).parts()
+
+
+class _Answer:
+    """Answers one request in its conversation."""
+
+    def __init__(
+        self,
+        conversation: ServedConversation,
+        history: History,
+        options: ReplyOptions,
+        gone: Interrupted,
+    ) -> None:
+        self._conversation, self._session = conversation, conversation.session
+        self._history, self._options = conversation.continued_by or history, options
+        self._gone, self._whole = gone, self._session.seen  # number of tokens of whole messages
+
+    def parts(self) -> Parts:
+        """Read what is new, and reply."""
+        conversation, session, options = self._conversation, self._session, self._options
+        memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
+        if memory:
+            memory["budget"] = max(memory["budget"], conversation.least_budget)
+        other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
+        if other:  # raises SettingError, changing nothing
+            session.switch("sirchat", **other)
+        conversation.is_exact = False
+        with session.temporary_reply_settings(options.settings):
+            try:
+                _set_template(session, self._history, options)
+                options.notes.extend(_of_reasoning(session, options))
+                if memory and (conversation.kept or not conversation.roles):
+                    _raise_budget(conversation, self._history)
+                if memory and conversation.least_budget == session.budget:
+                    how = "" if session.profile.pin_system else ", which are not pinned"
+                    note = f"budget is {session.budget}, for the system prompt and tools{how}"
+                    options.notes.append(note)
+                allowed = None if options.format is None else options.format(session)
+                if options.count > 1 and session.profile.archive == "off":
+                    raise RequestError("several replies can't be had with --archive off", param="n")
+                reply = _begun_reply(session, options.prefill) if options.prefill else None
+                if not conversation.roles and session.seen:
+                    _check_beginning(conversation, self._history)
+                is_again = conversation.is_again and conversation.undo_reply()
+                cached = yield from self._go_back(is_again=is_again)
+                options.headers["X-Sirchat-Reused"] = str(cached)
+                if (yield from self._read_all_but_last(self._gone)):
+                    yield from self._reply(cached, allowed, reply, is_again=is_again)
+            except (ContextFullError, SettingError, RequestError):
+                # Most of these errors are raised before anything of the message is read.
+                conversation.is_exact = session.seen == self._whole
+                raise
+
+    def _go_back(self, *, is_again: bool) -> Generator[None, None, int]:
+        """Let the conversation have those messages of the request that it has read, and no others.
+
+        What is new between them is read. Returns how many of its tokens are not read again; if none
+        can stay, it begins anew.
+        """
+        conversation, session, history = self._conversation, self._session, self._history
+        goes_back = conversation.continued_by is not None and not is_again
+        if goes_back and not conversation.undo_to(len(history.messages) - 1):
+            self._begin_anew()
+        self._whole = cached = session.seen
+        if conversation.kept:
+            self._whole = -1  # a failure within leaves a part of this
+            read = partial(_read, session, bool)
+            parts = edited(conversation, history, conversation.kept, read)
+            cached = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
+            try:
+                if parts:
+                    yield from (None for _ in edit(session, parts))
+            except (SettingError, ContextFullError):  # it may fit without what was pinned or left
+                parts = []
+            if parts:
+                conversation.kept = {}
+                conversation.become(history, len(conversation.turn_numbers))
+            else:
+                self._begin_anew()
+                cached = 0
+            self._whole = session.seen
+        return cached - len(session.ledger.left_out)
+
+    def _begin_anew(self) -> None:
+        """Forget all messages; the system prompt is that of the request."""
+        conversation, session = self._conversation, self._session
+        own = session.profile.model_copy(update={"system": self._history.system})
+        session.note_profile(own)
+        conversation.begin_anew()
+        conversation.become(self._history, 0)
+        conversation.kept = {}
+
+    def _read_all_but_last(self, gone: Interrupted) -> Generator[None, None, bool]:
+        """Read the messages before the last one; False, as soon as the client has left."""
+        conversation, session = self._conversation, self._session
+        new = self._history.messages[len(conversation.roles) :]
+        for (role, text), (following, _) in pairwise(new):
+            yield from (None for _ in _read(session, gone, role, text, following))
+            conversation.add(role, text)
+            self._whole = session.seen
+            if gone():
+                conversation.undo_last_question()
+                return False
+        return True
+
+    def _read_last(self, gone: Interrupted) -> Iterator[Event]:
+        text, given = _prepared(self._session, *self._history.messages[-1])
+        return self._session.read_question(text, gone, given=given)
+
+    def _reply(
+        self, cached: int, allowed: Allowed | None, reply: Reply | None, *, is_again: bool
+    ) -> Parts:
+        """Read the last message, unless it `is_again` answered, and reply.
+
+        `cached` tokens had been read before this request; `reply` has begun already.
+        """
+        conversation, session, options = self._conversation, self._session, self._options
+        (role, question), notes, plain = self._history.messages[-1], list[str](), None
+        if options.is_for_ask:
+            plain = PlainReply(session, question, options.source)
+            if options.holds_all:
+                raise_budget_for(session, question)
+            notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
+        pieces, said, is_read = Pieces(session, options, plain), 0, True
+        if not is_again:
+            for event in self._read_last(self._gone):
+                if isinstance(event, TurnDone) and event.role == "user":
+                    is_read = event.finish != "interrupt"
+                yield pieces.push(event)
+            conversation.reasoning = session.profile.reasoning
+        asked = session.seen, session.resident
+        for choice in range(options.count):
+            session.state.attempt = choice
+            done = yield from self._generate(pieces, reply, allowed, choice)
+            said += done.tokens_out
+            yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
+            if choice < options.count - 1:  # another one to the same message
+                yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
+                try:
+                    session.undo_reply()
+                except LookupError:  # the archive's limit was reached, and a token is lost
+                    self._begin_anew()
+                    yield from self._read_all_but_last(bool)
+                    yield from (None for _ in self._read_last(bool))
+                    is_again = False
+                allowed = None if options.format is None else options.format(session)
+                pieces = Pieces(session, options, plain)
+        if not is_again:
+            conversation.add("tool" if role == "tool" else "user", question)
+        if calls := pieces.calls:
+            conversation.add("calls", calls_key(pieces.said, calls))
+        else:
+            conversation.add("assistant", done.text)
+        conversation.is_exact = not (role == "text" or options.is_for_ask or pieces.is_cut)
+        end = _end(conversation, asked, done, cached, said)
+        if not is_read:
+            conversation.undo_last_question()
+        if plain is not None:
+            end.memory["quote"] = plain.quote
+            end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
+        yield replace(
+            end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice
+        )
+
+    def _generate(
+        self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None, choice: int
+    ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
+        """Generate a reply, and yield all its parts but the last."""
+        done = None
+        with self._session.begin_reply(
+            lambda: self._gone() or pieces.has_ended, reply, allowed, is_undoable=True
+        ) as opened:
+            while not opened.is_over():
+                pieces.note_logits()
+                stepped = yield opened.generation
+                assert stepped is not None
+                parts = filter(None, map(pieces.push, opened.push(stepped)))
+                yield from (replace(part, choice=choice) for part in parts)
+            for event in opened.end():
+                done = event if isinstance(event, TurnDone) else done
+                if (part := pieces.push(event)) is not None:
+                    yield replace(part, choice=choice)
+        assert done is not None
+        return done
 
 
 def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[int]:
@@ -131,50 +262,6 @@ def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[i
         state.header = turn.header
         ids += turn.ids
     return ids
-
-
-def _take_over(conversation: ServedConversation, history: History) -> Generator[None, None, int]:
-    """Let the conversation have the messages that it has read already, and read those between.
-
-    Returns how many of its tokens were not read again. If none can stay, it begins anew.
-    """
-    session = conversation.session
-    parts = edited(conversation, history, conversation.kept, partial(_read, session, bool))
-    before = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
-    try:
-        if parts:
-            for _ in edit(session, parts):
-                yield None
-    except (SettingError, ContextFullError):  # it may fit without what was pinned or left out
-        parts = []
-    if not parts:
-        _begin_anew(conversation, history)
-        return 0
-    conversation.kept = {}
-    conversation.become(history, len(conversation.turn_numbers))
-    return before - len(session.ledger.left_out)
-
-
-def _begin_anew(conversation: ServedConversation, history: History) -> None:
-    """Forget all messages; the system prompt is that of `history`."""
-    session = conversation.session
-    session.note_profile(session.profile.model_copy(update={"system": history.system}))
-    conversation.begin_anew()
-    conversation.become(history, 0)
-    conversation.kept = {}
-
-
-def _read_anew(conversation: ServedConversation, history: History) -> Generator[None]:
-    """Forget all messages, and read those of `history`."""
-    session, said = conversation.session, history.messages
-    _begin_anew(conversation, history)
-    for (role, text), (following, _) in pairwise(said):
-        for _ in _read(session, bool, role, text, following):
-            yield None
-        conversation.add(role, text)
-    text, given = _prepared(session, *said[-1])
-    for _ in session.read_question(text, given=given):
-        yield None
 
 
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
@@ -240,22 +327,20 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
         if isinstance(template, ToolTemplate):  # another request of this chat had tools
             session.template = template_for(model, None, template.ends)
         return
-    if not isinstance(template, ToolTemplate) or template.tools != history.tools:
-        asked = model.tokenizer, model.anchors, history.tools, template.ends
-        with _refuse_template_errors("tools"):
-            try:
-                tools = ToolTemplate(*asked)
-                if history.tools and tools.note:
-                    options.notes.append(tools.note)
-            except NoToolsError as error:
-                prompted = PromptedTools(*asked)
-                size = sum(len(part.ids) for part in prompted.opening("") if part is not None)
-                if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
-                    options.notes.append(f"tools are left out: {error}, and a text is too long")
-                    session.template = template_for(model, None, template.ends)
-                    return
-                tools = prompted
-            session.template = tools
+    if isinstance(template, ToolTemplate) and template.tools == history.tools:
+        return
+    asked = model.tokenizer, model.anchors, history.tools, template.ends
+    with _refuse_template_errors("tools"):
+        try:
+            session.template = tools = ToolTemplate(*asked)
+            if history.tools and tools.note:
+                options.notes.append(tools.note)
+        except NoToolsError as error:
+            session.template = told = PromptedTools(*asked)
+            size = sum(len(part.ids) for part in told.opening("") if part is not None)
+            if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
+                options.notes.append(f"tools are left out: {error}, and a text is too long")
+                session.template = template_for(model, None, template.ends)
 
 
 def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:
@@ -292,96 +377,6 @@ def _refuse_template_errors(param: str) -> Iterator[None]:
         yield
     except ModelError as error:
         raise RequestError(str(error), param=param) from None
-
-
-def _answer(
-    conversation: ServedConversation,
-    history: History,
-    options: ReplyOptions,
-    gone: Interrupted,
-    cached: int,
-    allowed: Allowed | None,
-    reply: Reply | None,
-    *,
-    is_again: bool,
-) -> Parts:
-    """Read the last message, unless it `is_again` answered, and reply; `reply` has begun already.
-
-    `cached` tokens had been read before this request.
-    """
-    session, notes = conversation.session, list[str]()
-    role, question = history.messages[-1]
-    text, given = _prepared(session, role, question)
-    plain = PlainReply(session, text, options.source) if options.is_for_ask else None
-    if plain is not None:
-        if options.holds_all:
-            raise_budget_for(session, text)
-        notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-    pieces, said, is_read = Pieces(session, options, plain), 0, True
-    if not is_again:
-        for event in session.read_question(text, gone, given=given):
-            if isinstance(event, TurnDone) and event.role == "user":
-                is_read = event.finish != "interrupt"
-            yield pieces.push(event)
-        conversation.reasoning = session.profile.reasoning
-    asked = session.seen, session.resident
-    for choice in range(options.count):
-        session.state.attempt = choice
-        done = yield from _generate(session, pieces, gone, reply, allowed, choice)
-        said += done.tokens_out
-        yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
-        if choice < options.count - 1:  # another one to the same message
-            yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
-            try:
-                session.undo_reply()
-            except LookupError:  # the archive's limit was reached, and a token is lost
-                yield from _read_anew(conversation, history)
-                is_again = False
-            allowed = None if options.format is None else options.format(session)
-            pieces = Pieces(session, options, plain)
-    if not is_again:
-        conversation.add("tool" if role == "tool" else "user", question)
-    calls = pieces.calls
-    if calls:
-        conversation.add("calls", calls_key(pieces.said, calls))
-    else:
-        conversation.add("assistant", done.text)
-    conversation.is_exact = not (role == "text" or options.is_for_ask or pieces.is_cut)
-    end = _end(conversation, asked, done, cached, said)
-    if not is_read:
-        conversation.undo_last_question()
-    if plain is not None:
-        end.memory["quote"] = plain.quote
-        end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
-    yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice)
-
-
-def _generate(
-    session: Session,
-    pieces: Pieces,
-    gone: Interrupted,
-    reply: Reply | None,
-    allowed: Allowed | None,
-    choice: int,
-) -> Generator[Part | Generation, StepResult | None, TurnDone]:
-    """Generate a reply, and yield all its parts but the last."""
-    pieces.begin()
-    done = None
-    with session.begin_reply(
-        lambda: gone() or pieces.has_ended, reply, allowed, is_undoable=True
-    ) as opened:
-        while not opened.is_over():
-            pieces.note_logits()
-            stepped = yield opened.generation
-            assert stepped is not None
-            parts = filter(None, map(pieces.push, opened.push(stepped)))
-            yield from (replace(part, choice=choice) for part in parts)
-        for event in opened.end():
-            done = event if isinstance(event, TurnDone) else done
-            if (part := pieces.push(event)) is not None:
-                yield replace(part, choice=choice)
-    assert done is not None
-    return done
 
 
 def _finish(done: TurnDone, calls: Sequence[ToolCall]) -> str:

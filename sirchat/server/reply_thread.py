@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from sirchat.engine.generation import Generation, StepResult, step
@@ -50,10 +51,6 @@ class WaitingReply:
     parts: Parts | None = None
     next: Generation | None = None
 
-    def is_gone(self) -> bool:
-        """Whether the client no longer waits for the reply."""
-        return self.is_cancelled
-
 
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
@@ -64,7 +61,7 @@ class ReplyThread:
     def __init__(self, conversations: ConversationPool, most: int) -> None:
         self._conversations = conversations
         self._most = most
-        self._waiting: list[WaitingReply] = []
+        self._replies = set[WaitingReply]()  # all that wait or are under way
         self._running: list[WaitingReply] = []
         self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when a reply ends
@@ -80,16 +77,15 @@ class ReplyThread:
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
-            if len(self._waiting) + len(self._running) >= self._most:
+            if len(self._replies) >= self._most:
                 raise RequestError(
                     "too many requests are waiting; try again later",
                     status=429,
                     code="rate_limit_exceeded",
                     headers={"Retry-After": "1"},
                 )
-            self._waiting.append(reply)
-            self._may_begin = True
-            self._changed.notify()
+            self._replies.add(reply)
+            self.call(partial(self._begin, reply)).add_done_callback(partial(self._refuse, reply))
 
     def cancel(self, reply: WaitingReply) -> None:
         """Stop a reply, because the client no longer waits for it."""
@@ -128,12 +124,11 @@ class ReplyThread:
         try:
             while self._wait():
                 self._call()
-                self._begin()
                 self._step()
         except Exception as error:  # of this thread itself: then no reply may wait for it
             _LOG.critical("the server can answer no more", exc_info=error)
             self.end()
-        for reply in (*self._running, *self._waiting):
+        for reply in self._running:
             with suppress(Exception):  # what failed above may fail again
                 reply.send(_ending_error())
         self._call()
@@ -167,27 +162,23 @@ class ReplyThread:
             except Exception as error:  # whatever a policy's scores raise
                 result.set_exception(_error_for_client(error))
 
-    def _begin(self) -> None:
-        """Begin each waiting reply for which a conversation is free; drop those cancelled."""
-        with self._changed:
-            waiting = tuple(self._waiting) if self._is_free else ()
-        for reply in waiting:
-            try:
-                taken = None if reply.is_cancelled else self._conversations.take(reply.history)
-            except Exception as error:
-                taken, reply.is_cancelled = None, True
-                reply.send(_error_for_client(error))  # the client sees only this first error
-            if taken is None and not reply.is_cancelled:
-                continue
-            with self._changed:
-                self._waiting.remove(reply)
-                if taken is not None:
-                    self._running.append(reply)
-            if taken is None:
-                reply.send(RequestError("the request was cancelled", status=499))
-                continue
-            reply.conversation = taken
-            reply.parts = generate_reply(taken, reply.history, reply.options, reply.is_gone)
+    def _begin(self, reply: WaitingReply) -> None:
+        """Begin a reply; BusyError if no conversation is free for it."""
+        if self._is_ending:
+            raise _ending_error()
+        if reply.is_cancelled:
+            raise RequestError("the request was cancelled", status=499)
+        reply.conversation = taken = self._conversations.take(reply.history)
+        reply.parts = generate_reply(
+            taken, reply.history, reply.options, lambda: reply.is_cancelled
+        )
+        self._running.append(reply)
+
+    def _refuse(self, reply: WaitingReply, begun: Future[None]) -> None:
+        """Send the error of a reply that could not begin."""
+        if (error := begun.exception()) is not None:
+            self._replies.discard(reply)
+            reply.send(_error_for_client(error))
 
     def _step(self) -> None:
         """Let each running reply do one step; the next tokens of all are read in one pass."""
@@ -220,9 +211,7 @@ class ReplyThread:
                 self._finish(reply)
                 reply.send(_error_for_client(error))
                 return
-            if part is None:
-                return
-            if isinstance(part, Generation):
+            if part is None or isinstance(part, Generation):
                 reply.next = part
                 return
             if isinstance(part, ReplyEnd):
@@ -234,8 +223,8 @@ class ReplyThread:
     def _finish(self, reply: WaitingReply) -> None:
         if reply.parts is not None:
             reply.parts.close()
-        with self._changed:
-            self._running.remove(reply)
+        self._running.remove(reply)
+        self._replies.discard(reply)
         # Whoever still refers to the reply must not keep the memory of its conversation.
         ended, reply.conversation, reply.parts = reply.conversation, None, None
         if ended is not None:
@@ -246,7 +235,7 @@ def _ending_error() -> RequestError:
     return RequestError("the server is ending", status=503)
 
 
-def _error_for_client(error: Exception) -> RequestError:
+def _error_for_client(error: BaseException) -> RequestError:
     """The error that the client gets; it is logged if it is not the request's fault."""
     if isinstance(error, RequestError):
         return error

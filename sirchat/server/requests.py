@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -25,6 +27,7 @@ from sirchat.server.fields import (
     Fields,
     FunctionName,
     Json,
+    ModelFields,
     Name,
     RequestError,
     join_text_parts,
@@ -32,6 +35,7 @@ from sirchat.server.fields import (
     refuse_deep_nesting,
 )
 from sirchat.server.rule import MANY, READ_AS
+from sirchat.text.tool_calls import CallParser, ToolCall, calls_key
 
 LONGEST_NAME = 256  # of a conversation
 
@@ -50,7 +54,7 @@ class FunctionCall(Fields):
     name: FunctionName
     arguments: Annotated[
         str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
-    ]
+    ] = "{}"
 
 
 class CallFields(Fields):
@@ -78,6 +82,14 @@ class FunctionFields(Fields):
         return schema | {"type": "object"}
 
 
+class FlatTool(FunctionFields):
+    """A function whose fields stand beside the type of the tool."""
+
+    def functions(self) -> list[dict[str, Any]]:
+        """This function, as the field `function` of a tool of a chat request."""
+        return [self.model_dump(exclude={"type"}, exclude_none=True)]
+
+
 class Tool(Fields):
     """An item of the field `tools`."""
 
@@ -100,6 +112,12 @@ class HostedTool(Fields):
 def notes_on_tools(tools: Iterable[Any]) -> list[str]:
     """Which of these tools can't be had."""
     return [f"the tool {tool.type} is left out" for tool in tools if isinstance(tool, HostedTool)]
+
+
+def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
+    """The tools that can be had, as a chat request has them."""
+    own = (tool for tool in tools if not isinstance(tool, HostedTool))
+    return [{"type": "function", "function": each} for tool in own for each in tool.functions()]
 
 
 class ToolName(Fields):
@@ -233,7 +251,7 @@ class MemorySettings(Fields):
 
     def given(self) -> dict[str, Any]:
         """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
 
 
 ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
@@ -247,10 +265,6 @@ class RequestMemory(MemorySettings):
 
     reuse: Literal["exact", "messages"] | None = None
     conversation: ConversationName | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
 
 
 class OwnSession(Fields):
@@ -266,20 +280,17 @@ class OwnSession(Fields):
     source: int = Field(default=0, ge=0, le=MANY)
 
 
-class ReplyRequest(Fields):
-    """The fields that chat and text requests have; `ChatServer` checks sampling settings."""
+class SamplingFields(Fields):
+    """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
     place = "request"
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
     repeat_last_n: int | None = None
     seed: int | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(
@@ -287,12 +298,23 @@ class ReplyRequest(Fields):
         ),
         Field(max_length=_MOST_STOPS),
     ] = Field(default=[])
+    num_ctx: int | None = None  # the budget, but at most the model's context
+
+
+class ReplyFields(SamplingFields, ModelFields):
+    """The fields that chat and text requests have."""
+
+    repetition_penalty: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1, le=8)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], float] = Field(default={})
-    num_ctx: int | None = None  # the budget, but at most the model's context
     sirchat: RequestMemory = RequestMemory()
+
+    def as_request(self) -> Self:
+        """This request itself: others are put into its shape."""
+        return self
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
@@ -309,9 +331,11 @@ class ReplyRequest(Fields):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class TextRequest(ReplyRequest):
+class TextRequest(ReplyFields):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
+    prefill: ClassVar[str | None] = None
+    called_tools: ClassVar[Sequence[FunctionFields]] = ()
     prompt: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
@@ -327,7 +351,7 @@ class TextRequest(ReplyRequest):
         return self.logprobs
 
 
-class ChatRequest(ReplyRequest):
+class ChatRequest(ReplyFields):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -372,6 +396,16 @@ class ChatRequest(ReplyRequest):
         name = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
+    def call_parser(self) -> CallParser | None:
+        """A parser for calls in the reply; None if it must not call tools."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        ids = [call.id for turn in self._turns for call in turn.calls]
+        used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
+        names = {tool.function.name: tool.function.parameters for tool in self.tools}
+        only_one = not self.parallel_tool_calls
+        return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
+
     @property
     def system(self) -> str | None:
         """The text of the system messages with which the chat begins."""
@@ -379,18 +413,19 @@ class ChatRequest(ReplyRequest):
         return "\n\n".join(message.text for message in first) if first else None
 
     @property
-    def turns(self) -> Sequence[ChatMessage]:
-        """All further messages but the `prefill`, as turns that every chat template has."""
-        return self._turns if self.prefill is None else self._turns[:-1]
+    def turns(self) -> list[tuple[str, str]]:
+        """Role and text of all turns but the `prefill`, as `History` has them."""
+        turns = self._turns if self.prefill is None else self._turns[:-1]
+        return [turn.pair() for turn in turns]
 
     @property
     def prefill(self) -> str | None:
         """The beginning of the reply, if the chat ends with a text of the assistant."""
         last = self._turns[-1]
-        return last.text if last.role == "assistant" and not last.tool_calls else None
+        return last.text if last.role == "assistant" and not last.calls else None
 
     @cached_property
-    def _turns(self) -> list[ChatMessage]:
+    def _turns(self) -> list[_Turn]:
         return _in_turns(self.messages[self._first :])
 
     @property
@@ -400,7 +435,7 @@ class ChatRequest(ReplyRequest):
 
     def check(self) -> None:
         """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
-        _check_calls(self.turns)
+        is_begun = self.prefill is not None
         if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
@@ -410,7 +445,7 @@ class ChatRequest(ReplyRequest):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
-        if self.prefill is not None and (self.called_tools or self.logprobs):
+        if is_begun and (self.called_tools or self.logprobs):
             problem = "a reply that goes on with the last message can't have a required call"
             raise RequestError(f"{problem} or logprobs", param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
@@ -422,6 +457,9 @@ class ChatRequest(ReplyRequest):
             raise RequestError(problem, param="reasoning_effort")
         if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
+
+
+ReplyRequest = ChatRequest | TextRequest
 
 
 class TokenizeRequest(Fields):
@@ -461,7 +499,23 @@ class DetokenizeRequest(Fields):
     tokens: list[int] = Field(max_length=10**6)
 
 
-def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+@dataclass
+class _Turn:
+    """One turn of a chat, as every chat template has it."""
+
+    role: str
+    text: str = ""
+    calls: Sequence[ToolCall] = ()
+    results: list[tuple[str, str | None, str]] = field(default_factory=list)  # of calls, by id
+
+    def pair(self) -> tuple[str, str]:
+        """The role, and the text; JSON in the roles `calls` (a reply with calls) and `tool`."""
+        if self.role == "tool":
+            return "tool", json.dumps(self.results, ensure_ascii=False)
+        return ("calls", calls_key(self.text, self.calls)) if self.calls else (self.role, self.text)
+
+
+def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
     """Messages after the system prompt as turns of users, replies, and what tools returned.
 
     A later system message is a part of the user's turn that follows, replies in a row are one, and
@@ -469,56 +523,46 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     tool returned before any call is the user's; a call without a result has an empty one.
     """
     names = {message.name for message in messages if message.role == "assistant"}
-    turns: list[ChatMessage] = []
+    turns, tools = list[_Turn](), dict[str | None, str]()  # the tools called, by the id of the call
     is_system, waiting = False, set[str]()  # ids of calls without what the tool returned
+
+    def add_result(ident: str, name: str | None, text: str) -> None:
+        if turns[-1].role != "tool":
+            turns.append(_Turn("tool"))
+        turns[-1].results.append((ident, name or tools.get(ident), text))
+        waiting.remove(ident)
+
     for message in messages or [ChatMessage(role="user", content="")]:
-        role = "user" if message.role == "system" else message.role
-        if role == "tool" and all(turn.role == "user" for turn in turns):
-            role = "user"  # the call is in a part of the chat that was cut off
-        elif role == "tool":
-            waiting.discard(message.tool_call_id or "")
-        elif role == "user" and waiting:
-            turns += _without_result(waiting)
-            waiting.clear()
-        waiting |= {call.id for call in message.tool_calls}
-        text, calls = message.text, message.tool_calls
+        role, text = "user" if message.role == "system" else message.role, message.text
+        was_system, is_system = is_system, message.role == "system"
+        if role == "tool" and any(turn.role != "user" for turn in turns):
+            if (ident := message.tool_call_id or "") not in waiting:
+                raise RequestError(
+                    f"turn {len(turns) + 1} after the system message answers the call "
+                    f"{format_value(ident)}, but the reply before has no such call, or "
+                    "it is answered already",
+                    param="messages",
+                )
+            add_result(ident, message.name, text)
+            continue
+        role = "user" if role == "tool" else role  # its call is in a part that was cut off
+        for ident in sorted(waiting) if role == "user" else ():
+            add_result(ident, None, _NO_RESULT)
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls]
+        tools |= {call.id: call.name for call in calls}
+        waiting |= {call.id for call in calls}
         if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
             text = f"{message.name}: {text}"
-        before = turns[-1].role if turns else None
-        if (is_system and role == "user") or role == before == "assistant":
+        if not turns and role == "assistant":
+            turns.append(_Turn("user"))
+        if turns and (was_system if role == "user" else turns[-1].role == "assistant"):
             last = turns.pop()
             text = "\n\n".join(filter(None, [last.text, text]))
-            calls = [*last.tool_calls, *calls]
-        elif before is None and role == "assistant":
-            turns.append(ChatMessage(role="user", content=""))
-        turns.append(
-            message.model_copy(
-                update={"role": role, "content": text, "tool_calls": calls}
-                | ({} if role == "tool" else {"tool_call_id": None})
-            )
-        )
-        is_system = message.role == "system"
-    return [*turns, *_without_result(waiting)] if turns[-1].role == "tool" else turns
-
-
-def _without_result(calls: Iterable[str]) -> list[ChatMessage]:
-    return [
-        ChatMessage(role="tool", content=_NO_RESULT, tool_call_id=call) for call in sorted(calls)
-    ]
-
-
-def _check_calls(turns: Sequence[ChatMessage]) -> None:
-    waiting = set[str]()  # ids of calls without what the tool returned
-    for number, message in enumerate(turns):
-        if message.role == "tool" and message.tool_call_id not in waiting:
-            raise RequestError(
-                f"turn {number + 1} after the system message answers the call "
-                f"{format_value(message.tool_call_id)}, but the reply before has no such call, or "
-                "it is answered already",
-                param="messages",
-            )
-        waiting.discard(message.tool_call_id or "")
-        waiting |= {call.id for call in message.tool_calls}
-    if waiting:
+            calls = [*last.calls, *calls]
+        turns.append(_Turn(role, text, calls))
+    if waiting and turns[-1].role != "tool":
         problem = "the last message must be a user message, or what the called tools returned"
         raise RequestError(problem, param="messages")
+    for ident in sorted(waiting):
+        add_result(ident, None, _NO_RESULT)
+    return turns

@@ -9,36 +9,34 @@ import json
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.errors import format_value
-from sirchat.server.completions import Parts, collect_reply, server_sent_event
+from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
     MOST_MESSAGES,
-    CallId,
     Fields,
     FunctionName,
     Json,
+    ModelFields,
     Name,
     RequestError,
-    join_text_parts,
     make_request,
 )
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
-    CallFields,
     ChatMessage,
     ChatRequest,
     ConversationName,
     Effort,
-    FunctionCall,
-    FunctionFields,
+    FlatTool,
     HostedTool,
     RequestMemory,
     ToolName,
+    tools_of,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
@@ -62,77 +60,12 @@ _SHOWN = {
 }
 
 _Messages = list[ChatMessage]
-_Content = Annotated[str, BeforeValidator(join_text_parts)]
 
 
-class InputMessage(Fields):
-    """A message in the field `input` of a request."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
-
-    def message(self) -> ChatMessage:
-        """This item as a message of a chat request."""
-        return ChatMessage(role=self.role, content=self.content)  # type: ignore[arg-type]
-
-
-class CalledFunction(Fields):
-    """A tool call in the field `input` of a request."""
-
-    type: Literal["function_call"]
-    call_id: CallId
-    name: FunctionName
-    namespace: Name | None = None
-    arguments: str
-
-    def message(self) -> ChatMessage:
-        """This item as a message of a chat request."""
-        name = _within(self.namespace, self.name)
-        return _reply("", [ToolCall(self.call_id, name, self.arguments)])
-
-
-class CalledCustom(Fields):
-    """A call of a tool that takes a text, in the field `input` of a request."""
-
-    type: Literal["custom_tool_call"]
-    call_id: CallId
-    name: FunctionName
-    input: str
-
-    def message(self) -> ChatMessage:
-        """This item as a message of a chat request."""
-        given = json.dumps({_TEXT: self.input}, ensure_ascii=False)
-        return _reply("", [ToolCall(self.call_id, self.name, given)])
-
-
-class FunctionOutput(Fields):
-    """The result of one tool call, in the field `input` of a request."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: CallId
-    output: _Content
-
-    def message(self) -> ChatMessage:
-        """This item as a message of a chat request."""
-        return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
-
-
-class ItemReference(Fields):
-    """An item of an earlier response, by its id; `ResponsesRequest` has it in its place."""
-
-    id: str
-    type: Literal["item_reference"] = "item_reference"
-
-
-class FunctionTool(FunctionFields):
-    """A function that the model may call; its name and parameters are fields beside `type`."""
+class FunctionTool(FlatTool):
+    """A function that the model may call."""
 
     type: Literal["function"]
-
-    def functions(self) -> list[dict[str, Any]]:
-        """This function, as the field `function` of a tool of a chat request."""
-        return [self.model_dump(exclude={"type"})]
 
 
 class CustomTool(Fields):
@@ -210,8 +143,28 @@ def _without_reasoning(given: Any) -> Any:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    unread = {"reasoning", *(f"{kind}_call" for kind in _HOSTED)}
-    return [item for item in given if _kind(item) not in unread]
+    unread = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)]
+    return [item for item in given if not (isinstance(item, dict) and item.get("type") in unread)]
+
+
+def _as_message(item: Any) -> Any:
+    """An item of the field `input` with the fields of a message of a chat request."""
+    if not isinstance(item, dict):
+        return item
+    said = {name: value for name, value in item.items() if name != "type"}
+    match item.get("type"):
+        case "function_call" | "custom_tool_call":
+            name = _within(said.pop("namespace", None), said.pop("name", None))
+            text = json.dumps({_TEXT: said.pop("input", None)}, ensure_ascii=False)
+            function = {"name": name, "arguments": said.pop("arguments", text)}
+            call = {"id": said.pop("call_id", None), "function": function}
+            return said | {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output" | "custom_tool_call_output":
+            about = {"tool_call_id": said.pop("call_id", None), "content": said.pop("output", None)}
+            return said | {"role": "tool", **about}
+        case None | "message":
+            return said
+    return item
 
 
 def _kind_of_tool(tool: Any) -> str:
@@ -225,36 +178,14 @@ def _within(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _kind(item: Any) -> Any:
-    if not isinstance(item, dict):
-        return getattr(item, "type", None)
-    is_reference = set(item) - {"type"} == {"id"} and item.get("type") is None
-    return "item_reference" if is_reference else item.get("type") or "message"
-
-
-_Items = list[
-    Annotated[
-        Annotated[InputMessage, Tag("message")]
-        | Annotated[CalledFunction, Tag("function_call")]
-        | Annotated[FunctionOutput, Tag("function_call_output")]
-        | Annotated[CalledCustom, Tag("custom_tool_call")]
-        | Annotated[FunctionOutput, Tag("custom_tool_call_output")]
-        | Annotated[ItemReference, Tag("item_reference")],
-        Discriminator(_kind),
-    ]
-]
-
-
-class ResponsesRequest(Fields):
+class ResponsesRequest(ModelFields):
     """The body of a request to `/v1/responses`."""
 
-    place = "request"
     input: Annotated[
-        _Items,
+        list[Annotated[ChatMessage, BeforeValidator(_as_message)]],
         BeforeValidator(_without_reasoning),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MANY)
@@ -281,9 +212,9 @@ class ResponsesRequest(Fields):
         BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
     ] = None
 
-    def as_chat_request(self, before: list[ChatMessage]) -> ChatRequest:
+    def as_chat_request(self, before: Sequence[ChatMessage]) -> ChatRequest:
         """A chat request: messages `before`, then those given; RequestError if not possible."""
-        messages = [*before, *_messages(self.input)]
+        messages = [*before, *self.input]
         if self.instructions is not None:
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         choice: Any = self.tool_choice
@@ -293,12 +224,7 @@ class ResponsesRequest(Fields):
         says_how_many = "parallel_tool_calls" in self.model_fields_set
         fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
-            "tools": [
-                {"type": "function", "function": function}
-                for tool in self.tools
-                if not isinstance(tool, HostedTool)
-                for function in tool.functions()
-            ],
+            "tools": tools_of(self.tools),
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
@@ -346,15 +272,20 @@ class KeptResponses:
             )
         return self._kept[ident][2]
 
-    def with_items(self, asked: ResponsesRequest) -> ResponsesRequest:
-        """The request with kept items in place of references; RequestError if one is not kept."""
-        told = {item.id: item for item in asked.input if isinstance(item, ItemReference)}
-        if lost := [ident for ident in told if ident not in self._items]:
-            problem = f"there is no item {format_value(lost[0])}; it may be dropped"
-            raise RequestError(problem, param="input")
-        items = [self._items[i.id] if isinstance(i, ItemReference) else i for i in asked.input]
-        given = {name: getattr(asked, name) for name in asked.model_fields_set}
-        return make_request(ResponsesRequest, given | {"input": items})
+    def with_items(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a request, with kept items in place of references to them by their ids.
+
+        RequestError if one is not kept.
+        """
+        items: Any = given.get("input")
+        for number, item in enumerate(items if isinstance(items, list) else ()):
+            kind = item.get("type") if isinstance(item, dict) else "message"
+            if kind == "item_reference" or (not kind and item.keys() - {"type"} == {"id"}):
+                if (ident := str(item.get("id"))) not in self._items:
+                    problem = f"there is no item {format_value(ident)}; it may be dropped"
+                    raise RequestError(problem, param="input")
+                items[number] = self._items[ident]
+        return given
 
     def messages(self, ident: str | None) -> list[ChatMessage]:
         """All messages up to a response, [] for None; RequestError if it is not kept."""
@@ -364,10 +295,8 @@ class KeptResponses:
         return self._kept[ident][0]
 
 
-class ResponsesShape:
+class ResponsesShape(Shape):
     """The JSON of one response, whole or as events; it is kept if the request says so."""
-
-    media = "text/event-stream"
 
     def __init__(
         self, asked: ResponsesRequest, before: list[ChatMessage], model: str, kept: KeptResponses
@@ -377,7 +306,7 @@ class ResponsesShape:
         self._said = ReplyText("")
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
-        self._told = deque[str]()  # events to be sent
+        self._response = dict[str, Any]()  # when it has ended
         self._number = 0  # of the next event
         self._customs = {tool.name for tool in asked.tools if isinstance(tool, CustomTool)}
         self._named = {  # how clients name the functions of namespaces
@@ -402,127 +331,103 @@ class ResponsesShape:
             "usage": None,
         }
 
-    async def whole_response(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the whole response."""
-        said, end = await collect_reply(parts)
-        self._add(said)
-        return self._done(end)
+    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of a response with this reply, in one part."""
+        deque((*self.told(replies[0]), *self.ended(end)), maxlen=0)
+        return self._response
 
-    async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the server-sent events of the response, while it is generated."""
-        begun = self._response("in_progress")
-        self._add_event("response.created", response=begun)
-        self._add_event("response.in_progress", response=begun)
-        try:
-            async for part in parts:
-                if isinstance(part, ReplyEnd):
-                    response = self._done(part)
-                    self._add_event(f"response.{response['status']}", response=response)
-                else:
-                    self._add(part)
-                while self._told:
-                    yield self._told.popleft()
-        except RequestError as error:
-            problem = error.body["error"]
-            failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
-            self._items = []
-            self._add_event(
-                "response.failed", response=self._response("failed") | {"error": failed}
-            )
-            while self._told:
-                yield self._told.popleft()
+    def begun(self) -> Iterable[str]:
+        """The first events: a response without output."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._shown("in_progress"))
 
-    def _add(self, part: ReplyText) -> None:
-        """Add a part of the reply, and the events that report it."""
+    def told(self, part: ReplyText) -> Iterable[str]:
+        """The events that tell a part, in items."""
         if part.thinking:
-            self._write("reasoning_text", part.thinking)
+            yield from self._write("reasoning_text", part.thinking)
         if part.text or part.calls:
-            self._end_text("reasoning_text", "completed")
+            yield from self._end_text("reasoning_text", "completed")
         if part.text:
-            self._write("output_text", part.text)
+            yield from self._write("output_text", part.text)
         for call in part.calls:
-            self._add_call(call)
+            yield from self._add_call(call)
         said = self._said
         self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
 
-    def _write(self, kind: str, text: str) -> None:
+    def ended(self, end: ReplyEnd) -> Iterable[str]:
+        """The last events; the response is kept for later requests."""
+        status, cut = "completed", None
+        if end.finish == "length":
+            status, cut = "incomplete", {"reason": "max_output_tokens"}
+        if not self._items:  # the reply is empty
+            yield from self._write("output_text", "")
+        for kind in tuple(self._open):
+            yield from self._end_text(kind, status)
+        more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
+        self._response = self._shown(status) | more
+        if self._asked.store:
+            calls = [call.message() for call in self._said.calls]
+            said = {"content": self._said.text or (None if calls else ""), "tool_calls": calls}
+            reply = ChatMessage.model_validate({"role": "assistant", **said})
+            self._kept.add(self._before, [*self._asked.input, reply], self._response)
+        yield self._event(f"response.{status}", response=self._response)
+
+    def failed(self, error: RequestError) -> Iterable[str]:
+        """The last event, if the reply fails: a response without output."""
+        problem = error.body["error"]
+        failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
+        self._items = []
+        yield self._event("response.failed", response=self._shown("failed") | {"error": failed})
+
+    def _write(self, kind: str, text: str) -> Iterator[str]:
         """Add text to the output item of the reasoning or the answer, which begins if need be."""
         if kind not in self._open:
             index, ident = len(self._items), f"{_PREFIXES[kind]}{secrets.token_hex(24)}"
             place = {"item_id": ident, "output_index": index, "content_index": 0}
             self._open[kind] = place, ""
             self._items.append(item := _item(kind, ident, "in_progress", []))
-            self._add_event("response.output_item.added", output_index=index, item=item)
-            self._add_event("response.content_part.added", **place, part=_text(kind, ""))
+            yield self._event("response.output_item.added", output_index=index, item=item)
+            yield self._event("response.content_part.added", **place, part=_text(kind, ""))
         place, before = self._open[kind]
         self._open[kind] = place, before + text
         if text:
-            self._add_event(f"response.{kind}.delta", **place, delta=text, **_LOGPROBS[kind])
+            yield self._event(f"response.{kind}.delta", **place, delta=text, **_LOGPROBS[kind])
 
-    def _end_text(self, kind: str, status: str) -> None:
+    def _end_text(self, kind: str, status: str) -> Iterator[str]:
         """End the output item of the reasoning or the answer, if it has begun."""
         if kind in self._open:
             place, text = self._open.pop(kind)
             index, part = place["output_index"], _text(kind, text)
             self._items[index] = item = _item(kind, place["item_id"], status, [part])
-            self._add_event(f"response.{kind}.done", **place, text=text, **_LOGPROBS[kind])
-            self._add_event("response.content_part.done", **place, part=part)
-            self._add_event("response.output_item.done", output_index=index, item=item)
+            yield self._event(f"response.{kind}.done", **place, text=text, **_LOGPROBS[kind])
+            yield self._event("response.content_part.done", **place, part=part)
+            yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _add_call(self, call: ToolCall) -> None:
+    def _add_call(self, call: ToolCall) -> Iterator[str]:
         """Add a call of a tool."""
-        is_custom = call.name in self._customs
-        kind, field, said = "function_call", "arguments", call.arguments
-        events, about = "function_call_arguments", self._named.get(call.name, {"name": call.name})
-        if is_custom:
-            kind, field, events = "custom_tool_call", "input", "custom_tool_call_input"
-            said = str(json.loads(call.arguments).get(_TEXT, ""))
-        ident, index = f"{'ctc' if is_custom else 'fc'}_{secrets.token_hex(24)}", len(self._items)
+        about = self._named.get(call.name, {"name": call.name})
+        kind, field, said, prefix = "function_call", "arguments", call.arguments, "fc"
+        told = {"name": about["name"]}
+        if call.name in self._customs:
+            said, told = str(json.loads(call.arguments).get(_TEXT, "")), {}
+            kind, field, prefix = "custom_tool_call", "input", "ctc"
+        ident, index = f"{prefix}_{secrets.token_hex(24)}", len(self._items)
         item = {"id": ident, "type": kind, "status": "completed", "call_id": call.id, **about}
         begun, item = item | {"status": "in_progress", field: ""}, item | {field: said}
         place = {"item_id": ident, "output_index": index}
-        told = {field: said} if is_custom else {field: said, "name": about["name"]}
         self._items.append(item)
-        self._add_event("response.output_item.added", output_index=index, item=begun)
-        self._add_event(f"response.{events}.delta", **place, delta=said)
-        self._add_event(f"response.{events}.done", **place, **told)
-        self._add_event("response.output_item.done", output_index=index, item=item)
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"response.{kind}_{field}.delta", **place, delta=said)
+        yield self._event(f"response.{kind}_{field}.done", **place, **{field: said}, **told)
+        yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _done(self, end: ReplyEnd) -> dict[str, Any]:
-        """The JSON object of the complete response, which is kept for later requests."""
-        status = "incomplete" if end.finish == "length" else "completed"
-        if not self._items:  # the reply is empty
-            self._write("output_text", "")
-        for kind in tuple(self._open):
-            self._end_text(kind, status)
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
-        response = self._response(status) | more
-        if self._asked.store:
-            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
-            self._kept.add(self._before, new, response)
-        return response
-
-    def _response(self, status: str) -> dict[str, Any]:
+    def _shown(self, status: str) -> dict[str, Any]:
         return {**self._common, "status": status, "output": [*self._items]}
 
-    def _add_event(self, kind: str, **fields: Any) -> None:
+    def _event(self, kind: str, **fields: Any) -> str:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        self._told.append(server_sent_event(numbered, kind))
-
-
-def _messages(items: Iterable[Any]) -> list[ChatMessage]:
-    return [item.message() for item in items]
-
-
-def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
-    fields = [
-        CallFields(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
-        for call in calls
-    ]
-    content = None if fields and not text else text
-    return ChatMessage(role="assistant", content=content, tool_calls=fields)
+        return server_sent_event(numbered, kind)
 
 
 def _item(kind: str, ident: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:

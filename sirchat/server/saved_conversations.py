@@ -6,6 +6,7 @@ keys and values when it leaves memory.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import TypeAdapter
 
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
@@ -29,92 +30,61 @@ from sirchat.saved.saved_state import fingerprint, saved_profile
 from sirchat.saved.segments import FOLDER
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
-from sirchat.server.conversation import (
-    History,
-    ServedConversation,
-    count_shared_messages,
-    first_words,
-)
+from sirchat.server.conversation import KnownConversation, ServedConversation, first_words
 
 MOST_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
 MOST_BRANCHES = 16  # of all conversations, with which nobody went on
 
 _LOG = logging.getLogger(__name__)
 _SILENCE = 600  # least number of seconds between two logged errors of writing
-_FIELD = "served"  # the name of `_Fields` in the table `head`
+_FIELD = "served"  # the name of what is known of a conversation in the table `head` of its file
 
 
-class _Fields(BaseModel):
-    """The fields that the server adds to a saved chat's state, in the table `head` of its file."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str
-    keys: list[str]
-    roles: list[str]
-    marks: list[str] = []
-    turns: int  # number of the session's turns, the system prompt included
-    settings: dict[str, Any]
-    least_budget: int = 0
-    origin: str = ""
-    is_branch: bool = False
-    is_edited: bool = False
-    name: str = ""
+_KNOWN = TypeAdapter(KnownConversation)
 
 
-@dataclass(frozen=True, eq=False)
-class SavedConversation:
-    """An entry for a conversation on disk; its fields are those of `ServedConversation`.
+@dataclass(eq=False, kw_only=True)
+class SavedConversation(KnownConversation):
+    """A conversation on disk.
 
     `first` is how it begins; `file` has the path once the file is written, None if that failed.
     """
 
-    id: str
-    keys: tuple[bytes, ...]
-    roles: tuple[str, ...]
-    marks: tuple[bytes, ...]
-    settings: dict[str, Any]
-    least_budget: int
     first: str
-    origin: str
-    is_branch: bool
-    is_edited: bool
-    name: str
     file: Future[Path | None]
 
     @staticmethod
     def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
         """The entry for a conversation in memory."""
-        return SavedConversation(
-            conversation.id,
-            tuple(conversation.keys),
-            tuple(conversation.roles),
-            tuple(conversation.marks),
-            {**conversation.settings},
-            conversation.least_budget,
-            conversation.first,
-            conversation.origin,
-            conversation.is_branch,
-            conversation.is_edited,
-            conversation.name,
-            file,
-        )
+        return SavedConversation(**conversation.known(), first=conversation.first, file=file)
 
     @staticmethod
     def read(store: SessionStore) -> SavedConversation:
         """The entry for the conversation in an open file; SessionError if it has none."""
-        head = store.head()
+        head, file = store.head(), Future[Path | None]()
         with as_damage_errors(store.path):
-            fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
-            keys, marks = (tuple(map(bytes.fromhex, each)) for each in (fields.keys, fields.marks))
-            turns, roles = store.turns(), tuple(fields.roles)
-            require(len(turns) == fields.turns and len(keys) == len(roles) + 1)
-        first, origin = first_words(turns), fields.origin or fields.id
-        about = fields.settings, fields.least_budget, first, origin
-        kind = fields.is_branch, fields.is_edited, fields.name
-        return SavedConversation(
-            fields.id, keys, roles, marks, *about, *kind, _finished_future(store.path)
-        )
+            given: Any = head and head.fields.get(_FIELD)
+            known, turns = _KNOWN.validate_json(json.dumps(given)), store.turns()
+            require(len(turns) == given["turns"] and len(known.keys) == len(known.roles) + 1)
+        file.set_result(store.path)
+        return SavedConversation(**known.known(), first=first_words(turns), file=file)
+
+    @property
+    def kv_file(self) -> Path | None:
+        """Where its keys and values are, if they are saved; None while its file is written."""
+        path = self.file.result() if self.file.done() else None
+        return path and path.with_suffix(".safetensors")
+
+    def has_keys_and_values(self) -> bool:
+        """Whether loading this conversation computes nothing."""
+        return self.kv_file is not None and self.kv_file.exists()
+
+    def size(self) -> int:
+        """Size of its files in bytes; 0 if they are missing or being written."""
+        if (file := self.kv_file) is None:
+            return 0
+        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER).glob("*"))
+        return sum(each.stat().st_size for each in files if each.exists())
 
 
 class SavedConversations:
@@ -139,27 +109,6 @@ class SavedConversations:
             self._listed, self._found = self._found.result(), None
         return self._listed
 
-    def find(self, ident: str) -> SavedConversation | None:
-        """The entry with this id; None if there is none, or if it is in memory."""
-        return next((saved for saved in self.all if saved.id == ident), None)
-
-    def best_match(
-        self, history: History, shared: int, *, is_exact: bool
-    ) -> SavedConversation | None:
-        """The entry whose conversation has read most messages of `history`, without undo.
-
-        None if no conversation has read more than `shared` messages of it. Those of another name do
-        not count; `is_exact`: nor do edited ones.
-        """
-        best = None
-        for saved in reversed(self.all):
-            if not history.may_use(saved.name) or (is_exact and saved.is_edited):
-                continue
-            count = count_shared_messages(saved.keys, saved.roles, history, 0)
-            if count > shared:
-                best, shared = saved, count
-        return best
-
     def load(self, saved: SavedConversation) -> ServedConversation | None:
         """Load a conversation, and remove it from this list; None if its file can't be used."""
         self.all.remove(saved)
@@ -175,13 +124,10 @@ class SavedConversations:
             if store is not None:
                 store.close()
             return None
-        said = [*saved.keys], [*saved.roles], [*saved.marks]
-        loaded = ServedConversation(session, *said, id=saved.id)
-        loaded.origin, loaded.is_branch = saved.origin, saved.is_branch
-        loaded.is_edited, loaded.least_budget = saved.is_edited, saved.least_budget
-        loaded.has_exact_prompt = not saved.is_edited
-        loaded.name = saved.name
-        loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
+        saving, is_exact = Autosave(session, store, self._folder), not saved.is_edited
+        loaded = ServedConversation(
+            session=session, **saved.known(), saving=saving, has_exact_prompt=is_exact
+        )
         self._files[loaded] = saved
         return loaded
 
@@ -223,7 +169,7 @@ class SavedConversations:
             newer.add(saved.origin)
         stays, size = set[SavedConversation](), 0
         for saved in (*kept, *branches[:MOST_BRANCHES]):
-            size += _size(saved)
+            size += saved.size()
             if len(stays) + len(held) < self._limit and size <= MOST_BYTES:
                 stays.add(saved)
         for saved in self.all:
@@ -253,15 +199,17 @@ class SavedConversations:
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
         """Write what is new in a conversation; after an error, its next turn tries again."""
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
-        saving.more = {_FIELD: _fields(conversation)}
+        about = _KNOWN.dump_python(KnownConversation(**conversation.known()), mode="json")
+        saving.more = {_FIELD: about | {"turns": len(conversation.session.turns)}}
         try:
             if conversation.saving is None:
                 saving.begin()
                 conversation.saving = saving
             else:
                 saving.save()
-            path = self._folder / f"{saving.id}{SUFFIX}"
-            self._files[conversation] = SavedConversation.of(conversation, _finished_future(path))
+            file = Future[Path | None]()
+            file.set_result(self._folder / f"{saving.id}{SUFFIX}")
+            self._files[conversation] = SavedConversation.of(conversation, file)
             conversation.is_outdated = False
             if with_kv:
                 saving.save_kv()
@@ -294,42 +242,6 @@ class SavedConversations:
             except SirchatError as error:
                 _LOG.info("a saved conversation is left out: %s", error)
         return entries
-
-
-def _fields(conversation: ServedConversation) -> dict[str, Any]:
-    return {
-        "id": conversation.id,
-        "keys": [key.hex() for key in conversation.keys],
-        "roles": [*conversation.roles],
-        "marks": [mark.hex() for mark in conversation.marks],
-        "turns": len(conversation.session.turns),
-        "settings": {**conversation.settings},
-        "least_budget": conversation.least_budget,
-        "origin": conversation.origin,
-        "is_branch": conversation.is_branch,
-        "is_edited": conversation.is_edited,
-        "name": conversation.name,
-    }
-
-
-def _finished_future(path: Path) -> Future[Path | None]:
-    file: Future[Path | None] = Future()
-    file.set_result(path)
-    return file
-
-
-def _size(saved: SavedConversation) -> int:
-    """Size of a conversation's files in bytes; 0 if they are missing or being written."""
-    if not saved.file.done() or (path := saved.file.result()) is None:
-        return 0
-    files = [path, path.with_suffix(".safetensors"), *path.with_suffix(FOLDER).glob("*")]
-    return sum(file.stat().st_size for file in files if file.exists())
-
-
-def has_keys_and_values(saved: SavedConversation) -> bool:
-    """Whether loading this conversation computes nothing."""
-    path = saved.file.result() if saved.file.done() else None
-    return path is not None and path.with_suffix(".safetensors").exists()
 
 
 def _remove(saved: SavedConversation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import asdict
@@ -128,29 +129,16 @@ def _memory(conversation: ServedConversation) -> dict[str, Any]:
 
 async def _page(request: Request) -> Response:
     text, policy = _page_and_policy()
-    return HTMLResponse(
-        text,
-        headers={
-            "Content-Security-Policy": policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            **_FRESH,
-        },
-    )
+    safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe, **_FRESH})
 
 
 @cache
 def _page_and_policy() -> tuple[str, str]:
     """The web page, and a content security policy that allows only its own script and style."""
     text = files("sirchat.server").joinpath("page.html").read_text("utf-8")
-    hashes = {name: _hash(text, name) for name in ("script", "style")}
-    policy = (
-        f"default-src 'none'; script-src '{hashes['script']}'; style-src '{hashes['style']}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text, policy
-
-
-def _hash(page: str, tag: str) -> str:
-    inside = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-    return f"sha256-{b64encode(sha256(inside.encode()).digest()).decode()}"
+    parts = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
+    hashes = ((tag, b64encode(sha256(part.encode()).digest()).decode()) for tag, part in parts)
+    own = "; ".join(f"{tag}-src 'sha256-{value}'" for tag, value in hashes)
+    none = "; ".join(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors"))
+    return text, f"default-src 'none'; {own}; connect-src 'self'; {none}"

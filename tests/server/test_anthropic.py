@@ -11,7 +11,6 @@ import pytest
 from serving import Served, assistant, served, system, user
 from sirchat.server.anthropic import MessagesRequest
 from sirchat.server.fields import parse_request
-from sirchat.server.tools import role_text_pairs
 from template_shapes import WEATHER, script, tool_tiny
 
 PATH = "/v1/messages"
@@ -86,7 +85,7 @@ def test_what_claude_code_sends_is_read_in_order() -> None:
     ).as_request()
     assert request.system == "Be brief."
     assert [tool.function.name for tool in request.tools] == ["weather"]
-    said = role_text_pairs(request.turns)
+    said = request.turns
     assert [role for role, _ in said] == ["user", "calls", "tool", "user"]
     assert "It rains." in said[2][1]
     assert "an image" in said[2][1]

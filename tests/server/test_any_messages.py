@@ -27,7 +27,6 @@ from sirchat.server.pieces import ReplyOptions
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import generate_reply
 from sirchat.server.requests import ChatRequest
-from sirchat.server.tools import role_text_pairs
 from template_shapes import WEATHER, tool_tiny
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
@@ -101,7 +100,7 @@ def ask(
 ) -> ServedConversation:
     """Send the messages, as a request does; the client may leave early."""
     request = make_request(ChatRequest, {"messages": list(messages), "tools": [WEATHER]})
-    history = History.of(request.system, role_text_pairs(request.turns), json.dumps([WEATHER]))
+    history = History.of(request.system, request.turns, json.dumps([WEATHER]))
     conversation = pool.take(history)
     assert conversation is not None
     asked = count(1)

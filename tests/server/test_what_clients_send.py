@@ -41,8 +41,13 @@ def server() -> Iterator[Served]:
 def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
     """Role and text of each turn of the messages; the system prompt is the first, if any."""
     request = make_request(ChatRequest, {"messages": list(messages)})
-    first = [] if request.system is None else [("system", request.system)]
-    return [*first, *((turn.role, turn.text) for turn in request.turns)]
+    found = [] if request.system is None else [("system", request.system)]
+    for role, text in request.turns:
+        if role == "tool":
+            found += [(role, result) for _, _, result in json.loads(text)]
+        else:
+            found.append(("assistant", json.loads(text)[0]) if role == "calls" else (role, text))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -139,10 +144,10 @@ def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
 ) -> None:
     messages = [{"role": role, "content": f"t{at}"} for at, role in enumerate(roles)]
     request = make_request(ChatRequest, {"messages": messages})
-    found = [turn.role for turn in request.turns]
+    found = [role for role, _ in request.turns]
     assert found[0] == found[-1] == "user"
     assert "assistant assistant" not in " ".join(found)
-    texts = [request.system, *(turn.text for turn in request.turns), request.prefill]
+    texts = [request.system, *(text for _, text in request.turns), request.prefill]
     assert [t for text in texts if text for t in text.split()] == [m["content"] for m in messages]
 
 
