@@ -47,12 +47,17 @@ _FORMS = [
             r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
             r"(?=\s*(?:<arg_key>|\Z))\s*",
         ),
+        (  # Functionary 3.2, and GLM 4 without the mark: a name, and JSON in a line of its own
+            r"\s*(?:>>>)?([\w.-]{1,64}+)\n(\s*\{.*?\})(?=\s*(?:>>>[\w.-]+\n|\Z))\s*",
+            r"(?!)",
+        ),
     )
 ]
 _BEGINNINGS = re.compile(rf"\s*+(?:<function=|{_INVOKE}|[\w.-]{{1,64}}+\s*+<arg_key>)")
 _GEMMA = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")  # before the arguments of a call of Gemma 4
 _OF_GEMMA = re.compile(rf"\s*(?:<\|tool_call>\s*)?{_GEMMA.pattern}")
-_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around a list of calls of LFM2
+_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around calls of LFM2 and MiniCPM
+_CODE = re.compile(r"```python\n(.*)\n```", re.DOTALL)  # around those of MiniCPM
 # In a call of Gemma 4: its name, a text, or what stands before a colon.
 _UNQUOTED = re.compile(
     rf'({_GEMMA.pattern})|<\|"\|>(.*?)<\|"\|>|(?<=[{{,])([^{{}}\[\],:<"]+)(?=:)', re.DOTALL
@@ -157,8 +162,9 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _python_calls(text: str) -> list[dict[str, Any]]:
-    """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`."""
-    if text[:1] != "[" or sum(map(text.count, "[({")) > _MOST_NESTED:
+    """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`, or in lines."""
+    lines = _CODE.fullmatch(text)
+    if not (lines or text[:1] == "[") or sum(map(text.count, "[({")) > _MOST_NESTED:
         return []
     names = list[str]()
 
@@ -167,10 +173,11 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
         return part[1] or f"n{len(names) - 1}"
 
     try:
-        made: Any = ast.parse(_NAMES.sub(numbered, text), mode="eval").body
+        made: Any = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
+        calls = [line.value for line in made] if lines else made[0].value.elts
         return [
             {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
-            for call in made.elts
+            for call in calls
         ]
     except (
         *(ValueError, SyntaxError, TypeError, AttributeError, LookupError),

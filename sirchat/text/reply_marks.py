@@ -20,11 +20,12 @@ KNOWN_MARKS = (
     *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
     *(("<longcat_think>", "</longcat_think>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
     *(("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>")),
+    ("<|thought_start|>", "<|thought_end|>"),
 )
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
 
-# Before calls of LFM2, whose templates write none.
+# Before calls of LFM2 and MiniCPM, whose templates write none.
 CALL_BEFORE_PYTHON = "<|tool_call_start|>"
 
 Message = dict[str, Any]
@@ -63,6 +64,7 @@ class Marks:
         call_end: the control token that ends a reply after its calls.
         call_lead: what stands before the name of a called tool; empty if the name is in JSON.
         call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
+        has_named_ids: whether it writes the id of a call alone, which has the tool's name (Kimi).
         stop: the beginning of the next speaker's turn.
     """
 
@@ -76,6 +78,7 @@ class Marks:
     call_end: str = ""
     call_lead: str = ""
     call_sample: str = ""
+    has_named_ids: bool = False
     stop: str = ""
 
     @property
@@ -176,14 +179,14 @@ def find_marks(
         is_open = "".join(header).rstrip().endswith(opening)
     answer = kept.strip()
     if answer.startswith(opening) or answer[-1:].isalnum():  # around no reasoning; a mere word
-        answer = ""
+        answer = kept if header[-1:] == [">"] else ""  # whom Functionary addresses, as `>>>all`
     if closing != answer:
         closing = closing.removesuffix(answer).rstrip()
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
     if not call[0] and CALL_BEFORE_PYTHON in added:
-        call = spell(CALL_BEFORE_PYTHON), "", "", call[-1]
+        call = spell(CALL_BEFORE_PYTHON), "", "", *call[3:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
 
@@ -204,14 +207,17 @@ def _text_at_end(between: str) -> str:
 
 def _find_call(
     header: list[str], rendered: Callable[..., str], others: Sequence[str]
-) -> tuple[str, str, str, str]:
+) -> tuple[str, str, str, str, bool]:
     """The fields of `Marks` about calls, in their order; `others` may precede a call."""
-    calls = [{"id": "call00000", "type": "function", "function": SAMPLE_CALL}]
-    message = {"role": "assistant", "content": ""}
-    one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
-    before, name, after = one.partition(SAMPLE_CALL["name"])
+    message, sample = {"role": "assistant", "content": ""}, SAMPLE_CALL["name"]
+    for ident in ("call00000", named_id(sample, 0)):
+        calls = [{"id": ident, "type": "function", "function": SAMPLE_CALL}]
+        one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
+        before, name, after = one.partition(sample)
+        if name:
+            break
     if not name:
-        return "", "", "", one
+        return "", "", "", one, False
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
@@ -219,7 +225,13 @@ def _find_call(
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    return call[0] if call else "", end, plain(lead[0]) if lead else "", one
+    is_named = ident == named_id(sample, 0)
+    return call[0] if call else "", end, plain(lead[0]) if lead else "", one, is_named
+
+
+def named_id(name: str, number: int) -> str:
+    """The id of a call as Kimi writes it."""
+    return f"functions.{name}:{number}"
 
 
 def _units(text: str) -> list[str]:

@@ -127,6 +127,22 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
         template("mistral-tools"),
         THINK | {"call": "[TOOL_CALLS]", "call_end": "</s>", "call_lead": "[TOOL_CALLS]"},
     ),
+    "kimi": (
+        template("kimi"),
+        THINK
+        | {"kept": "<think></think>", "call": "<|tool_calls_section_begin|>"}
+        | {"call_end": "<|im_end|>", "call_lead": "<|tool_call_begin|>functions."}
+        | {"has_named_ids": True},
+    ),
+    "functionary": (
+        template("functionary"),
+        THINK | {"answer": "all\n", "kept": "all\n"},
+    ),
+    "minicpm": (
+        template("minicpm"),
+        {"opening": "<|thought_start|>", "closing": "<|thought_end|>"}
+        | {"call": "<|tool_call_start|>", "call_end": "<|im_end|>"},
+    ),
     "qwen": (template("qwen3-tools"), THINK | {"call": "<tool_call>", "call_end": "<|im_end|>"}),
 }
 _CONTROLS = re.compile(
