@@ -25,8 +25,8 @@ KNOWN_MARKS = (
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
 
-# Before calls of LFM2 and MiniCPM, whose templates write none.
-CALL_BEFORE_PYTHON = "<|tool_call_start|>"
+# Before calls of models whose templates may write none: LFM2 and MiniCPM, Llama, Mistral, Phi.
+_CALLS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
 
 Message = dict[str, Any]
 
@@ -34,9 +34,10 @@ Message = dict[str, Any]
 _QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
 SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
-# A mark such as `<|im_end|>`, or a line such as `### Instruction:`.
-_TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>)|.*\w.*[:\]>]\Z")
-_SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
+# A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
+_TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>|\[[A-Z]+\])|.*\w.*[:：\]>]\Z|#+ .*\w\Z")
+_SWITCHES, _EFFORT = ("enable_thinking", "thinking", "reasoning"), "reasoning_effort"
+_NO_EFFORTS = ("none", "no_think")
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 _OPENS = re.compile("start|begin", re.IGNORECASE)
@@ -104,24 +105,29 @@ class Switches:
     """The variables by which a chat template turns reasoning on or off.
 
     `thinking` is the name of one that is true or false, "" without; `has_effort`: whether
-    `reasoning_effort` says how long to reason.
+    `reasoning_effort` says how long to reason; `no_effort`: its value that turns reasoning off.
     """
 
     thinking: str = ""
     has_effort: bool = False
+    no_effort: str = ""
 
     def variables(self, wanted: str) -> dict[str, Any]:
         """The variables for a value of the setting `reasoning`; {} for what is usual."""
         if wanted == "auto" or (wanted == "medium" and not self.has_effort):
             return {}
         found: dict[str, Any] = {self.thinking: wanted != "off"} if self.thinking else {}
+        if self.no_effort and not found:
+            usual = wanted if self.has_effort and wanted != "on" else "high"
+            return {_EFFORT: self.no_effort if wanted == "off" else usual}
         if self.has_effort and wanted == "off":
             return found or {_EFFORT: "low"}
         return found | ({_EFFORT: wanted} if self.has_effort and wanted != "on" else {})
 
     def problem(self, wanted: str) -> str:
         """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
-        if wanted == "auto" or self.thinking or (self.has_effort and wanted != "off"):
+        has_switch = self.thinking or self.no_effort
+        if wanted == "auto" or has_switch or (self.has_effort and wanted != "off"):
             return ""
         if self.has_effort:
             return "this model's reasoning can't be switched off; its effort is low"
@@ -139,7 +145,9 @@ def find_switches(render: Callable[[dict[str, Any]], str | None], source: str) -
         return len(texts) > 1
 
     thinking = next((name for name in _SWITCHES if matters(name, True, False)), "")
-    return Switches(thinking, matters(_EFFORT, "low", "high"))
+    named = (word for word in _NO_EFFORTS if re.search(f"['\"]{word}['\"]", source))
+    no_effort = next((word for word in named if matters(_EFFORT, word, "high")), "")
+    return Switches(thinking, matters(_EFFORT, "low", "high"), no_effort)
 
 
 def find_marks(
@@ -185,8 +193,8 @@ def find_marks(
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
-    if not call[0] and CALL_BEFORE_PYTHON in added:
-        call = spell(CALL_BEFORE_PYTHON), "", "", *call[3:]
+    if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
+        call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
 
@@ -202,7 +210,7 @@ def _text_at_end(between: str) -> str:
     begins_line = "\n" in between[: len(between) - len(between.lstrip())]
     if mark[1]:  # it stands for itself wherever it is
         return mark[1]
-    return f"\n{line}" if begins_line else ""
+    return f"\n{line}" + "\n" * line[-1].isalnum() if begins_line else ""
 
 
 def _find_call(
