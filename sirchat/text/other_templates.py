@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, Marks, named_id, shared
+from sirchat.text.reply_marks import NAMED_ID, SAMPLE_CALL, Marks, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -133,15 +132,6 @@ class ToolTemplate(Template):
             return self._with_round_end(self._find_content(ids, Role.SYSTEM, others, content))
         return self._with_round_end(TurnIds(ids, [Role.TEMPLATE] * len(ids), (0, 0)))
 
-    def _render_text(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        try:
-            return super()._render_text(messages, prompt=prompt)
-        except ModelError:  # some templates want the arguments of calls as a text
-            in_text = [_with_json(message) for message in messages]
-            if in_text == [*messages]:
-                raise
-            return super()._render_text(in_text, prompt=prompt)
-
     def _head(self, system: str) -> list[int]:
         """What a chat's beginning has before the first user turn, without a mark of the start."""
         first, later = self._first_turn_ids(system, QUESTION, True), self._later_user(QUESTION)
@@ -163,7 +153,7 @@ class ToolTemplate(Template):
         If the template can't render it, they are those of `calls_as_text`. Before them are those of
         the reply's header that have not been read: `header` is as in `TurnIds`.
         """
-        calls = self._with_ids(calls)
+        calls = self._as_wanted(calls)
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         neutral = message | self._without_controls(message)
         ids: list[int] | None
@@ -224,26 +214,26 @@ class ToolTemplate(Template):
 
     def _result_ids(self, messages: Sequence[Message]) -> list[int]:
         calls = [_call(each["tool_call_id"], each.get("name", QUESTION)) for each in messages]
-        calls = self._with_ids(calls)
-        messages = [
-            {**each, "tool_call_id": call["id"]} for each, call in zip(messages, calls, strict=True)
-        ]
+        calls = self._as_wanted(calls)
+        messages = [m | {"tool_call_id": c["id"]} for m, c in zip(messages, calls, strict=True)]
         try:
             reply = {"role": "assistant", "content": "", "tool_calls": calls}
             return self._called(reply, messages)[-1]
         except ModelError:  # such as of several calls, which are read as text
             return self._after_reply(messages)
 
-    def _with_ids(self, calls: Sequence[Message]) -> list[Message]:
-        """The calls, with the ids that the template needs where it writes no names."""
-        if not self.marks.has_named_ids:
-            return [*calls]
-        found = list[Message]()
+    def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
+        """The calls, with ids and arguments as the template wants them."""
+        found, marks = list[Message](), self.marks
         for at, call in enumerate(calls):
-            own = re.fullmatch(r"call(\d+)", call["id"])
-            ident = named_id(call["function"]["name"], int(own[1]) if own else at)
-            is_named = call["id"].startswith("functions.")
-            found.append(call if is_named else {**call, "id": ident})
+            ident, function = call["id"], call["function"]
+            if marks.has_named_ids and not ident.startswith("functions."):
+                own = re.fullmatch(r"call(\d+)", ident)
+                ident = NAMED_ID.format(function["name"], int(own[1]) if own else at)
+            if marks.has_text_arguments and not isinstance(function["arguments"], str):
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                function = function | {"arguments": text}
+            found.append({**call, "id": ident, "function": function})
         return found
 
     def _after_reply(self, messages: Sequence[Message]) -> list[int]:
@@ -344,16 +334,6 @@ def _call(ident: str, name: str) -> Message:
 def _result(call: Message) -> Message:
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION}
-
-
-def _with_json(message: Message) -> Message:
-    """The message, with the arguments of its calls as JSON texts."""
-    calls = deepcopy(message.get("tool_calls", []))
-    for call in calls:
-        given = call["function"]["arguments"]
-        if not isinstance(given, str):
-            call["function"]["arguments"] = json.dumps(given, ensure_ascii=False)
-    return message | ({"tool_calls": calls} if calls else {})
 
 
 class PlainText(Template):

@@ -6,6 +6,7 @@ that they divide, characters of private use stand around each control token (see
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
+NAMED_ID = "functions.{}:{}"  # of a call as Kimi writes it
 SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 # A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
@@ -66,6 +68,7 @@ class Marks:
         call_lead: what stands before the name of a called tool; empty if the name is in JSON.
         call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
         has_named_ids: whether it writes the id of a call alone, which has the tool's name (Kimi).
+        has_text_arguments: whether it takes arguments only as a text (Functionary).
         stop: the beginning of the next speaker's turn.
     """
 
@@ -80,6 +83,7 @@ class Marks:
     call_lead: str = ""
     call_sample: str = ""
     has_named_ids: bool = False
+    has_text_arguments: bool = False
     stop: str = ""
 
     @property
@@ -215,31 +219,28 @@ def _text_at_end(between: str) -> str:
 
 def _find_call(
     header: list[str], rendered: Callable[..., str], others: Sequence[str]
-) -> tuple[str, str, str, str, bool]:
+) -> tuple[str, str, str, str, bool, bool]:
     """The fields of `Marks` about calls, in their order; `others` may precede a call."""
     message, sample = {"role": "assistant", "content": ""}, SAMPLE_CALL["name"]
-    for ident in ("call00000", named_id(sample, 0)):
-        calls = [{"id": ident, "type": "function", "function": SAMPLE_CALL}]
+    text = {"arguments": json.dumps(SAMPLE_CALL["arguments"])}
+    for is_named, is_text in ((False, False), (False, True), (True, False)):
+        call = {"id": NAMED_ID.format(sample, 0) if is_named else "call00000", "type": "function"}
+        calls = [{**call, "function": SAMPLE_CALL | (text if is_text else {})}]
         one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
         before, name, after = one.partition(sample)
         if name:
             break
-    if not name:
-        return "", "", "", one, False
+    else:
+        return "", "", "", one, False, False
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
-    call = CONTROL.match(before.strip())
+    begun = CONTROL.match(before.strip())
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    is_named = ident == named_id(sample, 0)
-    return call[0] if call else "", end, plain(lead[0]) if lead else "", one, is_named
-
-
-def named_id(name: str, number: int) -> str:
-    """The id of a call as Kimi writes it."""
-    return f"functions.{name}:{number}"
+    opening = begun[0] if begun else ""
+    return opening, end, plain(lead[0]) if lead else "", one, is_named, is_text
 
 
 def _units(text: str) -> list[str]:

@@ -137,7 +137,9 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "functionary": (
         template("functionary"),
-        THINK | {"answer": "all\n", "kept": "all\n"},
+        THINK
+        | {"answer": "all\n", "kept": "all\n", "call_end": "<|eot_id|>"}
+        | {"has_text_arguments": True},
     ),
     "minicpm": (
         template("minicpm"),
