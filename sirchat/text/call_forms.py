@@ -62,11 +62,13 @@ _CODE = re.compile(r"```python\n(.*)\n```", re.DOTALL)  # around those of MiniCP
 _UNQUOTED = re.compile(
     rf'({_GEMMA.pattern})|<\|"\|>(.*?)<\|"\|>|(?<=[{{,])([^{{}}\[\],:<"]+)(?=:)', re.DOTALL
 )
-# In Python: a text, or a name, which may have a hyphen or be a word of Python's own.
+# In Python: a text; a name, which may have a hyphen or be a word of Python's own; a value of JSON.
 _NAMES = re.compile(
-    r"""("(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?)|(?<![\w.-])([^\W\d][\w.-]*+)(?=\s*+[(=])""",
+    r"""("(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?)|(?<![\w.-])([^\W\d][\w.-]*+)(?=\s*+[(=])"""
+    r"|(?<![\w.-])(true|false|null)(?![\w.-])",
     re.DOTALL,
 )
+_OF_JSON = {"true": "True", "false": "False", "null": "None"}
 
 
 def _finite(written: str) -> float | None:
@@ -169,8 +171,8 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
     names = list[str]()
 
     def numbered(part: re.Match[str]) -> str:
-        names.extend([part[2]] * (part[1] is None))
-        return part[1] or f"n{len(names) - 1}"
+        names.extend(filter(None, [part[2]]))
+        return part[1] or (f"n{len(names) - 1}" if part[2] else _OF_JSON[part[3]])
 
     try:
         made: Any = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
@@ -190,13 +192,5 @@ def _keywords(call: Any, names: Sequence[str]) -> Any:
     """The arguments of a call in Python, as JSON has them; ValueError if one has no name."""
     if call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("an argument without a name")
-    given = [(names[int(one.arg[1:])], _FromJson().visit(one.value)) for one in call.keywords]
-    return JSON.decode(json.dumps({name: ast.literal_eval(value) for name, value in given}))
-
-
-class _FromJson(ast.NodeTransformer):
-    """Takes the names that JSON has for values as those of Python."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        known = {"true": True, "false": False, "null": None}
-        return ast.Constant(known[node.id]) if node.id in known else node
+    given = {names[int(one.arg[1:])]: ast.literal_eval(one.value) for one in call.keywords}
+    return JSON.decode(json.dumps(given))

@@ -130,8 +130,8 @@ class Switches:
 
     def problem(self, wanted: str) -> str:
         """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
-        has_switch = self.thinking or self.no_effort
-        if wanted == "auto" or has_switch or (self.has_effort and wanted != "off"):
+        is_off = wanted == "off"
+        if wanted == "auto" or self.thinking or self.no_effort or (self.has_effort and not is_off):
             return ""
         if self.has_effort:
             return "this model's reasoning can't be switched off; its effort is low"
@@ -239,8 +239,7 @@ def _find_call(
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    opening = begun[0] if begun else ""
-    return opening, end, plain(lead[0]) if lead else "", one, is_named, is_text
+    return begun[0] if begun else "", end, plain(lead[0]) if lead else "", one, is_named, is_text
 
 
 def _units(text: str) -> list[str]:

@@ -124,12 +124,11 @@ class CallParser:
         if self.has_ended:
             self.is_cut = bool(left.strip())
             return "", []
-        tag = self._tag.match(left.lstrip())
+        tag, is_call = self._tag.match(left.lstrip()), False
         if tag and tag[0] in TAGS:
             is_call = self._add(left.lstrip()[tag.end() :])
-        else:
-            is_alone = bool(tag or not self._has_begun)
-            is_call = is_alone and self._add(left.strip(), is_tagged=False)
+        elif tag or not self._has_begun:
+            is_call = self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
         if self._marked and not self.read(self._marked, lead) and not is_short:
