@@ -68,7 +68,6 @@ _NAMES = re.compile(
     r"|(?<![\w.-])(true|false|null)(?![\w.-])",
     re.DOTALL,
 )
-_OF_JSON = {"true": "True", "false": "False", "null": "None"}
 
 
 def _finite(written: str) -> float | None:
@@ -172,7 +171,7 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
 
     def numbered(part: re.Match[str]) -> str:
         names.extend(filter(None, [part[2]]))
-        return part[1] or (f"n{len(names) - 1}" if part[2] else _OF_JSON[part[3]])
+        return part[1] or (f"n{len(names) - 1}" if part[2] else str(json.loads(part[3])))
 
     try:
         made: Any = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body

@@ -39,7 +39,6 @@ KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasonin
 # A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
 _TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>|\[[A-Z]+\])|.*\w.*[:：\]>]\Z|#+ .*\w\Z")
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking", "reasoning"), "reasoning_effort"
-_NO_EFFORTS = ("none", "no_think")
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 _OPENS = re.compile("start|begin", re.IGNORECASE)
@@ -149,7 +148,7 @@ def find_switches(render: Callable[[dict[str, Any]], str | None], source: str) -
         return len(texts) > 1
 
     thinking = next((name for name in _SWITCHES if matters(name, True, False)), "")
-    named = (word for word in _NO_EFFORTS if re.search(f"['\"]{word}['\"]", source))
+    named = (word for word in ("none", "no_think") if re.search(f"['\"]{word}['\"]", source))
     no_effort = next((word for word in named if matters(_EFFORT, word, "high")), "")
     return Switches(thinking, matters(_EFFORT, "low", "high"), no_effort)
 

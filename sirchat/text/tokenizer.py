@@ -132,6 +132,4 @@ def _has_all(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
         more = about.get(key) or []
         given += more.values() if isinstance(more, Mapping) else more
     wanted = {_text(one): not isinstance(one, dict) or one.get("special", True) for one in given}
-    return all(
-        known.get(text, -1) >= special for text, special in wanted.items() if isinstance(text, str)
-    )
+    return all(known.get(t, -1) >= special for t, special in wanted.items() if isinstance(t, str))
