@@ -107,17 +107,21 @@ class ModelFormats:
         library, model, template = guidance(subject), chat.model, chat.template
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         ends = sorted(template.end_ids(declared))
+        # llguidance takes other added tokens such as `</think>` for control tokens, too.
+        added = model.tokenizer.added_tokens_decoder
+        controls = {i: one.content for i, one in added.items() if one.content[:1] == "<"}
+        controls |= template.controls
         if self._vocabulary is None:
             try:
                 written = json.loads(model.tokenizer.backend_tokenizer.to_str())
-                _rename_controls(written, template.controls)
+                _rename_controls(written, controls)
                 text, size = json.dumps(written | {"post_processor": None}), model.vocab_size
                 self._vocabulary = library.LLTokenizer(text, n_vocab=size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise refusal(subject, f"can't be had from this model: {error}") from None
         check_grammar(grammar, subject, self._vocabulary)
         tags = (OPEN, CLOSE) if form else ()
-        never = [i for i, text in template.controls.items() if text not in tags and i not in ends]
+        never = [i for i, text in controls.items() if text not in tags and i not in ends]
         matcher = library.LLMatcher(self._vocabulary, grammar)
         return ReplyFormat(matcher, model.vocab_size, never, ends)
 

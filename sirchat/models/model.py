@@ -38,7 +38,7 @@ from sirchat.models.encoder import Encoder
 from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.hub_step import HubStep
 from sirchat.models.llama_step import LlamaStep
-from sirchat.models.model_config import context_length, refuse_odd_rotation, sliding_window
+from sirchat.models.model_config import context_length, refuse_odd_numbers, sliding_window
 from sirchat.models.packed import SharedWeights, packed_buffers
 from sirchat.models.probe import (
     cache_argument,
@@ -482,7 +482,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """
     config = module.config.get_text_config(decoder=True)
     kinds, reads_singly = None, False
-    refuse_odd_rotation(config, name)
+    refuse_odd_numbers(config, name)
     if isinstance(module, Decoder):
         rotations = module.rotations
     else:

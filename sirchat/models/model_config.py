@@ -24,10 +24,13 @@ REFUSED_LAYERS = {
     "be evicted",
 }
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_ROTATION = {"rope_theta": "10000", "factor": "4.0"}  # and usual values
-_MOST_ROTATION = 1e15
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Numbers that must be above 0, and usual values.
+_ABOVE_ZERO = {"rope_theta": "10000", "factor": "4.0", "rope_local_base_freq": "10000"}
+_ABOVE_ZERO |= {"low_freq_factor": "1.0", "high_freq_factor": "4.0", "attention_factor": "1.0"}
+_ABOVE_ZERO |= {_ORIGINAL_LENGTH: "8192", "rms_norm_eps": "1e-05", "layer_norm_eps": "1e-05"}
+_MOST_NUMBER = 1e15
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
@@ -112,19 +115,19 @@ def context_length(config: Any) -> int | None:
     return limit
 
 
-def refuse_odd_rotation(config: Any, name: str) -> None:
-    """Raise ModelError if numbers for rotary positions make no sense: replies wouldn't either.
+def refuse_odd_numbers(config: Any, name: str) -> None:
+    """Raise ModelError if numbers, such as of rotary positions, make no sense: nor would replies.
 
     `config` is as in `context_length`.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     rope = rope if isinstance(rope, dict) else {}
-    parts = [vars(config), rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for key, part in product(_ROTATION, parts):
+    parts = [config.to_dict(), rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for key, part in product(_ABOVE_ZERO, parts):
         value = part.get(key)
-        if isinstance(value, int | float) and not 0 < value < _MOST_ROTATION:
+        if isinstance(value, int | float) and not 0 < value < _MOST_NUMBER:
             rule = "its config.json must have a number above 0"
-            raise ModelError(f"{name} has {key} {value:g}; {rule}, such as {_ROTATION[key]}")
+            raise ModelError(f"{name} has {key} {value:g}; {rule}, such as {_ABOVE_ZERO[key]}")
 
 
 def sliding_window(config: Any) -> int | None:

@@ -133,7 +133,7 @@ class SentenceEncoder:
 def _way(folder: Path) -> str:
     """How a `1_Pooling` says that vectors are made; ModelError for another way than `_WAYS`."""
     said, start = load_config(folder / "config.json"), "pooling_mode_"
-    older = [key.removeprefix(start) for key in said if key.startswith(start) and said[key] is True]
+    older = [key.removeprefix(start) for key in said if key.startswith(start) and said[key]]
     modes = said.get("pooling_mode", older or "mean")
     if (way := _WAYS.get("".join(modes))) is None:
         raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")

@@ -5,7 +5,7 @@ Files are not trusted; a file that can't be read raises ModelError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +27,8 @@ _PACKAGES |= {"awq": "gptqmodel", "gptq": "gptqmodel", "eetq": "kernels", "spqr"
 _PACKAGES |= {"fbgemm_fp8": "fbgemm_gpu", "higgs": "flute", "quanto": "optimum"}
 _SAME_NAME = "aqlm auto-round bitsandbytes compressed-tensors fouroversix fp_quant hqq quark sinq"
 _PACKAGES |= {one: one.replace("-", "_") for one in (*_SAME_NAME.split(), "torchao", "vptq")}
+# How the names of packed weights end.
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_2", ".scales")
 # What a config.json says of sizes that building the model would take memory for.
 _LAYERS = "num_hidden_layers"
 _SIZES = [
@@ -128,18 +130,25 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
-    return {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
+    found = {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
+    refuse_format(str(folder), config, found)
+    return found
 
 
-def refuse_format(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if a config.json says that weights are packed in a way not read here."""
-    said, by_mlx = config.get("quantization_config"), config.get("quantization")
+def refuse_format(name: str, config: Mapping[str, Any], weights: Iterable[str] = ()) -> None:
+    """Raise ModelError if weights are packed in a way not read here, as config or names say."""
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    said = next(filter(None, (part.get("quantization_config") for part in parts)), None)
+    by_mlx = config.get("quantization")
+    packed = next((one for one in weights if one.endswith(_PACKED) and not said), None)
     method = said.get("quant_method") if isinstance(said, dict) else None
     package = _PACKAGES.get(str(method))
     if method is None and isinstance(by_mlx, dict) and "bits" in by_mlx:
         what = f"of {by_mlx['bits']} bits as MLX packs them"
     elif said and (package is None or find_spec(package) is None):
         what = f"in the format {format_value(method)}"
+    elif packed:
+        what = f"that are packed, as {packed} shows"
     else:
         return
     hint = "take the model's own folder, or a GGUF file of it"

@@ -47,19 +47,25 @@ _FORMS = [
             r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
             r"(?=\s*(?:<arg_key>|\Z))\s*",
         ),
+        (  # Functionary 3.2, and GLM 4 without the mark: a name, and JSON in a line of its own
+            r"\s*(?:>>>)?([\w.-]{1,64}+)\n(\s*\{.*?\})(?=\s*(?:>>>[\w.-]+\n|\Z))\s*",
+            r"(?!)",
+        ),
     )
 ]
 _BEGINNINGS = re.compile(rf"\s*+(?:<function=|{_INVOKE}|[\w.-]{{1,64}}+\s*+<arg_key>)")
 _GEMMA = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")  # before the arguments of a call of Gemma 4
 _OF_GEMMA = re.compile(rf"\s*(?:<\|tool_call>\s*)?{_GEMMA.pattern}")
-_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around a list of calls of LFM2
+_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around calls of LFM2 and MiniCPM
+_CODE = re.compile(r"```python\n(.*)\n```", re.DOTALL)  # around those of MiniCPM
 # In a call of Gemma 4: its name, a text, or what stands before a colon.
 _UNQUOTED = re.compile(
     rf'({_GEMMA.pattern})|<\|"\|>(.*?)<\|"\|>|(?<=[{{,])([^{{}}\[\],:<"]+)(?=:)', re.DOTALL
 )
-# In Python: a text, or a name, which may have a hyphen or be a word of Python's own.
+# In Python: a text; a name, which may have a hyphen or be a word of Python's own; a value of JSON.
 _NAMES = re.compile(
-    r"""("(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?)|(?<![\w.-])([^\W\d][\w.-]*+)(?=\s*+[(=])""",
+    r"""("(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?)|(?<![\w.-])([^\W\d][\w.-]*+)(?=\s*+[(=])"""
+    r"|(?<![\w.-])(true|false|null)(?![\w.-])",
     re.DOTALL,
 )
 
@@ -157,20 +163,22 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _python_calls(text: str) -> list[dict[str, Any]]:
-    """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`."""
-    if text[:1] != "[" or sum(map(text.count, "[({")) > _MOST_NESTED:
+    """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`, or in lines."""
+    lines = _CODE.fullmatch(text)
+    if not (lines or text[:1] == "[") or sum(map(text.count, "[({")) > _MOST_NESTED:
         return []
     names = list[str]()
 
     def numbered(part: re.Match[str]) -> str:
-        names.extend([part[2]] * (part[1] is None))
-        return part[1] or f"n{len(names) - 1}"
+        names.extend(filter(None, [part[2]]))
+        return part[1] or (f"n{len(names) - 1}" if part[2] else str(json.loads(part[3])))
 
     try:
-        made: Any = ast.parse(_NAMES.sub(numbered, text), mode="eval").body
+        made: Any = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
+        calls = [line.value for line in made] if lines else made[0].value.elts
         return [
             {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
-            for call in made.elts
+            for call in calls
         ]
     except (
         *(ValueError, SyntaxError, TypeError, AttributeError, LookupError),
@@ -183,13 +191,5 @@ def _keywords(call: Any, names: Sequence[str]) -> Any:
     """The arguments of a call in Python, as JSON has them; ValueError if one has no name."""
     if call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("an argument without a name")
-    given = [(names[int(one.arg[1:])], _FromJson().visit(one.value)) for one in call.keywords]
-    return JSON.decode(json.dumps({name: ast.literal_eval(value) for name, value in given}))
-
-
-class _FromJson(ast.NodeTransformer):
-    """Takes the names that JSON has for values as those of Python."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        known = {"true": True, "false": False, "null": None}
-        return ast.Constant(known[node.id]) if node.id in known else node
+    given = {names[int(one.arg[1:])]: ast.literal_eval(one.value) for one in call.keywords}
+    return JSON.decode(json.dumps(given))

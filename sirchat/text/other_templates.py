@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, Marks, shared
+from sirchat.text.reply_marks import NAMED_ID, SAMPLE_CALL, Marks, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -152,6 +153,7 @@ class ToolTemplate(Template):
         If the template can't render it, they are those of `calls_as_text`. Before them are those of
         the reply's header that have not been read: `header` is as in `TurnIds`.
         """
+        calls = self._as_wanted(calls)
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         neutral = message | self._without_controls(message)
         ids: list[int] | None
@@ -212,11 +214,27 @@ class ToolTemplate(Template):
 
     def _result_ids(self, messages: Sequence[Message]) -> list[int]:
         calls = [_call(each["tool_call_id"], each.get("name", QUESTION)) for each in messages]
+        calls = self._as_wanted(calls)
+        messages = [m | {"tool_call_id": c["id"]} for m, c in zip(messages, calls, strict=True)]
         try:
             reply = {"role": "assistant", "content": "", "tool_calls": calls}
             return self._called(reply, messages)[-1]
         except ModelError:  # such as of several calls, which are read as text
             return self._after_reply(messages)
+
+    def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
+        """The calls, with ids and arguments as the template wants them."""
+        found, marks = list[Message](), self.marks
+        for at, call in enumerate(calls):
+            ident, function = call["id"], call["function"]
+            if marks.has_named_ids and not ident.startswith("functions."):
+                own = re.fullmatch(r"call(\d+)", ident)
+                ident = NAMED_ID.format(function["name"], int(own[1]) if own else at)
+            if marks.has_text_arguments and not isinstance(function["arguments"], str):
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                function = function | {"arguments": text}
+            found.append({**call, "id": ident, "function": function})
+        return found
 
     def _after_reply(self, messages: Sequence[Message]) -> list[int]:
         ids = self._after_answer(self._render([*STUB_HISTORY, *messages], prompt=True))

@@ -6,6 +6,7 @@ that they divide, characters of private use stand around each control token (see
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,22 +21,24 @@ KNOWN_MARKS = (
     *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
     *(("<longcat_think>", "</longcat_think>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
     *(("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>")),
+    ("<|thought_start|>", "<|thought_end|>"),
 )
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
 
-# Before calls of LFM2, whose templates write none.
-CALL_BEFORE_PYTHON = "<|tool_call_start|>"
+# Before calls of models whose templates may write none: LFM2 and MiniCPM, Llama, Mistral, Phi.
+_CALLS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
 
 Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
+NAMED_ID = "functions.{}:{}"  # of a call as Kimi writes it
 SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
-# A mark such as `<|im_end|>`, or a line such as `### Instruction:`.
-_TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>)|.*\w.*[:\]>]\Z")
-_SWITCHES, _EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
+# A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
+_TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>|\[[A-Z]+\])|.*\w.*[:：\]>]\Z|#+ .*\w\Z")
+_SWITCHES, _EFFORT = ("enable_thinking", "thinking", "reasoning"), "reasoning_effort"
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 _OPENS = re.compile("start|begin", re.IGNORECASE)
@@ -63,6 +66,8 @@ class Marks:
         call_end: the control token that ends a reply after its calls.
         call_lead: what stands before the name of a called tool; empty if the name is in JSON.
         call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
+        has_named_ids: whether it writes the id of a call alone, which has the tool's name (Kimi).
+        has_text_arguments: whether it takes arguments only as a text (Functionary).
         stop: the beginning of the next speaker's turn.
     """
 
@@ -76,6 +81,8 @@ class Marks:
     call_end: str = ""
     call_lead: str = ""
     call_sample: str = ""
+    has_named_ids: bool = False
+    has_text_arguments: bool = False
     stop: str = ""
 
     @property
@@ -101,24 +108,29 @@ class Switches:
     """The variables by which a chat template turns reasoning on or off.
 
     `thinking` is the name of one that is true or false, "" without; `has_effort`: whether
-    `reasoning_effort` says how long to reason.
+    `reasoning_effort` says how long to reason; `no_effort`: its value that turns reasoning off.
     """
 
     thinking: str = ""
     has_effort: bool = False
+    no_effort: str = ""
 
     def variables(self, wanted: str) -> dict[str, Any]:
         """The variables for a value of the setting `reasoning`; {} for what is usual."""
         if wanted == "auto" or (wanted == "medium" and not self.has_effort):
             return {}
         found: dict[str, Any] = {self.thinking: wanted != "off"} if self.thinking else {}
+        if self.no_effort and not found:
+            usual = wanted if self.has_effort and wanted != "on" else "high"
+            return {_EFFORT: self.no_effort if wanted == "off" else usual}
         if self.has_effort and wanted == "off":
             return found or {_EFFORT: "low"}
         return found | ({_EFFORT: wanted} if self.has_effort and wanted != "on" else {})
 
     def problem(self, wanted: str) -> str:
         """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
-        if wanted == "auto" or self.thinking or (self.has_effort and wanted != "off"):
+        is_off = wanted == "off"
+        if wanted == "auto" or self.thinking or self.no_effort or (self.has_effort and not is_off):
             return ""
         if self.has_effort:
             return "this model's reasoning can't be switched off; its effort is low"
@@ -136,7 +148,9 @@ def find_switches(render: Callable[[dict[str, Any]], str | None], source: str) -
         return len(texts) > 1
 
     thinking = next((name for name in _SWITCHES if matters(name, True, False)), "")
-    return Switches(thinking, matters(_EFFORT, "low", "high"))
+    named = (word for word in ("none", "no_think") if re.search(f"['\"]{word}['\"]", source))
+    no_effort = next((word for word in named if matters(_EFFORT, word, "high")), "")
+    return Switches(thinking, matters(_EFFORT, "low", "high"), no_effort)
 
 
 def find_marks(
@@ -176,14 +190,14 @@ def find_marks(
         is_open = "".join(header).rstrip().endswith(opening)
     answer = kept.strip()
     if answer.startswith(opening) or answer[-1:].isalnum():  # around no reasoning; a mere word
-        answer = ""
+        answer = kept if header[-1:] == [">"] else ""  # whom Functionary addresses, as `>>>all`
     if closing != answer:
         closing = closing.removesuffix(answer).rstrip()
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     call = _find_call(header, rendered, (opening, closing, answer, first))
-    if not call[0] and CALL_BEFORE_PYTHON in added:
-        call = spell(CALL_BEFORE_PYTHON), "", "", call[-1]
+    if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
+        call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
 
@@ -199,27 +213,32 @@ def _text_at_end(between: str) -> str:
     begins_line = "\n" in between[: len(between) - len(between.lstrip())]
     if mark[1]:  # it stands for itself wherever it is
         return mark[1]
-    return f"\n{line}" if begins_line else ""
+    return f"\n{line}" + "\n" * line[-1].isalnum() if begins_line else ""
 
 
 def _find_call(
     header: list[str], rendered: Callable[..., str], others: Sequence[str]
-) -> tuple[str, str, str, str]:
+) -> tuple[str, str, str, str, bool, bool]:
     """The fields of `Marks` about calls, in their order; `others` may precede a call."""
-    calls = [{"id": "call00000", "type": "function", "function": SAMPLE_CALL}]
-    message = {"role": "assistant", "content": ""}
-    one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
-    before, name, after = one.partition(SAMPLE_CALL["name"])
-    if not name:
-        return "", "", "", one
+    message, sample = {"role": "assistant", "content": ""}, SAMPLE_CALL["name"]
+    text = {"arguments": json.dumps(SAMPLE_CALL["arguments"])}
+    for is_named, is_text in ((False, False), (False, True), (True, False)):
+        call = {"id": NAMED_ID.format(sample, 0) if is_named else "call00000", "type": "function"}
+        calls = [{**call, "function": SAMPLE_CALL | (text if is_text else {})}]
+        one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
+        before, name, after = one.partition(sample)
+        if name:
+            break
+    else:
+        return "", "", "", one, False, False
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
-    call = CONTROL.match(before.strip())
+    begun = CONTROL.match(before.strip())
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    return call[0] if call else "", end, plain(lead[0]) if lead else "", one
+    return begun[0] if begun else "", end, plain(lead[0]) if lead else "", one, is_named, is_text
 
 
 def _units(text: str) -> list[str]:

@@ -82,6 +82,7 @@ class Template:
     """
 
     _tools: Sequence[Message] | None = None
+    _in_parts = False  # whether the template takes no content but a list of parts
 
     def __init__(
         self,
@@ -387,10 +388,10 @@ class Template:
         yield str(self._tokenizer.chat_template or "")
         chat = [*STUB_HISTORY, STUB_QUESTION]
         for messages in (chat, [_message("system", QUESTION), *chat]):
-            try:
+            with suppress(ModelError):  # such as for the role `system`
+                if ANSWER not in self._render_text(messages, prompt=True):
+                    self._in_parts = True
                 yield self._render_text(messages, prompt=True)
-            except ModelError:  # such as for the role `system`
-                return
 
     @property
     def _round_end(self) -> list[int]:
@@ -450,12 +451,10 @@ class Template:
                 **self._tokenizer.special_tokens_map,
                 **self._variables,
             )
-        except TemplateError as error:
-            problem = _brief(error)
-            raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
         except Exception as error:  # a template is a program, and may fail in any way
-            problem = f"{type(error).__name__}: {_brief(error)}"
-            raise ModelError(f"the model's chat template fails: {problem}") from error
+            kind, is_told = type(error).__name__, isinstance(error, TemplateError)
+            what = "refuses this turn" if is_told else f"fails: {kind}"
+            raise ModelError(f"the model's chat template {what}: {_brief(error)}") from error
 
     def _marked(self, value: Any) -> Any:
         """A copy of `value` in which marks around control tokens say that these are plain text."""
@@ -463,8 +462,9 @@ class Template:
             return value if isinstance(value, _Marked) else self._control_tokens.marked(value)
         if isinstance(value, dict):
             marked = {name: self._marked(item) for name, item in value.items()}
-            is_text = isinstance(marked.get("content"), str)
-            return marked | ({"content": _Marked(marked["content"])} if is_text else {})
+            if isinstance(text := marked.get("content"), str):
+                marked["content"] = [*_Marked(text)] if self._in_parts else _Marked(text)
+            return marked
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _after_answer(self, ids: list[int]) -> list[int]:

@@ -97,14 +97,12 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     odd = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
     if about.get("tokenizer_class") not in _GENERAL or any(about.get(name) for name in odd):
         return None
-    special = dict[str, str | None]()
-    for name in SPECIAL:
-        given = about.get(name)
-        special[name] = given.get("content") if isinstance(given, dict) else given
+    special = {name: _text(about.get(name)) for name in SPECIAL}
     if (path := folder / "special_tokens_map.json").exists():
         named = json.loads(path.read_text("utf-8"))
-        if any(named.get(name) and not special[name] for name in SPECIAL):
+        if any(named.get(name) and _text(named[name]) != special[name] for name in SPECIAL):
             return None
+        about |= named
     template = about.get("chat_template")
     if (path := folder / "chat_template.jinja").exists():
         template = path.read_text("utf-8")
@@ -115,19 +113,23 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # whatever the library raises: transformers says what is wrong
         return None
-    if not _has_as_special(backend, about):
+    if not _has_all(backend, about):
         return None
     backend.no_padding()
     backend.no_truncation()
     return FastTokenizer(backend, special, template)
 
 
-def _has_as_special(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
-    """Whether all further special tokens that a `tokenizer_config.json` names are so already."""
-    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        given = about.get(key) or []
-        tokens = given.values() if isinstance(given, Mapping) else given
-        if not special.issuperset(t.get("content") if isinstance(t, dict) else t for t in tokens):
-            return False
-    return True
+def _text(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _has_all(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
+    """Whether a `tokenizer.json` has the tokens that the other files name, as special as there."""
+    known = {t.content: t.special for t in backend.get_added_tokens_decoder().values()}
+    given = [one for name, one in about.items() if name.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        more = about.get(key) or []
+        given += more.values() if isinstance(more, Mapping) else more
+    wanted = {_text(one): not isinstance(one, dict) or one.get("special", True) for one in given}
+    return all(known.get(t, -1) >= special for t, special in wanted.items() if isinstance(t, str))

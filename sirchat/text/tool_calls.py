@@ -27,9 +27,9 @@ _INSIDE = {
     close: re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{close[1:]}))*', re.DOTALL)
     for close in TAGS.values()
 }
-_TAG = re.compile("|".join(TAGS))
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
+_HALF_TAG = re.compile(r"(?:<[^<>\s]*|>{1,3}(?:[\w.-]+\n?)?)\Z")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
 
@@ -56,7 +56,8 @@ class CallParser:
     """Separates the calls of tools in a reply from its text, while the reply is generated.
 
     Either calls stand in `TAGS`, as Hermes and Qwen write each, or the whole reply consists of
-    calls, as with Llama; then it may stand between the fences of a code block.
+    calls, as with Llama; then it may stand between the fences of a code block. Those of
+    Functionary begin with `>>>`, a name and a new line, and end with the reply.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
     `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
@@ -77,7 +78,9 @@ class CallParser:
         if isinstance(names, Mapping):
             self._schemas = names
         self._known = known or {}
-        self._bare = (*_BARE, *(f"[{name}(" for name in names))
+        self._bare = (*_BARE, *(f"[{name}(" for name in names), *(f"{name}\n" for name in names))
+        self._tags = (*TAGS, *(f">>>{name}\n" for name in names))
+        self._tag = re.compile("|".join(map(re.escape, self._tags)))
         self._number = number
         self._only_one = only_one
         self.is_cut = False
@@ -106,7 +109,7 @@ class CallParser:
 
     def holds(self, text: str) -> bool:
         """Whether `text` of calls is held back, since they stand between control tokens."""
-        if self._marked == "" and _TAG.match(text):
+        if self._marked == "" and self._tag.match(text):
             self._marked = None  # they have tags
         if self._marked is not None:
             self._marked += text
@@ -121,18 +124,20 @@ class CallParser:
         if self.has_ended:
             self.is_cut = bool(left.strip())
             return "", []
-        if tag := _TAG.match(left.lstrip()):
+        tag, is_call = self._tag.match(left.lstrip()), False
+        if tag and tag[0] in TAGS:
             is_call = self._add(left.lstrip()[tag.end() :])
-        else:
-            is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
+        elif tag or not self._has_begun:
+            is_call = self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
         if self._marked and not self.read(self._marked, lead) and not is_short:
             left += self._marked
         begun = left.strip()
         written = begun.removeprefix(PYTHON).strip()
-        is_bare = not self._has_begun and any(_begins(written, bare) for bare in self._bare)
-        if is_short and begun and (is_bare or any(_begins(begun, tag) for tag in TAGS)):
+        bare = (one for one in self._bare if one[-1] != "\n" or written.startswith(one))
+        is_bare = not self._has_begun and any(_begins(written, one) for one in bare)
+        if is_short and begun and (is_bare or any(_begins(begun, one) for one in self._tags)):
             left = ""
         return left, self.calls[before:]
 
@@ -150,7 +155,7 @@ class CallParser:
             except (ValueError, RecursionError):  # such as for the `[` of a mark
                 at = found.end()
                 continue
-            names = re.findall(rf"{re.escape(lead)}([\w-]+)", marked[done : found.start()])
+            names = re.findall(rf"{re.escape(lead)}([\w.-]+)", marked[done : found.start()])
             if lead and names:
                 value = {"name": names[-1], "arguments": value}
             calls += value if isinstance(value, list) else [value]
@@ -163,9 +168,11 @@ class CallParser:
         if self.has_ended:
             return None
         text = self._waiting
-        if tag := _TAG.search(text):
+        if tag := self._tag.search(text):
             if before := text[: tag.start()].rstrip():
                 return self._take(len(before))
+            if tag[0] not in TAGS:
+                return None
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
@@ -180,9 +187,9 @@ class CallParser:
                 return self._take(end)
             self._waiting = text[end:].lstrip()
             return ""
-        at = text.rfind("<")  # a tag may begin there; blanks before a call are not shown
-        is_tag = at >= 0 and any(tag.startswith(text[at:]) for tag in TAGS)
-        return self._take(len(text[: at if is_tag else None].rstrip())) or None
+        half = _HALF_TAG.search(text)  # blanks before a call are not shown
+        is_tag = half and any(one.startswith(half[0]) for one in self._tags)
+        return self._take(len(text[: half.start() if half and is_tag else None].rstrip())) or None
 
     def _take(self, size: int) -> str:
         taken, self._waiting = self._waiting[:size], self._waiting[size:]
@@ -221,7 +228,8 @@ class CallParser:
         left = written.strip().removeprefix(PYTHON).strip()
         if fenced := _FENCED.fullmatch(left):
             left = fenced[1]
-        values: list[Any] = other_calls(left, self._schemas)
+        is_word = not is_tagged and left in self._schemas  # a tool's name alone
+        values: list[Any] = [] if is_word else other_calls(left, self._schemas)
         left = "" if values else left
         while left:
             try:

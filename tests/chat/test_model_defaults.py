@@ -59,6 +59,14 @@ def test_one_value_that_is_not_allowed_leaves_the_others_of_the_files(
     assert drawing(with_model_defaults(profile(), model)) == {"temperature": 0.6, "min_p": 0.05}
 
 
+@pytest.mark.parametrize("temperature", [1e-8, 0.001])
+def test_a_temperature_just_above_zero_in_the_files_is_the_likeliest(
+    temperature: float, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(model, monkeypatch, do_sample=True, temperature=temperature, top_p=0.8)
+    assert drawing(with_model_defaults(profile(), model)) == {"top_p": 0.8}
+
+
 @pytest.mark.parametrize(
     "said", [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}]
 )

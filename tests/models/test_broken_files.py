@@ -155,6 +155,8 @@ def test_a_file_of_another_kind_or_with_an_error_is_named(
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 512}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 512}
 NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
 DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
 
@@ -183,6 +185,27 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
             ("config", "rope_parameters", {"rope_theta": 1e4, "factor": by, **YARN}, "has factor")
             for by in (1e308, 0.0, -1.0)
         ),
+        *(
+            (
+                "config",
+                "rope_parameters",
+                {"rope_theta": 1e4, "factor": 8.0, **LLAMA3, key: no},
+                f"has {key} {no:g}; ",
+            )
+            for key, no in (
+                ("low_freq_factor", float("nan")),
+                ("original_max_position_embeddings", 0),
+            )
+        ),
+        (
+            *(
+                "config",
+                "rope_parameters",
+                {"rope_theta": 1e4, "factor": 8.0, **YARN} | {"attention_factor": -1.0},
+            ),
+            "has attention_factor -1;",
+        ),
+        *(("config", "rms_norm_eps", no, "has rms_norm_eps") for no in (float("nan"), -1.0, 1e30)),
         (
             *("tokenizer", "normalizer", {"type": "Sequence", "normalizers": [DOUBLE] * 12}),
             "makes texts more than 64-fold long",
@@ -222,6 +245,18 @@ def test_a_format_that_is_not_read_is_named_and_the_model_does_not_fit(
     # A name of the hub is refused before its weights are read.
     monkeypatch.setattr(load, "weights_in_folder", lambda path: {})
     refused(folder, f"has weights in the format {named}, not read here")
+
+
+def test_packed_weights_are_known_by_their_names_and_a_part_of_the_config(folder: Path) -> None:
+    packed = UP.replace(".weight", ".qweight")
+    change_weights(folder, lambda weights: weights | {packed: weights[UP].clone()})
+    for why in (f"that are packed, as {packed} shows, not read", 'in the format "awq", not read'):
+        refused(folder, why)
+        with pytest.raises(ModelError, match=why):
+            find_model(str(folder))
+        change_json(
+            folder / "config.json", text_config={"quantization_config": {"quant_method": "awq"}}
+        )
 
 
 def test_a_format_is_read_that_needs_nothing_or_whose_package_is_there(

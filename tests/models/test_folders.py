@@ -47,6 +47,9 @@ QWEN = PLAIN | {
 }
 
 
+_AS_IT_IS = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+
+
 def folder_of(case: str, path: Path) -> Path:
     """A folder with a small random model and the bundled tokenizer."""
     random_model(case, vocab_size=2048).save_pretrained(path)
@@ -72,7 +75,13 @@ def test_a_folder_gives_the_logits_and_the_fingerprint_of_transformers(
     assert ours.tokenizer.special_tokens_map == theirs.tokenizer.special_tokens_map
 
 
-@pytest.mark.parametrize("key", ["map", "additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("map", "another map", "sep_token", "added_tokens_decoder"),
+        *("additional_special_tokens", "extra_special_tokens"),
+    ],
+)
 def test_special_tokens_that_are_named_elsewhere_are_those_of_transformers(
     key: str, tmp_path: Path
 ) -> None:
@@ -81,6 +90,12 @@ def test_special_tokens_that_are_named_elsewhere_are_those_of_transformers(
     if key == "map":  # tokenizer_config.json lacks what it names
         named = {name: about.pop(name) for name in ("bos_token", "eos_token") if name in about}
         (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", **named}))
+    elif key == "another map":  # it says otherwise
+        (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|user|>"}))
+    elif key == "sep_token":
+        about[key] = "<so>"
+    elif key == "added_tokens_decoder":
+        about[key] = {"2000": {"content": "<so>", "special": True} | _AS_IT_IS}
     else:
         about[key] = ["<so>", "<and so>"]
     (path / "tokenizer_config.json").write_text(json.dumps(about))

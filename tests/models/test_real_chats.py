@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import os
 import random
@@ -20,8 +21,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from by_heart import assistant, user
 from chatting import ids_of, session, smallest
+from real_tokenizers import REAL
 from sirchat.models.model import LoadedModel
-from template_shapes import template
+from sirchat.text.template import Template
+from template_shapes import FOLDER, template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 
@@ -105,6 +108,29 @@ def test_a_chat_is_read_as_the_whole_conversation_would_be(model: LoadedModel, s
         assert ids_of(chat) == whole(tokenizer, messages), messages
         messages.append(assistant(draw.choice(_REPLIES)))
         list(chat.read_reply(messages[-1]["content"]))
+
+
+_SWITCHING = {path.stem for path in FOLDER.glob("*.jinja") if "enable_thinking" in path.read_text()}
+
+
+@pytest.mark.parametrize("name", sorted({*REAL, *_SWITCHING}))
+@pytest.mark.parametrize("reasoning", ["on", "off"])
+def test_every_template_with_a_switch_gives_the_ids_of_transformers(
+    data: Path, name: str, reasoning: str
+) -> None:
+    about = data / "tokenizers" / name / "tokenizer_config.json"
+    own = json.loads(about.read_text("utf-8")).get("chat_template") if name in REAL else None
+    if name in REAL and "enable_thinking" not in (own or ""):
+        pytest.skip("its template has no switch")
+    tokenizer = _tokenizer(data, "qwen3")
+    tokenizer.chat_template = own or template(name)
+    made, asked = Template(tokenizer).with_reasoning(reasoning), user("Hello.")
+    assert made.switches.thinking == "enable_thinking"
+    for system in (None, "Be brief."):
+        head, first = made.opening(asked["content"], system)
+        messages = [*([{"role": "system", "content": system}] if system else []), asked]
+        ids = [*(head.ids if head else []), *first.ids]
+        assert ids == whole(tokenizer, messages, enable_thinking=reasoning == "on")
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])

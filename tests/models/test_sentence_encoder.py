@@ -69,6 +69,7 @@ def states_of(folder: Path, text: str) -> torch.Tensor:
     [
         (OLDER | {"pooling_mode_cls_token": True}, 0),
         (OLDER | {"pooling_mode_lasttoken": True, "include_prompt": True}, -1),
+        (OLDER | {"pooling_mode_lasttoken": 1, "pooling_mode_cls_token": 0}, -1),
         ({"embedding_dimension": SIZE, "pooling_mode": "cls"}, 0),
         ({"embedding_dimension": SIZE, "pooling_mode": ["lasttoken"]}, -1),
     ],

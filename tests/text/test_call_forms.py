@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ _TEXTS = st.one_of(
         ["3", "true", "None", '{"a": 1}', 'say "a', "<b>", "a\nb", "</tool_call>", "[1"]
     ),
     st.sampled_from(["x </parameter> y", "a </arg_value> b", "</function> b", "<function=f>"]),
+    st.sampled_from(["all\n>>>time\n{}", "a}>>>time\n{", "b\n```\n", "functions.time:0"]),
 )
 _JSON = st.one_of(st.integers(), st.booleans(), st.none(), _TEXTS)
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -117,6 +119,12 @@ def lfm2(*calls: Any) -> str:
     return f"{start}[{', '.join(told)}]{end}"
 
 
+def minicpm(*calls: Any) -> str:
+    """Between control tokens, too; each call is a line of Python."""
+    lines = [lfm2(call).partition("[")[2].rpartition("]")[0] for call in calls]
+    return lfm2().replace("[]", "\n```python\n" + "\n".join(lines) + "\n```\n")
+
+
 def gemma4(*calls: Any) -> str:
     opening, closing = (f"{START}{mark}{END}" for mark in ("<|tool_call>", "<tool_call|>"))
     told = (f"{opening}call:{name}{_braces(given)}{closing}" for name, given in calls)
@@ -156,6 +164,8 @@ def marks(call: str = "", call_lead: str = "") -> Marks:
     return Marks("<think>", "</think>", call=spelled(call), call_lead=spelled(call_lead))
 
 
+_SECTION, _GIVEN = "<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"
+_KIMI = "<|tool_call_begin|>functions."
 _SEP = "<｜tool▁sep｜>"
 _BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 # How models write calls, and the marks that are found in their templates.
@@ -179,7 +189,17 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     ),
     "deepseek 3.2": (dsml, marks()),
     "functionary": (functionary, marks()),
+    "functionary 3.2": (each(">>>", "\n", ""), marks()),
+    "functionary 3.2, whose prompt has the first mark": (
+        lambda *calls: each(">>>", "\n", "\n")(*calls).removeprefix(">>>"),
+        replace(marks(), answer="all\n"),
+    ),
+    "kimi": (
+        lambda *calls: spelled(_SECTION) + each(_KIMI, f":0{_GIVEN}", "<|tool_call_end|>")(*calls),
+        marks(call=_SECTION, call_lead=_KIMI),
+    ),
     "lfm2": (lfm2, marks(call="<|tool_call_start|>")),
+    "minicpm": (minicpm, marks(call="<|tool_call_start|>")),
     "gemma 4": (gemma4, Marks(call=f"{START}<|tool_call>{END}")),
     "mistral": (
         lambda *calls: spelled("[TOOL_CALLS]") + listed(*calls), marks(call="[TOOL_CALLS]")
@@ -217,6 +237,7 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
 }  # fmt: skip
 _ALONE = (
     "functionary",
+    "functionary 3.2, whose prompt has the first mark",
     "llama",
     "gpt-oss",
     "a list of JSON",
@@ -273,6 +294,12 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
     [
         ("<function=time>\n</function>", [("time", {})]),  # without tags, of a tool that there is
         ("<function=other>\n</function>", []),
+        ('weather\n{"city": "Oslo"}', [("weather", {"city": "Oslo"})]),  # GLM 4 has no other mark
+        ('other\n{"city": "Oslo"}', []),
+        ("time\nis short", []),
+        ("time", []),
+        (">>>time\nis short", []),
+        ('>>>time\n{}>>>other\n{"a": 1}', []),
         ("<tool_call>time</tool_call>", [("time", {})]),
         ("<tool_call>nonsense</tool_call>", []),
         ("<tool_call>[(n5)(x=1)]</tool_call>", []),
@@ -309,7 +336,7 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
     "reply",
     [
         *("<function=time>\n<par", "<tool_call>\n<function=time>\n<par", "[weather(city='Os"),
-        *('[{"name": "time", "ar', "<tool_calls>[{"),
+        *('[{"name": "time", "ar', "<tool_calls>[{", 'weather\n{"ci', '>>>weather\n{"ci'),
     ],
 )
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
@@ -318,8 +345,16 @@ def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
     assert not parser.calls
 
 
-@pytest.mark.parametrize("reply", ["[1, 2] is a list", "[weather] is fine", "[a](b)"])
-def test_a_text_that_begins_with_a_bracket_is_shown_at_once(reply: str) -> None:
+@pytest.mark.parametrize("reply", ["we", "weather", "time"])
+def test_a_reply_that_was_cut_in_the_name_of_a_tool_is_text(reply: str) -> None:
+    parser = CallParser(SCHEMAS, 0)
+    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == reply
+
+
+@pytest.mark.parametrize(
+    "reply", ["[1, 2] is a list", "[weather] is fine", "[a](b)", ">>> weather(1)", "time is >>>x"]
+)
+def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
     shown = [parser.push(char)[0] for char in reply]
     assert "".join(shown) == reply

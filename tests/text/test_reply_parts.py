@@ -18,6 +18,7 @@ from sirchat.text.reply_marks import KNOWN_MARKS, Marks, find_marks, plain
 from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.template import Template
 from sirchat.text.template_sandbox import render
+from sirchat.text.tool_calls import CallParser
 from sirchat.text.transcript import split_tagged
 from template_shapes import template, with_template
 
@@ -127,6 +128,24 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
         template("mistral-tools"),
         THINK | {"call": "[TOOL_CALLS]", "call_end": "</s>", "call_lead": "[TOOL_CALLS]"},
     ),
+    "kimi": (
+        template("kimi"),
+        THINK
+        | {"kept": "<think></think>", "call": "<|tool_calls_section_begin|>"}
+        | {"call_end": "<|im_end|>", "call_lead": "<|tool_call_begin|>functions."}
+        | {"has_named_ids": True},
+    ),
+    "functionary": (
+        template("functionary"),
+        THINK
+        | {"answer": "all\n", "kept": "all\n", "call_end": "<|eot_id|>"}
+        | {"has_text_arguments": True},
+    ),
+    "minicpm": (
+        template("minicpm"),
+        {"opening": "<|thought_start|>", "closing": "<|thought_end|>"}
+        | {"call": "<|tool_call_start|>", "call_end": "<|im_end|>"},
+    ),
     "qwen": (template("qwen3-tools"), THINK | {"call": "<tool_call>", "call_end": "<|im_end|>"}),
 }
 _CONTROLS = re.compile(
@@ -167,15 +186,31 @@ def test_marks_that_the_tokenizer_alone_has_are_known(pair: tuple[str, str]) -> 
     assert (plain(marks.opening), plain(marks.closing)) == pair
 
 
-def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply() -> None:
+@pytest.mark.parametrize(
+    ("mark", "call"),
+    [
+        ("<|tool_call_start|>", '[weather(city="Oslo")]'),
+        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}'),
+        ("[TOOL_CALLS]", '[{"name": "weather", "arguments": {"city": "Oslo"}}]'),
+        ("<|tool_call|>", '[{"name": "weather", "arguments": {"city": "Oslo"}}]'),
+    ],
+)
+def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply(
+    mark: str, call: str
+) -> None:
     it = with_template(template("chatml"), "chatml")
-    marks = ["<|tool_call_start|>", "<|tool_call_end|>"]
-    it.add_special_tokens({"additional_special_tokens": marks})
+    it.add_special_tokens({"additional_special_tokens": [mark, "<|tool_call_end|>"]})
     made = Template(it)
-    assert plain(made.marks.call) == marks[0]
-    assert it.convert_tokens_to_ids(marks[0]) not in made.stop_ids(None)
+    assert plain(made.marks.call) == mark
+    assert it.convert_tokens_to_ids(mark) not in made.stop_ids(None)
+    stream, parser = made.reply_stream(), CallParser(["weather"], 0)
+    for one in it.encode(f"Wait.{mark}{call}", add_special_tokens=False):
+        held = [piece.text for piece in stream.push_id(one) if piece.part == "call"]
+        assert all(map(parser.holds, held))
+    assert parser.rest(made.marks.call_lead)[0] == ""
+    assert [(one.name, one.arguments) for one in parser.calls] == [("weather", '{"city": "Oslo"}')]
     stream = made.reply_stream()
-    said = f'Wait.{marks[0]}[weather(city="Oslo")]'
+    said = f"Wait.{mark}{call}"
     stream.divide(it.encode(said, add_special_tokens=False))
     assert [name for _, name in stream.bounds] == ["answer", "call"]
 
@@ -203,6 +238,58 @@ def test_control_tokens_that_no_template_names_end_a_reply_unless_they_stand_aro
     said = [piece for one in it.encode(f"So {pair[0]}7{pair[1]}.") for piece in stream.push_id(one)]
     if is_within:
         assert "".join(piece.text for piece in [*said, *stream.flush()]) == "So 7."
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "stop"),
+    [
+        ("<start_of_turn>user\nQ<end_of_turn>\n", "A<end_of_turn>\n", "<end_of_turn>"),
+        ("### Instruction:\nQ\n\n", "A\n\n", "\n### Instruction:"),
+        ("### User\nQ\n\n", "A\n\n", "\n### User\n"),
+        ("[INST] Q [/INST] ", "A ", "[INST]"),
+        ("用户：Q\n", "A\n", "\n用户："),
+        ("Q", "A", ""),
+    ],
+)
+def test_what_begins_the_next_turn_as_text_ends_a_reply(
+    question: str, answer: str, stop: str
+) -> None:
+    asked, said = question.replace("Q", "{{ m.content }}"), answer.replace("A", "{{ m.content }}")
+    source = "{% for m in messages %}{% if m.role == 'user' %}" + asked + "{% else %}" + said
+    made = Template(with_template(source + "{% endif %}{% endfor %}", "plain"))
+    assert made.marks.stop == stop
+    reply = f"Yes. # User guide [1]\n{question}" if stop else "Yes."
+    said = "".join(piece.text for piece in made.reply_stream().push(reply, is_end=True))
+    assert said.strip() == reply[: reply.find(stop, 5) if stop else None].strip()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name", "values"),
+    [
+        ("{% if not enable_thinking %}</think>{% endif %}", "enable_thinking", (True, False, True)),
+        ("{% if reasoning is false %}</think>{% endif %}", "reasoning", (True, False, True)),
+        (
+            "{% if reasoning_effort not in (undefined, 'none', 'high') %}"
+            "{{ raise_exception('no') }}{% endif %}{{ reasoning_effort }}",
+            "reasoning_effort",
+            ("high", "none", "high"),
+        ),
+        (
+            "{{ 1 if reasoning_effort == 'no_think' else reasoning_effort }}",
+            "reasoning_effort",
+            ("high", "no_think", "low"),
+        ),
+        ("{{ reasoning_effort }}", "reasoning_effort", (None, "low", "low")),
+    ],
+)
+def test_reasoning_is_switched_by_the_variable_that_the_template_has(
+    prompt: str, name: str, values: tuple[object, ...]
+) -> None:
+    switches = Template(with_template(chatml(header=prompt), "chatml")).switches
+    for wanted, value in zip(("on", "off", "low"), values, strict=True):
+        assert switches.variables(wanted) == ({} if value is None else {name: value})
+        told = switches.problem(wanted)
+        assert ("its effort is low" in told) == (wanted == "off" and value == "low")
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -86,6 +86,12 @@ _OF_PARTS = {
     "{% for part in m.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
     "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "the first part": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content | length == 1 %}{{ m['content'][0]['text'] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "nothing that is a text": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "parts unless it is a text": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content | trim }}{% else %}"
     "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}"
