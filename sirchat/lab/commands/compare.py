@@ -55,7 +55,7 @@ def compare(
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
-    transcript, name = _transcript(file, format, profile, trusted_policies(flags))
+    transcript, name = _transcript(file, format, settings, trusted_policies(flags))
     if html is not None:
         _write(html, "", "a")  # an unwritable path fails before the run
     model = load(profile, trust_remote_code)
@@ -120,9 +120,9 @@ def _settings(
 
 
 def _transcript(
-    file: Path, format: str, profile: Profile, trusted: Collection[str]
+    file: Path, format: str, settings: tuple[Profile, ...], trusted: Collection[str]
 ) -> "tuple[Rounds, str]":
-    """Read the transcript in `file`; `-` stands for standard input."""
+    """Read the transcript in `file`, `-` for standard input; its switches must suit `settings`."""
     from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
     from sirchat.text.text_file import read_regular
@@ -133,8 +133,10 @@ def _transcript(
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    turns = one_conversation(iter_turns(BytesIO(data), name, format), name)
-    return rounds_of(list(checked_switches(turns, name, profile, trusted)), name), name
+    turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
+    for profile in settings:  # the values that are parsed are the same for each
+        checked = list(checked_switches(turns, name, profile, trusted))
+    return rounds_of(checked, name), name
 
 
 def _run(

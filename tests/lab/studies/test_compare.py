@@ -24,7 +24,7 @@ from chatting import answer, babbler, session, tiny
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.errors import TranscriptError
+from sirchat.errors import SettingError, TranscriptError
 from sirchat.lab.commands.compare import has_evicted, with_notes
 from sirchat.lab.studies.report import provenance
 from sirchat.lab.studies.side_by_side.compare import (
@@ -39,7 +39,12 @@ from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
 from sirchat.models.surprisal import PassResult
-from sirchat.text.transcript import TranscriptTurn, iter_turns, parse_transcript
+from sirchat.text.transcript import (
+    SettingsSwitch,
+    TranscriptTurn,
+    iter_turns,
+    parse_transcript,
+)
 from sirchat.ui.text import displayable
 from terminal import WARM, Terminal
 
@@ -243,6 +248,41 @@ def test_a_switch_changes_all_settings_but_the_policy_of_full() -> None:
     assert [one.held == one.seen for one in switched.rounds] == [True, True, False, False]
     assert all(one.held == one.seen for one in full.rounds)
     assert len(full.rounds[-1].answer.ids) == 4
+
+
+PLAIN = {"policy": "entropy", "budget": 40}
+
+
+def switching(**settings: Any) -> Rounds:
+    """The conversation, with a switch before its last round."""
+    *before, last = transcript().rounds
+    switched = replace(last, switches=(SettingsSwitch(settings, 9),))
+    return Rounds(None, (*before, switched), ())
+
+
+def test_a_switch_that_one_setting_does_not_allow_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Session, "ask", None)
+    with pytest.raises(SettingError, match=r"x, line 9, under sink 32: sinks can't be 20"):
+        compare(tiny(), (FULL, ENTROPY, SINK), switching(sinks=20), file="x")
+    with pytest.raises(SettingError, match=r"x, line 9, under entropy 40: budget 99999 is above"):
+        compare(tiny(), (FULL, FULL.model_copy(update=PLAIN)), switching(budget=99999), file="x")
+
+
+def test_a_setting_that_a_switch_ends_keeps_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = Session.switch
+
+    def refuse(chat: Session, source: str, **new: Any) -> Any:
+        if chat.profile.policy == "sink":  # as for what only the tokens so far can tell
+            raise SettingError(f"{source}: too small")
+        return switch(chat, source, **new)
+
+    monkeypatch.setattr(Session, "switch", refuse)
+    comparison = compare(tiny(), BRIEF, switching(decay=0.9))
+    full, sink = comparison.settings
+    assert (len(full.rounds), len(sink.rounds)) == (5, 4)
+    assert "sink 32 ends before user turn 5: transcript, line 9: too small" in comparison.notes
 
 
 # Of both kinds, with short replies.
