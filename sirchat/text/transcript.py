@@ -262,11 +262,8 @@ def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
             if not isinstance(value, dict) or "switch" not in value or "role" in value:
                 turn = _turn(value, name, number)
                 if switched and turn.role in ("assistant", "tool"):
-                    raise TranscriptError(
-                        f"{name}, line {switched}: settings can't be switched between a message "
-                        f"and what answers it, the {turn.role} turn of line {number}",
-                        hint="put the switch before the user turn",
-                    )
+                    problem = f"settings can't be switched before the {turn.role} turn of line"
+                    raise _error(name, switched, f"{problem} {number}, which answers a message")
                 switched = 0
                 yield turn
             elif isinstance(settings := value["switch"], dict):

@@ -89,7 +89,7 @@ def test_an_object_of_json_lines_switches_settings_and_no_text_of_a_turn_does() 
     assert refusal(lines) == "t, line 1: settings can't be switched here"  # in what trains a model
     for role in ("assistant", "tool"):
         answer = json.dumps({"role": role, "content": "b"}).encode()
-        between = rf"t, line 3: settings can't be .* the {role} turn of line 4"
+        between = rf"t, line 3: settings can't be switched before the {role} turn of line 4"
         with pytest.raises(TranscriptError, match=between):
             list(iter_turns(io.BytesIO(lines + answer), "t"))
 

@@ -192,7 +192,10 @@ def test_a_switch_between_a_message_and_its_given_reply_is_refused_before_the_mo
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     done = run(*command, str(file))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert f"{file}, line 2: settings can't be switched between a message" in done.stderr
+    assert (
+        f"{file}, line 2: settings can't be switched before the assistant turn of line 3"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
