@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -373,6 +375,54 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert re.search(r"^sink 32 +32 ", shown.stdout, re.M)
 
 
+@pytest.mark.slow
+def test_the_command_writes_tables_and_plots_into_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "talk.jsonl", tmp_path / "new" / "compared"
+    turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
+    words = ("compare", str(file), "--policies", "sink", "--budgets", "32,40", "--out", str(out))
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "matplotlib", None)
+        done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("sirchat: no plots: ")
+    assert "pip install 'sirchat[plots]'" in done.stderr
+    record = json.loads((out / "compare.json").read_text("utf-8"))
+    assert (out / "compare.json").stat().st_mode & 0o777 == 0o600  # it quotes a conversation
+    names = ["full", "sink 32", "sink 40"]
+    assert [one["name"] for one in record["settings"]] == names
+    whole, rounds = (
+        list(csv.DictReader((out / name).read_text("utf-8").splitlines()))
+        for name in ("compare.csv", "compare-2.csv")
+    )
+    assert [row["setting"] for row in whole] == names
+    for row, setting in zip(whole, record["settings"], strict=True):
+        means = [float(row[f"KL{bound}"]) for bound in (" low", "", " high")]
+        assert means[1] == pytest.approx(setting["kl_nats"])
+        assert means == sorted(means)
+        same = setting["same_answers"] / setting["compared_answers"]
+        assert float(row["same low"]) <= same <= float(row["same high"])
+        assert float(row["same"]) == pytest.approx(same)
+    held = [[int(row["held"]) for row in rounds if row["setting"] == name] for name in names]
+    assert held == [[turn["held"] for turn in one["turns"]] for one in record["settings"]]
+    pytest.importorskip("matplotlib")
+    assert run(*words).returncode == 0
+    for kind in ("held", "nats"):
+        plot = (out / f"compare-{kind}.svg").read_text("utf-8")
+        assert all(f'<g id="{name}">' in plot for name in names)
+
+
+def test_the_interval_of_the_divergence_draws_whole_rounds() -> None:
+    result = found().settings[1]
+    rounds = [[one for one in result.tokens if one.turn in turn.turns] for turn in result.rounds]
+    means = [np.mean([one.nats for one in each if one.nats is not None]) for each in rounds]
+    assert result.divergence.value == pytest.approx(result.nats)
+    assert min(means) < result.divergence.low < result.divergence.value
+    assert result.divergence.value < result.divergence.high < max(means)
+
+
 ROLES = ("user", "assistant")
 
 
@@ -415,6 +465,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((str(tmp_path / "none.txt"),), "cannot be read"),
         ((str(bad),), "line 1: an assistant turn must follow a user turn"),
         ((str(file), "--html", str(tmp_path)), "cannot be written"),
+        ((str(file), "--out", str(file)), "--out"),
         ((str(file), "--format", "xml"), "no transcript format"),
     ):
         done = run("compare", *words)

@@ -20,7 +20,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed
 from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
-from sirchat.lab.studies.report import setting_names
+from sirchat.lab.studies.intervals import clustered_mean
+from sirchat.lab.studies.report import Estimate, setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
@@ -211,6 +212,16 @@ class SettingResult:
         """
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
+
+    @property
+    def divergence(self) -> Estimate:
+        """`nats` with its interval, for which whole rounds are drawn."""
+        of = {turn: number for number, one in enumerate(self.rounds) for turn in one.turns}
+        by_round: list[list[float]] = [[] for _ in self.rounds]
+        for token in self.tokens:
+            if token.nats is not None:
+                by_round[of[token.turn]].append(token.nats)
+        return clustered_mean(by_round)
 
     @property
     def same_answers(self) -> tuple[int, int]:
