@@ -196,7 +196,7 @@ def sessions_map(
 ) -> None:
     """Draw a saved chat's memory: which tokens were held, evicted and restored, by turn.
 
-    Needs pip install 'sirchat[plots]'. The picture has no text of the chat.
+    It needs the extra plots, which brings matplotlib. The picture has no text of the chat.
     """
     from sirchat.saved.session_list import find_session
     from sirchat.saved.store import SessionStore

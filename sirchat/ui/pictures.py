@@ -57,7 +57,7 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
         from matplotlib.collections import LineCollection
 
         is_many = sum(map(len, marks.values())) > _MOST_VECTORS
-        width = float(np.clip(300 / max(1, len(rows)), 0.3, 6))  # points
+        width = float(np.clip(380 / max(1, len(rows)), 0.3, 6))  # points
         for state in ("evicted", "erased", "held"):
             ends = marks[state][:, [[1, 0], [2, 0]]]  # [n, 2, 2], x and y of both ends
             lines = LineCollection(list(ends), linewidths=width, gid=state, rasterized=is_many)
