@@ -20,8 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed
 from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
-from sirchat.lab.studies.intervals import clustered_mean
-from sirchat.lab.studies.report import Estimate, setting_names
+from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
@@ -195,11 +194,10 @@ class Token:
 class SettingResult:
     """The result of the whole conversation under one setting.
 
-    `name` describes the setting in a few words. If the session could not continue, there are fewer
-    rounds than in the transcript.
+    If the session could not continue, there are fewer rounds than in the transcript.
     """
 
-    name: str
+    name: str  # describes the setting in a few words
     setting: Profile
     rounds: tuple[RoundResult, ...]
     tokens: tuple[Token, ...]
@@ -212,16 +210,6 @@ class SettingResult:
         """
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
-
-    @property
-    def divergence(self) -> Estimate:
-        """`nats` with its interval, for which whole rounds are drawn."""
-        of = {turn: number for number, one in enumerate(self.rounds) for turn in one.turns}
-        by_round: list[list[float]] = [[] for _ in self.rounds]
-        for token in self.tokens:
-            if token.nats is not None:
-                by_round[of[token.turn]].append(token.nats)
-        return clustered_mean(by_round)
 
     @property
     def same_answers(self) -> tuple[int, int]:
@@ -290,8 +278,7 @@ def compare(
 ) -> Comparison:
     """Run a transcript under every setting, one round after the other; returns the results.
 
-    Raises SettingError, before anything is read, for a setting that does not fit the model or the
-    system prompt, given or switched to.
+    Raises SettingError for a setting, or a switch, that does not fit the model or system prompt.
     """
     if transcript.system is not None:
         where = f"{file}, system turn"
@@ -605,8 +592,7 @@ class Agreement:
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """The KL divergence [m], in nats, of m predictions from those of a reference; at least 0.
 
-    `reference` is log-probabilities [m, V] of the reference. `logits` is logits [m, V] of the
-    predictions to compare.
+    `reference` has log-probabilities [m, V]; `logits` [m, V] are compared with it.
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.lab.studies import report
-from sirchat.lab.studies.intervals import wilson_interval
+from sirchat.lab.studies.intervals import clustered_mean, wilson_interval
 from sirchat.lab.studies.report import Record, value_text
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
 from sirchat.ui.pictures import picture
@@ -105,7 +105,7 @@ def tables_of(found: Comparison) -> tuple[report.Table, report.Table]:
         last = result.rounds[-1] if result.rounds else None
         held = (last.held, last.seen, last.cache_bytes / MIB) if last else (None, None, None)
         speeds = (round(result.read_speed), round(result.answer_speed))
-        whole.append((result.name, *held[:2], result.divergence, share, *speeds, held[2]))
+        whole.append((result.name, *held[:2], mean_divergence(result), share, *speeds, held[2]))
         for number, after in enumerate(result.rounds):
             row = (after.held, after.seen, result.kept(number), after.nats)
             rounds.append((result.name, number + 1, *row, _same(after)))
@@ -115,6 +115,16 @@ def tables_of(found: Comparison) -> tuple[report.Table, report.Table]:
         report.Table("settings", columns, tuple(whole)),
         report.Table("rounds", of_round, tuple(rounds)),
     )
+
+
+def mean_divergence(result: SettingResult) -> report.Estimate:
+    """The divergence from `full` with its interval, for which whole rounds are drawn."""
+    of = {turn: number for number, one in enumerate(result.rounds) for turn in one.turns}
+    by_round: list[list[float]] = [[] for _ in result.rounds]
+    for token in result.tokens:
+        if token.nats is not None:
+            by_round[of[token.turn]].append(token.nats)
+    return clustered_mean(by_round)
 
 
 def write_files(found: Comparison, record: Record, folder: Path) -> None:
