@@ -142,16 +142,16 @@ def open_private(path: Path, mode: str) -> IO[Any]:
     return open(path, mode, encoding=encoding, opener=_owner_only)
 
 
-def write_private(path: Path, text: str, *, replaces: bool) -> None:
+def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
     """Write a file that only its owner can read, wholly or not at all.
 
     Raises FileExistsError unless `replaces`, and OSError if writing fails.
     """
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
-    file = open_private(new, "x")
+    file = open_private(new, "xb" if isinstance(contents, bytes) else "x")
     try:
         with file:
-            file.write(text)
+            file.write(contents)
         if replaces:
             os.replace(new, path)
     except BaseException:

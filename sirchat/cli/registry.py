@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "replay": "replay a transcript from a file",
         "serve": "answer programs over HTTP, as OpenAI's API does",
         "models": "list the models on this machine, download more, choose one",
-        "sessions": "list, search, show, export and remove saved chats",
+        "sessions": "list, search, show, export, draw and remove saved chats",
     },
     "memory": {
         "policies": "list the policies, which decide which tokens stay",
@@ -89,6 +89,7 @@ EXAMPLES: dict[str, str] = {
     "sessions rm": 'sirchat sessions rm "my trip"',
     "sessions trim": "sirchat sessions trim 512MiB",
     "sessions export": "sirchat sessions export last talk.jsonl",
+    "sessions map": "sirchat sessions map last --out memory.svg",
     "policies": "sirchat policies",
     "policies show": "sirchat policies show reservoir",
     "policies check": "sirchat policies check mine:Loud",

@@ -176,13 +176,46 @@ def sessions_export(
             sys.stdout.reconfigure(encoding="utf-8")  # in any locale, for `sirchat replay`
         typer.echo(lines.getvalue().decode(), nl=False)
         return
-    if file.exists() and not force:
-        raise UsageError(f"{file} exists", hint="--force replaces it")
+    _refuse_existing(file, force)
     if file.exists() and not file.is_file():  # a device or a pipe is not replaced
         with open_private(file, "wb") as stream:
             stream.write(lines.getvalue())
     else:
         write_private(file, lines.getvalue().decode(), replaces=force)
+
+
+@sessions_app.command("map")
+def sessions_map(
+    ident: Ident,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The picture, FILE.svg or FILE.png; default: the chat's id, as SVG."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Draw a saved chat's memory: which tokens were held, evicted and restored, by turn.
+
+    It needs the extra plots, which brings matplotlib. The picture has no text of the chat.
+    """
+    from sirchat.saved.session_list import find_session
+    from sirchat.saved.store import SessionStore
+    from sirchat.ui.pictures import picture_of_memory
+
+    path = find_session(sessions_dir(), ident)
+    out = out or Path(f"{path.stem}.svg")
+    if out.suffix not in (".svg", ".png"):
+        raise UsageError(f"--out can't be {format_value(out.name)}: it must end in .svg or .png")
+    _refuse_existing(out, force)
+    with SessionStore.open(path) as store:
+        image = picture_of_memory(store, out.suffix[1:])
+    write_private(out, image, replaces=force)
+    typer.echo(displayable_line(f"wrote {out}"), err=True)
+
+
+def _refuse_existing(file: Path, force: bool) -> None:
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists", hint="--force replaces it")
 
 
 @dataclass(frozen=True)

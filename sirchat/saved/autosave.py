@@ -97,7 +97,7 @@ class Autosave:
         passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
         saved = session.save(start)
         head = self._make_head(saved, turn)
-        turns, kept = _turns_of(session, turn), Kept(turn, start, end)
+        turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
         if turns or len(saved.rows) or len(passages.rows) or flags or kept != size:
@@ -236,7 +236,7 @@ def rewrite(
     passages, saved = passages_of(session)[0], session.save()
     head = make_head(saved, session)
     head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts, passages)
+    store.replace(_turns_of(session), saved.rows, head, facts, passages, held=session.state.saved)
     _note_saved(session)
     return head
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from zlib import crc32
+from zlib import crc32, error
 
 from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError
@@ -27,7 +27,7 @@ SUFFIX = ".sqlite"  # of a session's file
 # only, and stays after a crash; SQLite's lock decides whether the session is open.
 HOLDER = ".open"
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 5  # of the tables, as SQLite's user version; 4 is read, too, and converted when opened
+FORMAT = 6  # of the tables, as SQLite's user version; 4 and 5 are converted when opened
 SUM = ", sum INTEGER"  # the last column of each table: `record_sum` of the others
 # All tables of a session's file; a file with other tables, or views, is damaged.
 TABLES = {
@@ -40,9 +40,10 @@ TABLES = {
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL{SUM})""",
     "passages": f"""CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
     turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB{SUM})""",
+    "held": f"CREATE TABLE held (turn INTEGER PRIMARY KEY, positions BLOB NOT NULL{SUM})",
 }
 # What can be raised when damaged values are decoded.
-UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
+UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
 
 _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
@@ -109,11 +110,12 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
     version = format_of(connection)
     if not 4 <= version <= FORMAT:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads formats 4 and {FORMAT}",
+            f"{path} has format {version}, but this sirchat reads formats 4 to {FORMAT}",
             hint=f"install {'a newer' if version > FORMAT else 'an older'} version of sirchat",
         )
     tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    expected = [sql if version == FORMAT else sql.replace(SUM, "") for sql in TABLES.values()]
+    known = [sql for table, sql in TABLES.items() if version > 5 or table != "held"]
+    expected = [sql if version > 4 else sql.replace(SUM, "") for sql in known]
     if sorted(str(sql) for (sql,) in tables) != sorted(expected):
         raise DamagedSessionError(path)
 

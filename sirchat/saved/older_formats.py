@@ -1,7 +1,8 @@
-"""Converts files of format 4, and ledger rows with a column that is gone.
+"""Converts files of formats 4 and 5, and ledger rows with a column that is gone.
 
 In format 4, check sums are of whole tables, and the head lists the tokens that are pinned or
-excluded, whose flags are out of date in their ledger rows.
+excluded, whose flags are out of date in their ledger rows. Until format 5, the file does not say
+which tokens were held after earlier turns.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ import sqlite3
 
 import numpy as np
 
-from sirchat.saved.database import FORMAT, SUM, TABLES, put, record_sum, require
+from sirchat.saved.database import FORMAT, SUM, TABLES, format_of, put, record_sum, require
 
 _FLAGS = {"pinned": 1, "excluded": 32}  # flags by the lists in the head
 _GONE = "learned_score"  # the column
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Within a transaction, give a file of format 4 the newest; ValueError if it is damaged."""
+    """Within a transaction, give an older file the newest format; ValueError if it is damaged."""
+    if format_of(connection) == 4:
+        _convert_sums_and_flags(connection)
+    connection.execute(TABLES["held"])
+    connection.execute(f"PRAGMA user_version={FORMAT}")
+
+
+def _convert_sums_and_flags(connection: sqlite3.Connection) -> None:
+    """From format 4 to format 5."""
+    tables = [table for table in TABLES if table != "held"]
     about = dict(connection.execute("SELECT name, value FROM about"))
     sums = json.loads(about["sums"])
-    for table in TABLES:
+    for table in tables:
         where = "WHERE name NOT IN ('sums', 'erasing')" if table == "about" else ""
         total = 0
         for values in connection.execute(f"SELECT * FROM {table} {where} ORDER BY 1"):
@@ -40,12 +50,11 @@ def convert(connection: sqlite3.Connection) -> None:
             rows["flags"] &= 255 - sum(_FLAGS.values())
             rows["flags"] |= flags[start : start + len(rows)]
             connection.execute("UPDATE rows SET data = ? WHERE start = ?", (rows.tobytes(), start))
-    for table in TABLES:
+    for table in tables:
         connection.execute(f"ALTER TABLE {table} ADD COLUMN{SUM[1:]}")
         for rowid, *values, _ in connection.execute(f"SELECT rowid, * FROM {table}").fetchall():
             new = (record_sum(values), rowid)
             connection.execute(f"UPDATE {table} SET sum = ? WHERE rowid = ?", new)
-    connection.execute(f"PRAGMA user_version={FORMAT}")
 
 
 def drop_gone_column(connection: sqlite3.Connection) -> None:

@@ -93,7 +93,8 @@ def make_head(
             "left_out": [*known["left_out"], *(n for n, turn in newer if turn.is_left_out)],
         },
     }
-    return Head(session.seen, saved.held, saved.logits, fields)
+    cached = session.ledger.held_positions.copy()
+    return Head(session.seen, saved.held, saved.logits, fields, cached)
 
 
 def decode_state(

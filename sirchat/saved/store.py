@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -91,15 +92,21 @@ class Head:
     held: NDArray[np.int64]  # [n], stream positions of the tokens in the cache, ascending
     logits: NDArray[np.float32] | None  # [vocabulary], raw, after the last token
     fields: dict[str, Any]  # all other values of the state, as JSON values
+    # [n], as `held`, with the tokens that recall holds; of a head that is read, None
+    cached: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a change leaves: so many turns and rows, and the passages before a position."""
+    """What a change leaves: so many turns and rows, and the passages before a position.
+
+    `held` is up to which turn it is still true which tokens were held then.
+    """
 
     turns: int = _ALL
     rows: int = _ALL
     passages: int = _ALL
+    held: int = _ALL
 
 
 _EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
@@ -201,7 +208,7 @@ class SessionStore:
         with as_session_errors(self.path):
             ((turns,),) = self._all("SELECT max(turn) + 1 FROM turns")
             ends = self._all("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
-            return Kept(turns or 0, self._count_rows(), ends[0][0] if ends else 0)
+            return Kept(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
 
     def append(
         self,
@@ -286,6 +293,19 @@ class SessionStore:
             require(not np.isinf(vectors).any())
             return SavedPassages(rows, vectors)
 
+    def held_after(self) -> dict[int, NDArray[np.int64]]:
+        """The positions [n] of the tokens in the cache when the chat was saved after a turn.
+
+        By the turn's number, ascending; a turn after which it was not saved is missing.
+        """
+        with as_damage_errors(self.path):
+            known, seen = dict[int, NDArray[np.int64]](), self._count_rows()
+            for turn, data in self._all("SELECT turn, positions FROM held ORDER BY turn"):
+                steps = np.frombuffer(zlib.decompressobj().decompress(data, 4 * seen + 4), "<i4")
+                known[turn] = np.cumsum(steps, dtype=np.int64) - 1
+                require(bool((steps > 0).all()) and known[turn][-1:].sum() < seen)
+            return known
+
     def head(self) -> Head | None:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
@@ -300,15 +320,17 @@ class SessionStore:
         head: Head,
         meta: Mapping[str, Any] | None = None,
         passages: SavedPassages = _NO_PASSAGES,
+        held: int = 0,
     ) -> None:
         """Replace all contents, and `meta` if given; the old contents stay in no file.
 
+        But which tokens were held is still true up to turn `held`.
         Keys and values, which were computed from the old text, are deleted, too.
         """
         self.kv.drop()
         self.segments.drop()
         with self._transaction():
-            self._put(turns, rows, head, passages, Kept(0, 0, 0))
+            self._put(turns, rows, head, passages, Kept(0, 0, 0, held))
             self._put_about("erasing", True)
             if meta is not None:
                 self._put_about("meta", dict(meta))
@@ -361,6 +383,12 @@ class SessionStore:
         held = np.asarray(head.held, "<i8").tobytes()
         logits = None if head.logits is None else np.asarray(head.logits, "<f4").tobytes()
         put(connection, "head", 0, head.seen, held, logits, json.dumps(head.fields))
+        last = self.size.turns - 1
+        connection.execute("DELETE FROM held WHERE turn >= ?", (min(kept.held, last),))
+        if last >= 0:
+            cached = head.held if head.cached is None else head.cached
+            steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
+            put(connection, "held", last, zlib.compress(steps, 1))
 
     def _put_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""

@@ -255,12 +255,19 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 
 
 def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
+    switched = 0  # the line of a switch after the last turn
     for number, text in lines:
         if text.strip():
             value = LocatedJson(text, name, number).only_value()
             if not isinstance(value, dict) or "switch" not in value or "role" in value:
-                yield _turn(value, name, number)
+                turn = _turn(value, name, number)
+                if switched and turn.role in ("assistant", "tool"):
+                    problem = f"settings can't be switched before the {turn.role} turn of line"
+                    raise _error(name, switched, f"{problem} {number}, which answers a message")
+                switched = 0
+                yield turn
             elif isinstance(settings := value["switch"], dict):
+                switched = number
                 yield SettingsSwitch(settings, number)
             else:
                 problem = '"switch" must be an object of settings, such as {"policy": "sink"}'

@@ -84,6 +84,26 @@ def test_a_policy_may_see_the_keys_of_each_layer_and_head_as_the_example_does() 
         torch.testing.assert_close(rows.values[layer], kept[1], rtol=0, atol=1e-5)
 
 
+def test_the_example_of_a_press_scores_as_kvpress_does_in_each_layer_and_head() -> None:
+    cur = example("memory/policies", "# cur.py")["Cur"](recent=0)
+    assert contract_violations(cur) == []
+    engine, scores = talked(bounded(Sink())), []
+    for layer in range(4):
+        heads = (engine.cache.layer_keys(layer)[0], engine.cache.layer_values(layer)[0])
+        for k, v in zip(*(each.double().numpy() for each in heads), strict=True):  # [n, D]
+            products = np.ones(60)
+            for squares in ((k**2).sum(-1), (v**2).sum(-1)):
+                for at in range(60):  # windows of 16 tokens, the last one shorter
+                    products[at] *= squares[at] / squares[at // 16 * 16 :][:16].sum()
+            scores.append(products / products.sum())
+    wanted = np.mean(scores, axis=0)
+    engine.evictor.switch(bounded(cur, budget=20))
+    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    assert cur.score(rows).numpy() == pytest.approx(wanted, rel=1e-4)
+    best = np.sort(np.argsort(wanted[4:])[-16:] + 4)
+    assert engine.ledger.held_positions.tolist() == [*range(4), *best]
+
+
 def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.as_read", None)
     engine = talked(bounded(Keydiff(), budget=32))

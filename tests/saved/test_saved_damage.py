@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), NONE),
     "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
     "foreign": (foreign_database, NONE),
-    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads formats 4 and {FORMAT}"),
+    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads formats 4 to {FORMAT}"),
     "damaged": (cut_short, "is damaged"),
 }
 

@@ -87,6 +87,11 @@ def test_an_object_of_json_lines_switches_settings_and_no_text_of_a_turn_does() 
     assert read(f"USER: a\n{switch}\n") == [("user", f"a\n{switch}", 1)]
     assert refusal('{"switch": "sink"}').startswith('t, line 1: "switch" must be an object')
     assert refusal(lines) == "t, line 1: settings can't be switched here"  # in what trains a model
+    for role in ("assistant", "tool"):
+        answer = json.dumps({"role": role, "content": "b"}).encode()
+        between = rf"t, line 3: settings can't be switched before the {role} turn of line 4"
+        with pytest.raises(TranscriptError, match=between):
+            list(iter_turns(io.BytesIO(lines + answer), "t"))
 
 
 @pytest.mark.parametrize("line", [b'{"role": "user", "content": "a"}', b"a"])

@@ -169,9 +169,10 @@ def test_a_wrong_switch_is_refused_before_the_model_loads(
 def test_a_switch_that_a_given_budget_does_not_allow_is_refused_before_too(tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
     file.write_text(f"{json.dumps(TOLD[0])}\n" + '{"switch": {"sinks": 60}}\n', "utf-8")
-    done = run("replay", str(file), "--budget", "64")
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert f"{file}, line 2: " in done.stderr
+    for command in (("replay", "--budget", "64"), ("compare", "--budgets", "256,64")):
+        done = run(*command, str(file))
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert f"{file}, line 2: " in done.stderr
 
 
 def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> None:
@@ -182,11 +183,19 @@ def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> Non
     assert "USER: My name is Anna." in done.stdout
 
 
-def test_a_switch_between_a_message_and_its_given_reply_is_refused() -> None:
+@pytest.mark.parametrize("command", [("replay", "--feed"), ("replay",), ("compare",)])
+def test_a_switch_between_a_message_and_its_given_reply_is_refused_before_the_model_loads(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.jsonl"
     lines = [TOLD[0], SWITCHES[0], {"role": "assistant", "content": "Hello."}]
-    done = run("--feed", text="".join(f"{json.dumps(line)}\n" for line in lines))
-    assert done.returncode == 2
-    assert "line 3: an assistant turn must follow a user turn" in done.stderr
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    done = run(*command, str(file))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert (
+        f"{file}, line 2: settings can't be switched before the assistant turn of line 3"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow

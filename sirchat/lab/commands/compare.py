@@ -16,7 +16,7 @@ from sirchat.config.values import as_typed, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.declared_flags import declared, with_flags
 from sirchat.lab.commands.study_flags import command_line, settings_of
-from sirchat.paths import open_private
+from sirchat.paths import open_private, private_dir
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -50,14 +50,17 @@ def compare(
     whole: bool,
     json: bool,
     html: Path | None,
+    out: Path | None,
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
-    transcript, name = _transcript(file, format, profile, trusted_policies(flags))
+    transcript, name = _transcript(file, format, settings, trusted_policies(flags))
     if html is not None:
-        _write(html, "", "a")  # an unwritable path fails before the run
+        _write("--html", html, "", "a")  # an unwritable path fails before the run
+    if out is not None:
+        _write("--out", out / "compare.json", "", "a")
     model = load(profile, trust_remote_code)
     found, interrupted = _run(model, settings, transcript, name, own)
     if not found.transcript.rounds:
@@ -70,7 +73,14 @@ def compare(
     if html is not None:
         from sirchat.lab.studies.side_by_side.report import page_of
 
-        _write(html, page_of(record))
+        _write("--html", html, page_of(record))
+    if out is not None:
+        from sirchat.lab.studies.side_by_side.report import write_files
+
+        try:
+            write_files(found, record, out)
+        except UsageError as error:
+            typer.echo(f"sirchat: no plots: {error}", err=True)
     if json:
         from json import dumps
 
@@ -120,9 +130,9 @@ def _settings(
 
 
 def _transcript(
-    file: Path, format: str, profile: Profile, trusted: Collection[str]
+    file: Path, format: str, settings: tuple[Profile, ...], trusted: Collection[str]
 ) -> "tuple[Rounds, str]":
-    """Read the transcript in `file`; `-` stands for standard input."""
+    """Read the transcript in `file`, `-` for standard input; its switches must suit `settings`."""
     from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
     from sirchat.text.text_file import read_regular
@@ -133,8 +143,10 @@ def _transcript(
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    turns = one_conversation(iter_turns(BytesIO(data), name, format), name)
-    return rounds_of(list(checked_switches(turns, name, profile, trusted)), name), name
+    turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
+    for profile in settings:  # the values that are parsed are the same for each
+        checked = list(checked_switches(turns, name, profile, trusted))
+    return rounds_of(checked, name), name
 
 
 def _run(
@@ -173,12 +185,15 @@ def _print(found: "Comparison", is_whole: bool) -> None:
         console.print(part)
 
 
-def _write(path: Path, text: str, mode: str = "w") -> None:
+def _write(flag: str, path: Path, text: str, mode: str = "w") -> None:
+    """Write a file that the value of a flag names, or one in the folder that it names."""
     try:
+        if flag == "--out":
+            private_dir(path.parent)
         with open_private(path, mode) as file:
             file.write(text)
     except OSError as error:
         raise UsageError(
-            f"--html {path} cannot be written: {error.strerror}",
+            f"{flag} {path} cannot be written: {error.strerror}",
             hint="give the path of a file that can be written",
         ) from error

@@ -144,7 +144,7 @@ def print_report(report: Report, head: Record) -> None:
     console = Console(highlight=False)
     console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
     for table in report.tables:
-        rows = [[_text(value, table.digits) for value in row] for row in table.rows]
+        rows = [[value_text(value, table.digits) for value in row] for row in table.rows]
         columns = [list(cells) for cells in zip(table.columns, *rows, strict=True)]
         widths = _widths(columns, console.width if console.is_terminal else None)
         drawn = RichTable(title=table.name, title_justify="left", box=None)
@@ -188,7 +188,7 @@ def markdown(report: Report, head: Record) -> str:
     parts = [f"{title}\n\n`{command}`\n"]
     for table in report.tables:
         lines = [table.columns, ("---",) + ("---:",) * (len(table.columns) - 1)]
-        lines += [tuple(_text(value, table.digits) for value in row) for row in table.rows]
+        lines += [tuple(value_text(value, table.digits) for value in row) for row in table.rows]
         cells = (" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines)
         parts.append(f"**{table.name}**\n\n" + "".join(f"| {line} |\n" for line in cells))
     return "\n".join(parts)
@@ -203,7 +203,8 @@ def _heading(report: Report, head: Record) -> tuple[str, str]:
     return f"{what}; {versions}, transformers {head['transformers']}", head["command"]
 
 
-def _text(value: Value, digits: int) -> str:
+def value_text(value: Value, digits: int) -> str:
+    """A cell as text: a number with `digits` decimals, and its interval, if there is one."""
     if _is_empty(value):
         return "-"
     if isinstance(value, Estimate):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +26,7 @@ from chatting import answer, babbler, session, tiny
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.errors import TranscriptError
+from sirchat.errors import SettingError, TranscriptError
 from sirchat.lab.commands.compare import has_evicted, with_notes
 from sirchat.lab.studies.report import provenance
 from sirchat.lab.studies.side_by_side.compare import (
@@ -35,11 +37,16 @@ from sirchat.lab.studies.side_by_side.compare import (
     compare,
     rounds_of,
 )
-from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
+from sirchat.lab.studies.side_by_side.report import draw, mean_divergence, page_of, record_of
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
 from sirchat.models.surprisal import PassResult
-from sirchat.text.transcript import TranscriptTurn, iter_turns, parse_transcript
+from sirchat.text.transcript import (
+    SettingsSwitch,
+    TranscriptTurn,
+    iter_turns,
+    parse_transcript,
+)
 from sirchat.ui.text import displayable
 from terminal import WARM, Terminal
 
@@ -245,6 +252,41 @@ def test_a_switch_changes_all_settings_but_the_policy_of_full() -> None:
     assert len(full.rounds[-1].answer.ids) == 4
 
 
+PLAIN = {"policy": "entropy", "budget": 40}
+
+
+def switching(**settings: Any) -> Rounds:
+    """The conversation, with a switch before its last round."""
+    *before, last = transcript().rounds
+    switched = replace(last, switches=(SettingsSwitch(settings, 9),))
+    return Rounds(None, (*before, switched), ())
+
+
+def test_a_switch_that_one_setting_does_not_allow_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Session, "ask", None)
+    with pytest.raises(SettingError, match=r"x, line 9, under sink 32: sinks can't be 20"):
+        compare(tiny(), (FULL, ENTROPY, SINK), switching(sinks=20), file="x")
+    with pytest.raises(SettingError, match=r"x, line 9, under entropy 40: budget 99999 is above"):
+        compare(tiny(), (FULL, FULL.model_copy(update=PLAIN)), switching(budget=99999), file="x")
+
+
+def test_a_setting_that_a_switch_ends_keeps_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = Session.switch
+
+    def refuse(chat: Session, source: str, **new: Any) -> Any:
+        if chat.profile.policy == "sink":  # as for what only the tokens so far can tell
+            raise SettingError(f"{source}: too small")
+        return switch(chat, source, **new)
+
+    monkeypatch.setattr(Session, "switch", refuse)
+    comparison = compare(tiny(), BRIEF, switching(decay=0.9))
+    full, sink = comparison.settings
+    assert (len(full.rounds), len(sink.rounds)) == (5, 4)
+    assert "sink 32 ends before user turn 5: transcript, line 9: too small" in comparison.notes
+
+
 # Of both kinds, with short replies.
 BRIEF = tuple(one.model_copy(update={"max_new_tokens": 4}) for one in (FULL, SINK))
 
@@ -333,6 +375,54 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert re.search(r"^sink 32 +32 ", shown.stdout, re.M)
 
 
+@pytest.mark.slow
+def test_the_command_writes_tables_and_plots_into_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "talk.jsonl", tmp_path / "new" / "compared"
+    turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
+    words = ("compare", str(file), "--policies", "sink", "--budgets", "32,40", "--out", str(out))
+    with monkeypatch.context() as hidden:
+        hidden.setitem(sys.modules, "matplotlib", None)
+        done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("sirchat: no plots: ")
+    assert "pip install 'sirchat[plots]'" in done.stderr
+    record = json.loads((out / "compare.json").read_text("utf-8"))
+    assert (out / "compare.json").stat().st_mode & 0o777 == 0o600  # it quotes a conversation
+    names = ["full", "sink 32", "sink 40"]
+    assert [one["name"] for one in record["settings"]] == names
+    whole, rounds = (
+        list(csv.DictReader((out / name).read_text("utf-8").splitlines()))
+        for name in ("compare.csv", "compare-2.csv")
+    )
+    assert [row["setting"] for row in whole] == names
+    for row, setting in zip(whole, record["settings"], strict=True):
+        means = [float(row[f"KL{bound}"]) for bound in (" low", "", " high")]
+        assert means[1] == pytest.approx(setting["kl_nats"])
+        assert means == sorted(means)
+        same = setting["same_answers"] / setting["compared_answers"]
+        assert float(row["same low"]) <= same <= float(row["same high"])
+        assert float(row["same"]) == pytest.approx(same)
+    held = [[int(row["held"]) for row in rounds if row["setting"] == name] for name in names]
+    assert held == [[turn["held"] for turn in one["turns"]] for one in record["settings"]]
+    pytest.importorskip("matplotlib")
+    assert run(*words).returncode == 0
+    for kind in ("held", "nats"):
+        plot = (out / f"compare-{kind}.svg").read_text("utf-8")
+        assert all(f'<g id="{name}">' in plot for name in names)
+
+
+def test_the_interval_of_the_divergence_draws_whole_rounds() -> None:
+    result = found().settings[1]
+    rounds = [[one for one in result.tokens if one.turn in turn.turns] for turn in result.rounds]
+    means = [np.mean([one.nats for one in each if one.nats is not None]) for each in rounds]
+    mean = mean_divergence(result)
+    assert mean.value == pytest.approx(result.nats)
+    assert min(means) < mean.low < mean.value < mean.high < max(means)
+
+
 ROLES = ("user", "assistant")
 
 
@@ -375,6 +465,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((str(tmp_path / "none.txt"),), "cannot be read"),
         ((str(bad),), "line 1: an assistant turn must follow a user turn"),
         ((str(file), "--html", str(tmp_path)), "cannot be written"),
+        ((str(file), "--out", str(file)), "--out"),
         ((str(file), "--format", "xml"), "no transcript format"),
     ):
         done = run("compare", *words)

@@ -15,10 +15,11 @@ from torch import Tensor
 from sirchat.chat.events import Event, Evicted, Notice, Recalled, Restored, TurnDone
 from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.session import Session
+from sirchat.chat.settings import updated_profile
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed
-from sirchat.errors import ContextFullError, TranscriptError, UndoError
+from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
@@ -193,11 +194,10 @@ class Token:
 class SettingResult:
     """The result of the whole conversation under one setting.
 
-    `name` describes the setting in a few words. If the session could not continue, there are fewer
-    rounds than in the transcript.
+    If the session could not continue, there are fewer rounds than in the transcript.
     """
 
-    name: str
+    name: str  # describes the setting in a few words
     setting: Profile
     rounds: tuple[RoundResult, ...]
     tokens: tuple[Token, ...]
@@ -278,7 +278,7 @@ def compare(
 ) -> Comparison:
     """Run a transcript under every setting, one round after the other; returns the results.
 
-    Raises SettingError for a setting that does not fit the model or the system prompt.
+    Raises SettingError for a setting, or a switch, that does not fit the model or system prompt.
     """
     if transcript.system is not None:
         where = f"{file}, system turn"
@@ -288,6 +288,8 @@ def compare(
         ComparedSession(model, one, name, is_reference=not at)
         for at, (one, name) in enumerate(named)
     ]
+    for compared in sessions:
+        compared.check_switches(transcript, file)
     done = 0
     while done < len(transcript.rounds) and not stopped():
         _run_round(sessions, transcript.rounds[done], own, advance)
@@ -307,8 +309,9 @@ def _run_round(
     """Run one round under `full`, then under the other settings, from the largest budget down."""
     reference, reply = ReferenceRound(), round.reply
     for compared in sorted(sessions, key=lambda compared: compared.rank):
-        for switch in round.switches if compared.is_open else ():
-            compared.switch(switch)
+        with compared.ends_on_error(reference):
+            for switch in round.switches if compared.is_open else ():
+                compared.switch(switch)
         if compared.is_open and own:
             compared.continue_with_answer(round.user, reference)
         elif compared.is_open:
@@ -354,16 +357,20 @@ class ComparedSession:
         """A sort key that puts the reference first, then the other sessions by falling budget."""
         return not self._is_reference, -self._session.budget
 
+    def check_switches(self, transcript: Rounds, file: str) -> None:
+        """Raise SettingError for a switch that does not fit this setting, or the model."""
+        profile = self._session.profile
+        for switch in chain.from_iterable(one.switches for one in transcript.rounds):
+            source = f"{file}, line {switch.line}, under {self._name}"
+            profile = updated_profile(profile, self._session.model, source, self._new(switch))
+
     def switch(self, switch: SettingsSwitch) -> None:
         """Change settings from now on; the reference keeps its policy."""
-        new = dict(switch.settings)
-        if self._is_reference:
-            new |= {key: getattr(self._setting, key) for key in ("policy", "policy_options")}
-        self._note(self._session.switch(f"transcript, line {switch.line}", **new))
+        self._note(self._session.switch(f"transcript, line {switch.line}", **self._new(switch)))
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
         """Let the model answer a user turn; both turn and answer stay in the conversation."""
-        with self._ends_on_error(reference):
+        with self.ends_on_error(reference):
             answer, events = self._ask(user)
             self._note(events)
             self._finish(answer, answer.text, range(0), reference)
@@ -372,7 +379,7 @@ class ComparedSession:
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
         """Let the model answer a user turn, undo both, then read the turn with the final reply."""
-        with self._ends_on_error(reference):
+        with self.ends_on_error(reference):
             answer, _ = self._ask(user)
             self._undo()
             text = answer.text if reply is None else reply
@@ -389,6 +396,11 @@ class ComparedSession:
             for at, (row, held) in enumerate(zip(rows, spans, strict=True))
         )
         return SettingResult(self._name, self._setting, tuple(self._rounds), tokens)
+
+    def _new(self, switch: SettingsSwitch) -> dict[str, Any]:
+        """The settings that a switch changes here."""
+        kept = ("policy", "policy_options") if self._is_reference else ()
+        return {**switch.settings, **{key: getattr(self._setting, key) for key in kept}}
 
     def _ask(self, user: str) -> tuple[Answer, list[Event]]:
         """Let the model answer a user turn; returns the answer and all events."""
@@ -464,11 +476,13 @@ class ComparedSession:
         )
 
     @contextmanager
-    def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """Context manager: a full context or a failed undo within it ends this session."""
+    def ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
+        """Context manager: a full context, a failed undo or switch within it ends this session."""
         try:
             yield
-        except (ContextFullError, UndoError) as error:
+        except (ContextFullError, UndoError, SettingError) as error:
+            if isinstance(error, SettingError) and not self._rounds:
+                raise  # nothing is lost
             self.is_open = False
             where = f"{self._name} ends before user turn {len(self._rounds) + 1}"
             why = error.args[0] if isinstance(error, ContextFullError) else str(error)
@@ -578,8 +592,7 @@ class Agreement:
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """The KL divergence [m], in nats, of m predictions from those of a reference; at least 0.
 
-    `reference` is log-probabilities [m, V] of the reference. `logits` is logits [m, V] of the
-    predictions to compare.
+    `reference` has log-probabilities [m, V]; `logits` [m, V] are compared with it.
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)

@@ -1,4 +1,4 @@
-"""Shows a comparison as JSON, as tables for the terminal, and as one self-contained HTML page.
+"""Shows a comparison as JSON, tables for the terminal, files with plots, and one HTML page.
 
 The page is `page.html` with the JSON record in it; it needs no network and no other file. Its
 script inserts all text as text nodes, and its content security policy forbids it to load anything.
@@ -7,16 +7,22 @@ script inserts all text as text nodes, and its content security policy forbids i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.lab.studies.report import Record
+from sirchat.lab.studies import report
+from sirchat.lab.studies.intervals import clustered_mean, wilson_interval
+from sirchat.lab.studies.report import Record, value_text
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
+from sirchat.ui.pictures import picture
 from sirchat.ui.text import shorten
 
 # A function that removes from a text the control sequences that must not reach a terminal
@@ -74,31 +80,69 @@ def _answers(found: Comparison, number: int, safe: Safe, shown: Safe) -> Table:
 
 
 def _summary(found: Comparison, safe: Safe) -> Table:
-    columns = ("held", "of", "KL", "same", "read tok/s", "answer tok/s", "cache MiB")
-    table = Table(box=None, pad_edge=False, caption_justify="left", caption_style="dim")
+    table, whole = Table(box=None, pad_edge=False, caption_justify="left"), tables_of(found)[0]
+    table.caption_style = "dim"
     table.caption = (
-        "held: number of held tokens; kept: share of the turn that is held at the end; KL: mean "
-        "divergence, in nats, of next-token predictions from those under full; same: number of "
-        "first tokens of the answer, or of answers, that are the same as under full"
+        "held: held tokens; kept: share of the turn held at the end; KL: mean divergence, in nats, "
+        "of next-token predictions from full; same: first tokens of the answer, or share of "
+        "answers, as under full; (..): 95 % interval; /s: tokens a second; MiB: of the cache"
     )
-    table.add_column("setting", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
+    for number, column in enumerate(whole.columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for name, *values in whole.rows:
+        cells = (value_text(value, whole.digits) for value in values)
+        narrow = (cell.replace(" (", "\n(").replace(" to ", "-") for cell in cells)
+        table.add_row(*map(Text, (safe(str(name)), *narrow)))
+    return table
+
+
+def tables_of(found: Comparison) -> tuple[report.Table, report.Table]:
+    """A table of all settings, and one of each round under each."""
+    whole, rounds = list[tuple[report.Value, ...]](), list[tuple[report.Value, ...]]()
     for result in found.settings:
         same, of = result.same_answers
+        share = report.Estimate(same / of if of else math.nan, *wilson_interval(same, of))
         last = result.rounds[-1] if result.rounds else None
-        row = (
-            safe(result.name),
-            f"{last.held:,}" if last else "",
-            f"{last.seen:,}" if last else "",
-            _nats(result.nats),
-            f"{same}/{of}",
-            f"{result.read_speed:,.0f}",
-            f"{result.answer_speed:,.0f}",
-            f"{last.cache_bytes / MIB:,.2f}" if last else "",
-        )
-        table.add_row(*map(Text, row))
-    return table
+        held = (last.held, last.seen, last.cache_bytes / MIB) if last else (None, None, None)
+        speeds = (round(result.read_speed), round(result.answer_speed))
+        whole.append((result.name, *held[:2], mean_divergence(result), share, *speeds, held[2]))
+        for number, after in enumerate(result.rounds):
+            row = (after.held, after.seen, result.kept(number), after.nats)
+            rounds.append((result.name, number + 1, *row, _same(after)))
+    columns = ("setting", "held", "of", "KL", "same", "read/s", "answer/s", "MiB")
+    of_round = ("setting", "user turn", "held", "of", "kept", "KL", "same")
+    return (
+        report.Table("settings", columns, tuple(whole)),
+        report.Table("rounds", of_round, tuple(rounds)),
+    )
+
+
+def mean_divergence(result: SettingResult) -> report.Estimate:
+    """The divergence from `full` with its interval, for which whole rounds are drawn."""
+    of = {turn: number for number, one in enumerate(result.rounds) for turn in one.turns}
+    by_round: list[list[float]] = [[] for _ in result.rounds]
+    for token in result.tokens:
+        if token.nats is not None:
+            by_round[of[token.turn]].append(token.nats)
+    return clustered_mean(by_round)
+
+
+def write_files(found: Comparison, record: Record, folder: Path) -> None:
+    """Write tables, the record and plots into a folder; UsageError, at last, without matplotlib."""
+    tables = report.Report((found.file,), tables_of(found))
+    report.write_report(tables, record, folder, "compare")
+    for name, label in (("held", "held tokens"), ("nats", "KL divergence from full, nats")):
+
+        def draw(axes: Any, name: str = name, label: str = label) -> None:
+            for result in found.settings:
+                values = np.array([getattr(one, name) for one in result.rounds], float)
+                turns = range(1, len(values) + 1)
+                axes.plot(turns, values, ".-", label=result.name, gid=result.name)
+            axes.set(xlabel="user turn", ylabel=label)
+            axes.legend(fontsize="small")
+
+        image = picture(draw, "svg", f"{found.file}: {label}")
+        (folder / f"compare-{name}.svg").write_bytes(image)
 
 
 def _same(after: RoundResult) -> str:

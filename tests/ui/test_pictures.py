@@ -1,0 +1,165 @@
+"""The picture of a saved chat's memory: its marks are those of what the session held."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import sys
+from collections import Counter
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from chatting import babbler, session
+from command import run
+from sirchat.chat.session import Session
+from sirchat.memory.ledger import Flag
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.store import SessionStore
+
+SVG = "{http://www.w3.org/2000/svg}"
+SAID = "Anna has a red boat near the old lake, and it is green now."
+
+
+def talk(chat: Session, saving: Autosave, rounds: int) -> list[set[int]]:
+    """Reads and saves so many rounds; returns which tokens were held after each."""
+    held = []
+    for _ in range(rounds):
+        list(chat.read_user(SAID))
+        list(chat.read_reply("It is."))
+        saving.save()
+        held.append(set(chat.ledger.held_positions.tolist()))
+    return held
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Session, list[set[int]]]:
+    """A chat that was saved after each round, and what it held then."""
+    chat = session(babbler(), budget=96, policy="sink", recall="off", protect=False)
+    saving = Autosave(chat, folder=tmp_path / "data" / "sessions")
+    held = talk(chat, saving, 4)
+    chat.switch("me", budget=400)  # all are restored
+    list(chat.pin("turn 2"))
+    held += talk(chat, saving, 1)
+    chat.switch("me", budget=128)
+    held += talk(chat, saving, 1)
+    chat.erase("turn 4")
+    held += talk(chat, saving, 1)
+    talk(chat, saving, 2)
+    for _ in range(2):
+        chat.undo()
+    saving.save()
+    saving.close()
+    return chat, held
+
+
+def drawn(file: Path) -> Counter[str]:
+    """The number of marks of each state in a picture."""
+    marks = Counter[str]()
+    for group in ElementTree.parse(file).iter(f"{SVG}g"):
+        for state in ("held", "evicted", "restored", "pinned", "erased", "unknown"):
+            if group.get("id") == state:
+                parts = list(group.iter(f"{SVG}use")) or [
+                    path for path in group.iter(f"{SVG}path") if path.get("id") is None
+                ]
+                marks[state] += len(parts)
+    return marks
+
+
+def test_the_marks_are_those_of_what_was_held_after_each_round(
+    saved: tuple[Session, list[set[int]]], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    chat, held = saved
+    wanted, ledger = Counter[str](), chat.ledger
+    rounds, flags = ledger.column("round"), ledger.column("flags")
+    for position in range(chat.seen):
+        if flags[position] & Flag.ERASED:
+            continue
+        after = held[int(rounds[position]) - 1 :]  # from the round in which it was read
+        runs = [is_held for is_held, _ in groupby(position in one for one in after)]
+        wanted["held"] += runs.count(True)
+        wanted["evicted"] += False in runs  # what is not held is seen between these marks
+        wanted["restored"] += runs[1:].count(True)
+    for state, flag in (("pinned", Flag.PINNED), ("erased", Flag.ERASED)):
+        wanted[state] = int(np.count_nonzero(flags & flag))
+    file = tmp_path / "memory.svg"
+    done = run("sessions", "map", "last", "--out", str(file), SIRCHAT_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert drawn(file) == wanted
+    assert min(wanted.values()) > 5
+    text = " ".join("".join(ElementTree.parse(file).getroot().itertext()).split())
+    assert f"{chat.resident} of {chat.seen} tokens held" in text
+    assert "Anna" not in file.read_text("utf-8")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_not_saved_is_not_drawn_but_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chat = session(babbler(), budget=96, policy="sink", recall="off")
+    saving = Autosave(chat, folder=tmp_path / "data" / "sessions")
+    for _ in range(3):  # rounds, then one that is saved
+        list(chat.read_user(SAID))
+        list(chat.read_reply("It is."))
+    talk(chat, saving, 1)
+    saving.close()
+    file = tmp_path / "memory.svg"
+    run("sessions", "map", "last", "--out", str(file), SIRCHAT_HOME=str(tmp_path))
+    evicted = chat.seen - chat.resident
+    assert drawn(file) == Counter(held=chat.resident, evicted=evicted, unknown=1)
+    assert "hatched: not saved" in file.read_text("utf-8")
+
+
+def test_of_an_older_chat_what_is_held_now_is_drawn(
+    saved: tuple[Session, list[set[int]]], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (path,) = (tmp_path / "data" / "sessions").glob("*.sqlite")
+    with closing(sqlite3.connect(path)) as connection, connection:  # as after its conversion
+        connection.execute("DELETE FROM held")
+    file = tmp_path / "memory.svg"
+    run("sessions", "map", "last", "--out", str(file), SIRCHAT_HOME=str(tmp_path))
+    chat = saved[0]
+    assert drawn(file)["held"] == chat.resident
+    assert drawn(file)["unknown"] == 1
+    assert f"{chat.resident} of {chat.seen} tokens held; hatched" in file.read_text("utf-8")
+
+
+def test_a_picture_may_be_a_png_and_replaces_a_file_only_with_force(
+    saved: tuple[Session, list[set[int]]], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "memory.png"
+    words = ("sessions", "map", "last", "--out", str(file))
+    file.write_text("mine")
+    done = run(*words, SIRCHAT_HOME=str(tmp_path))
+    assert (done.returncode, file.read_text()) == (2, "mine")
+    assert "--force replaces it" in done.stderr
+    assert run(*words, "--force", SIRCHAT_HOME=str(tmp_path)).returncode == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_kinds_and_a_missing_extra_are_an_error_of_one_line(
+    saved: tuple[Session, list[set[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said in (("a.jpg", r"--out can't be .*a\.jpg"), ("a.svg", r"sirchat\[plots\]")):
+        with monkeypatch.context() as hidden:
+            hidden.setitem(sys.modules, "matplotlib.figure", None)
+            out = ("--out", str(tmp_path / name))
+            done = run("sessions", "map", "last", *out, SIRCHAT_HOME=str(tmp_path))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert re.search(said, done.stderr), done.stderr
+
+
+def test_a_record_of_what_is_held_stays_after_erasing_and_goes_with_what_is_undone(
+    saved: tuple[Session, list[set[int]]], tmp_path: Path
+) -> None:
+    (path,) = (tmp_path / "data" / "sessions").glob("*.sqlite")
+    with SessionStore.open(path) as store:
+        known = store.held_after()
+    assert list(known) == [1, 3, 5, 7, 9, 11, 13]
+    assert set(known[13].tolist()) == set(saved[0].ledger.held_positions.tolist())
