@@ -7,7 +7,6 @@ script inserts all text as text nodes, and its content security policy forbids i
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.lab.studies import report
-from sirchat.lab.studies.intervals import clustered_mean, wilson_interval
+from sirchat.lab.studies.intervals import clustered_mean, share
 from sirchat.lab.studies.report import Record, value_text
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
 from sirchat.ui.pictures import picture
@@ -101,11 +100,11 @@ def tables_of(found: Comparison) -> tuple[report.Table, report.Table]:
     whole, rounds = list[tuple[report.Value, ...]](), list[tuple[report.Value, ...]]()
     for result in found.settings:
         same, of = result.same_answers
-        share = report.Estimate(same / of if of else math.nan, *wilson_interval(same, of))
+        equal = share([True] * same + [False] * (of - same))
         last = result.rounds[-1] if result.rounds else None
         held = (last.held, last.seen, last.cache_bytes / MIB) if last else (None, None, None)
         speeds = (round(result.read_speed), round(result.answer_speed))
-        whole.append((result.name, *held[:2], mean_divergence(result), share, *speeds, held[2]))
+        whole.append((result.name, *held[:2], mean_divergence(result), equal, *speeds, held[2]))
         for number, after in enumerate(result.rounds):
             row = (after.held, after.seen, result.kept(number), after.nats)
             rounds.append((result.name, number + 1, *row, _same(after)))
