@@ -93,7 +93,7 @@ def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_col
     flags = ("--model", endless, "--max-new-tokens", "100000")
     for told, theme in (("", "light"), ("15;0", "dark")):
         with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": told}) as chat:
-            chat.until(lambda chat=chat: b" held" in chat.raw)
+            chat.wait_prompt()
             assert chat.raw.count(b"\x1b]11;?\x1b\\") == (not told)
             chat.send(_ANSWERS[:12])
             chat.send(_ANSWERS[12:])
