@@ -211,7 +211,8 @@ def ask(
 
         explain_toy_model(screen)
     source = 0 if profile.json_schema != "off" else source  # its reply is for a program
-    holds_all = store is None and has_files and "budget" not in profile.model_fields_set
+    needs_room = has_files or bool(servers.allow)
+    holds_all = store is None and needs_room and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
         from sirchat.cli.asking import ask_server
 
