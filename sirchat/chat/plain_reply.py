@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import template_for
 from sirchat.chat.why import sentence_behind
 from sirchat.text.detokenizer import QUESTION_MARKS
 from sirchat.text.tool_calls import CLOSE as CALL_END
@@ -103,15 +104,21 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
 
 def raise_budget_for(session: Session, text: str) -> None:
-    """Raise the budget, if need be, so that the cache can hold the message `text` and its reply.
+    """Raise the budget, if need be, so that the cache can hold tools, the message and its reply.
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
-    _, turn = session.template.opening(text, session.profile.system)
-    needed = len(turn.ids) + session.profile.max_new_tokens
-    if needed <= session.engine.evictor.divide_budget().evictable:
+    template, told = session.template, session.toolbox.told
+    if told:
+        template = template_for(session.model, told, template.ends)
+    head, turn = template.opening(text, session.profile.system)
+    pins = len(head.ids) if head is not None else 0
+    needed = pins + len(turn.ids) + session.profile.max_new_tokens
+    wanted = max(needed, 2 * pins)  # pins take at most half of a budget
+    if wanted <= session.engine.evictor.divide_budget().evictable:
         return
     most = session.model.most_rows
-    budget = min(session.budget_for(needed) or most, most)
-    if budget > session.budget:
-        session.switch("ask", budget=budget)
+    budget = max(session.budget, min(session.budget_for(wanted) or most, most))
+    # If all fits, nothing will be evicted, pinned or not.
+    pin_system = session.profile.pin_system and not needed <= budget < wanted
+    session.switch("ask", budget=budget, pin_system=pin_system)

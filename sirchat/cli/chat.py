@@ -139,11 +139,12 @@ def ask(
     context: typer.Context,
     flags: dict[str, Any],
     question: Annotated[
-        list[str] | None, typer.Argument(help="The question; text from a pipe is put before it.")
+        list[str] | None,
+        typer.Argument(help="The question; text from a pipe is put before it. - is that alone."),
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option("--file", "-f", help="Put this text file before it; can be repeated."),
+        typer.Option("--file", "-f", help="Put this file, or a folder's, first; can be repeated."),
     ] = None,
     no_input: Annotated[
         bool, typer.Option("--no-input", help="Do not read standard input.")
@@ -179,8 +180,9 @@ def ask(
     before = {"tools": None, "tools_allow": None, **before}
     flags, resume = before["flags"] | flags, resume or ("last" if is_last else before["resume"])
     json, trust = json or before["json"], trust_remote_code or before["trust"]
-    words, has_input = " ".join(question or []), not no_input
-    text, source, has_files = read_question(words, file or (), has_input=has_input, note=_note)
+    text, source, has_files = read_question(
+        question or [], file or [], has_input=not no_input, note=_note
+    )
     from sirchat.tools.config import ToolFlags
 
     servers = ToolFlags.of(tools or before["tools"], tools_allow or before["tools_allow"])
@@ -209,7 +211,8 @@ def ask(
 
         explain_toy_model(screen)
     source = 0 if profile.json_schema != "off" else source  # its reply is for a program
-    holds_all = store is None and has_files and "budget" not in profile.model_fields_set
+    needs_room = has_files or bool(servers.allow)
+    holds_all = store is None and needs_room and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
         from sirchat.cli.asking import ask_server
 

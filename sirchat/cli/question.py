@@ -8,25 +8,36 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import decode_text, is_missing, load_text_file
+from sirchat.text.text_file import decode_text, is_missing
 from sirchat.text.transcript import MOST_BYTES
-from sirchat.ui.attaching import AttachedFile, mentioned_names
+from sirchat.ui.attaching import load_attached, mentioned_names
+from sirchat.ui.text import counted, shorten
 
 _PATIENCE = 2.0  # seconds without input after which a line says what is waited for
 _NAME = "standard input"
+_LISTED = 1000  # most characters of a list of files
 
 
 def read_question(
-    words: str, files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
+    question: Sequence[str], files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
 ) -> tuple[str, int, bool]:
     """Join the files, the text from standard input and the words of a question.
 
-    Also returns how many characters at its beginning are the text that the rest asks about, and
-    whether there was more than words. Remarks go to `note`. UsageError if all are empty, or if one
-    is no text or too long.
+    A first word or a file `-` is standard input, even if that is a terminal. Also returns how many
+    characters at its beginning are the text that the rest asks about, and whether there was more
+    than words. Remarks go to `note`. UsageError if all are empty, or one is no text or too long.
     """
-    blocks = [AttachedFile(name, load_text_file(name)).block for name in files]
-    given = _read_input(bool(words.strip() or files), note) if has_input else ""
+    is_named = "-" in (*question[:1], *files)
+    words = " ".join(question[1:] if "-" in question[:1] else question)
+    blocks = list[str]()
+    for name in dict.fromkeys(file for file in files if file != "-"):
+        attached = load_attached(name)
+        blocks += [file.block for file in attached]
+        if (names := [file.name for file in attached]) != [name]:
+            note(shorten(f"{name}: {counted(len(names), 'file')}, {', '.join(names)}", _LISTED))
+    has_question = bool(words.strip() or files) and not is_named
+    is_read = is_named or (has_input and not sys.stdin.isatty())
+    given = _read_input(has_question, note) if is_read else ""
     parts = [part for part in (*blocks, given, words) if part.strip()]
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
@@ -37,9 +48,7 @@ def read_question(
 
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
-    """The text from standard input, "" if that is a terminal, or a file that a loop reads."""
-    if sys.stdin.isatty():
-        return ""
+    """The text from standard input, "" if that is a file that a loop reads."""
     if has_question and _is_begun():
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""

@@ -171,7 +171,7 @@ def sessions_export(
 
     lines = BytesIO()
     export_session(find_session(sessions_dir(), ident), lines)
-    if file is None:
+    if file is None or str(file) == "-":
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8")  # in any locale, for `sirchat replay`
         typer.echo(lines.getvalue().decode(), nl=False)

@@ -7,16 +7,26 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
+from glob import escape, has_magic, iglob
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
 from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20  # of a file that can be put into a message
+MOST_FILES = 100  # of a folder or a pattern that can be put into a message
 MOST_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
 _FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
+# How files that are no text begin, what they are, and what helps.
+_FORMS = (
+    (rb"%PDF-", "a PDF", "pdftotext writes its text"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|BM....\0{4}|II\*\0|MM\0\*", "an image", ""),
+    (rb"PK\x03\x04", "an archive or an office document", "take a file out, or save it as text"),
+)
 _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
@@ -55,6 +65,41 @@ def load_text_file(name: str) -> str:
 
     Raises UsageError if it is missing, unreadable, empty, no text, too large, or no regular file.
     """
+    if text := _read_text(name):
+        return text
+    raise UsageError(f"{name} is empty")
+
+
+def load_text_files(name: str) -> dict[str, str]:
+    """Read the text file `name`, or, by path, those of a folder or a pattern that are not blank.
+
+    Raises UsageError if one is no text, or if they are too many or too large.
+    """
+    if not (os.path.isdir(expand_path(name)) or (is_missing(name) and has_magic(name))):
+        return {name: load_text_file(name)}
+    found = sorted(islice(matching_files(name), MOST_FILES + 1))
+    size, hint = sum(map(os.path.getsize, found)), "name a part, such as 'src/*.py'"
+    if len(found) > MOST_FILES:
+        raise UsageError(f"{name} has more than {MOST_FILES} files", hint=hint)
+    if size > MOST_FILE_BYTES:
+        told = f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}"
+        raise UsageError(told, hint=hint)
+    texts = {path: text for path in found if (text := _read_text(path))}
+    if not texts:
+        raise UsageError(f"there is no file with text in {name}")
+    return texts
+
+
+def matching_files(name: str) -> Iterator[str]:
+    """The files that a pattern matches, or that a folder has at any depth; no hidden ones."""
+    pattern = os.path.expanduser(name)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(escape(pattern), "**")
+    return filter(os.path.isfile, iglob(pattern, recursive=True))
+
+
+def _read_text(name: str) -> str:
+    """Text of a file, as in `load_text_file`; "" if it is blank."""
     path = expand_path(name)
     try:
         _refuse_special(name, path.stat())  # before it is opened: opening can act on a device
@@ -63,7 +108,7 @@ def load_text_file(name: str) -> str:
             _refuse_special(name, status)
             data = file.read(MOST_FILE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise UsageError(f"there is no file {name}", hint=_hint_for_missing(path)) from None
+        raise UsageError(f"there is no file {name}", hint=_hint_for_missing(name)) from None
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}") from None
     if len(data) > MOST_FILE_BYTES:
@@ -73,9 +118,7 @@ def load_text_file(name: str) -> str:
             hint="put the important part into a smaller file",
         )
     text = decode_text(name, data)
-    if not text.strip():
-        raise UsageError(f"{name} is empty")
-    return text
+    return text if text.strip() else ""
 
 
 def decode_text(name: str, data: bytes) -> str:
@@ -83,6 +126,9 @@ def decode_text(name: str, data: bytes) -> str:
 
     Line ends become `\\n`, a byte order mark goes. UsageError if it is no text.
     """
+    for form, what, hint in _FORMS:
+        if re.match(form, data, re.DOTALL):
+            raise UsageError(f"{name} is {what}, not text", hint=hint)
     has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     kind, encoding = ("UTF-16", "utf-16") if has_mark else ("UTF-8", "utf-8-sig")
     if b"\0" in data and not has_mark:
@@ -112,8 +158,11 @@ def _open_without_waiting(path: Path) -> IO[bytes]:
     return open(path, "rb", opener=lambda file, usual: os.open(file, usual | flags))
 
 
-def _hint_for_missing(path: Path) -> str:
+def _hint_for_missing(name: str) -> str:
     """A hint for a missing file: a file of similar name, or how to type a name with spaces."""
+    if "://" in name:
+        return "nothing is fetched; save the page as text"
+    path = expand_path(name)
     with suppress(OSError, ValueError):
         if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
             return close

@@ -16,8 +16,9 @@ from sirchat.errors import UsageError
 from sirchat.text.text_file import (
     expand_path,
     is_missing,
-    load_text_file,
+    load_text_files,
     make_code_block,
+    matching_files,
     without_surrogates,
 )
 from sirchat.ui.text import displayable_line, shorten
@@ -70,7 +71,7 @@ def attach_files(
         else:
             name, shown = _named(mention, note)
         if name and name not in files:
-            files[name] = AttachedFile(name, load_text_file(name))
+            files |= {file.name: file for file in load_attached(name)}
         between = text[at : mention.start()]
         message += (between, shown)
         said += (between, shown.removeprefix(name) if name else shown)
@@ -101,14 +102,19 @@ def open_mention(before: str) -> str | None:
 
 
 def attach_file(rest: str) -> tuple[str, list[AttachedFile]]:
-    """The message that `/read FILE [QUESTION]` sends, and its file; UsageError if there is none."""
+    """The message that `/read FILE [QUESTION]` sends, and its files; UsageError without a name."""
     name, question = first_name(rest)
     if not name:
         raise UsageError(
             "/read: expected the name of a file", hint="type /read FILE, or /read FILE QUESTION"
         )
-    file = AttachedFile(name, load_text_file(name))
-    return _joined([file], question), [file]
+    files = load_attached(name)
+    return _joined(files, question), files
+
+
+def load_attached(name: str) -> list[AttachedFile]:
+    """Load the file that a name means, or those of a folder or a pattern; UsageError as there."""
+    return [AttachedFile(path, text) for path, text in load_text_files(name).items()]
 
 
 def first_name(text: str) -> tuple[str, str]:
@@ -169,17 +175,25 @@ def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, st
     word, quoted = mention["word"] or "", mention["double"] or mention["single"]
     if mention["escape"]:
         return "", mention[0][1:]
-    if quoted and not is_missing(quoted):
+    if quoted and _is_there(quoted):
         return quoted, quoted
     plain = _ESCAPED.sub(r"\1", word)
     for name in dict.fromkeys((word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING))):
         is_plain_folder = "/" not in name and os.path.isdir(name)
-        if name and not is_plain_folder and not is_missing(name):
+        if name and not is_plain_folder and _is_there(name):
             return name, word if word.startswith(name) else plain
     bare = quoted or word.rstrip(_CLOSING)
     if quoted or _LIKE_A_PATH.search(bare):
-        note(f"there is no file {shorten(bare, 60)}, so the name is sent as plain text")
+        is_address = "://" in bare
+        what = "nothing is fetched" if is_address else f"there is no file {shorten(bare, 60)}"
+        note(f"{what}, so the name is sent as plain text")
     return "", mention[0]
+
+
+def _is_there(name: str) -> bool:
+    """Whether a file has this name, or matches it, if it is a pattern with a dot or a slash."""
+    is_pattern = re.search(r"[./]", name) is not None
+    return not is_missing(name) or (is_pattern and next(matching_files(name), None) is not None)
 
 
 def _as_path(text: str) -> str:

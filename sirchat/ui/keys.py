@@ -31,11 +31,14 @@ SILENT_SECONDS = 1.0
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _CTRL_C = "\x03"
 _LONGEST_KEY = 8  # characters; a key sends no more
-_SEQUENCE = re.compile(r"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])")
-_BEGUN = re.compile(r"\x1b(?:O|\[\[?|\[[0-?]+[ -/]*)?\Z")
+_STRING = r"\x1b[]P_^][^\x00-\x1f]*"  # OSC, DCS, APC and PM, by which a terminal answers programs
+_SEQUENCE = re.compile(rf"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|{_STRING}(?:\x07|\x1b\\)")
+_BEGUN = re.compile(rf"\x1b(?:O|\[\[?|\[[0-?]+[ -/]*)?\Z|{_STRING}\x1b?\Z")
 _MODIFIED = re.compile(
     r"\x1b\[(\d+)(?::\d*)*(?:;(\d*)(?::(\d+))?(?:;[\d:]*)?)?u|\x1b\[27;(\d+);(\d+)~"
 )
+_ASK_BACKGROUND = "\x1b]11;?\x1b\\"
+_BACKGROUND = re.compile(r"\x1b]11;rgba?:([\da-fA-F]+)/([\da-fA-F]+)/([\da-fA-F]+)")
 _RELEASED = "3"  # the event of a key that goes up
 _REPORT = re.compile(r"\x1b\[(?:\d+;\d+R|<?[\d;]*[mM])")  # where cursor or mouse are
 
@@ -54,6 +57,7 @@ class KeyParser(Vt100Parser):
         self._paste: str | None = None  # the text of a paste whose end has not come
         self._was_cut = False  # a paste was ended before its end came
         self._is_flushing = False
+        self.on_background: Callable[[bool], object] = bool  # gets whether the background is light
 
     @property
     def waits(self) -> bool:
@@ -87,7 +91,7 @@ class KeyParser(Vt100Parser):
         if self._begun == "\x1b":
             self._call_handler(Keys.Escape, self._begun)
         self._is_flushing = False
-        if self._begun in ("\x1b[", "\x1bO"):
+        if len(self._begun) == 2:
             self._call_handler(Keys.Escape, "\x1b")
             self._call_handler(self._begun[1], self._begun[1])
         if len(self._begun) < 3:
@@ -123,6 +127,11 @@ class KeyParser(Vt100Parser):
             if sequence == "\x1b":
                 self.feed_key_callback(KeyPress(Keys.Escape, sequence))
                 return
+        elif match := _BACKGROUND.match(sequence):
+            # Shares of red, green and blue, each with as many digits as the terminal likes.
+            red, green, blue = (int(share, 16) / (16 ** len(share) - 1) for share in match.groups())
+            self.on_background(0.3 * red + 0.6 * green + 0.1 * blue > 0.5)
+            return
         elif sequence not in ANSI_SEQUENCES and not _REPORT.fullmatch(sequence):
             return
         super().feed(sequence)
@@ -182,6 +191,12 @@ if sys.platform != "win32":
         def waits(self) -> bool:
             """Whether a paste or a sequence has begun and not ended."""
             return self._parser.waits
+
+        def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
+            """Ask the terminal `out` whether it is light; nobody waits for an answer, if any."""
+            self._parser.on_background = on_answer
+            out.write(_ASK_BACKGROUND)
+            out.flush()
 
         def attach(self, input_ready_callback: Callable[[], None]) -> AbstractContextManager[None]:
             self._ready = input_ready_callback

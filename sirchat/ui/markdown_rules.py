@@ -27,6 +27,7 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
+_NO_QUOTE = re.compile(r">(?:>>|=|[-+.$€£]?\d)")  # Python's prompt, or a comparison: >= 3, >5, >-1
 _CELL_ENDS = re.compile(r"(?<!\\)\|")
 _BESIDE_CELLS = re.compile(r"\A\||\|\Z")
 
@@ -185,17 +186,18 @@ def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         state.line = start
         return False
     state.tokens[count].content = "\n".join(rows)
-    for token in state.tokens[count:]:
-        if token.type == "inline":
-            token.content = token.content.replace("|", "\\|")  # as it was written within a cell
     return True
 
 
 def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    if state.level > _DEEPEST or _line(state, start).startswith(">>>"):  # Python's prompt
+    text = _line(state, start)
+    if state.level > _DEEPEST or not text.startswith(">") or _NO_QUOTE.match(text):
         return False
-    count = len(state.tokens)
-    if not blockquote(state, start, end, silent):
+    count, last, lines = len(state.tokens), state.lineMax, range(start + 1, end)
+    state.lineMax = next((line for line in lines if _NO_QUOTE.match(_line(state, line))), last)
+    is_quote = blockquote(state, start, min(end, state.lineMax), silent)
+    state.lineMax = last
+    if not is_quote:
         return False
     if not silent and len(state.tokens) == count + 2:  # it is empty, and nothing would be drawn
         del state.tokens[count:]

@@ -50,12 +50,19 @@ class Screen:
         self.notes.soft_wrap = not self.notes.is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
         self._reply: WrittenReply | None = None  # that is broken at blanks
+        self._is_light = False
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
         """Use the theme called `name` from now on."""
-        self.theme: Theme = theme_named(name, os.environ)
+        self._named = name
+        self.theme: Theme = theme_named(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
+
+    def use_background(self, is_light: bool) -> None:
+        """Let "auto" be the theme for this background, where no variable tells another."""
+        self._is_light = is_light
+        self.use_theme(self._named)
 
     @property
     def has_colours(self) -> bool:

@@ -117,6 +117,7 @@ def chat(
 
                 with entry.ctrl_c.raises(), loading_bar(screen, profile.model) as report:
                     session = open_session(report)
+                entry.keyboard.keep_typed()  # the terminal may have told its background meanwhile
                 begin(session, session.opening_events())
             if not leaves:
                 begun.result().run(line)

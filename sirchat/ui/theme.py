@@ -71,14 +71,15 @@ def intensity(surprisal: float, decayed: float) -> int:
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
-def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
+def theme_named(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:
     """The theme "dark", "light" or "none"; for "auto", the variable COLORFGBG decides.
 
-    Raises ValueError for any other name.
+    Where it is not set, `is_light` does. Raises ValueError for any other name.
     """
     if name == "auto":
-        background = environ.get("COLORFGBG", "").rpartition(";")[2]
-        name = "light" if background in ("7", "15") else "dark"
+        background = environ.get("COLORFGBG", "")
+        is_light = background.rpartition(";")[2] in ("7", "15") or (is_light and not background)
+        name = "light" if is_light else "dark"
     if name not in _THEMES:
         raise ValueError(f"no theme {name!r}; there are auto, {', '.join(_THEMES)}")
     return _THEMES[name]
@@ -101,35 +102,35 @@ def _weights(style: Style) -> Shades:
     return style, style, style + Style(dim=True)
 
 
-def _coloured(name: str, you: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
+def _coloured(name: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
     styles = {part: _colour(colour) for part, colour in colours.items()}
     styles["flash"] += Style(strike=True)
-    you_style = Style(color=you)
-    return Theme(name, _ramp(*buckets), **styles, system=styles["mark"], you=you_style)
+    return Theme(name, _ramp(*buckets), **styles, system=styles["mark"])
 
 
-# Of 256 colours, those whose hues stay apart on a terminal with 16.
+# Of 256 colours, those whose hues stay apart on a terminal with 16, and whose contrast with black,
+# or white, is at least 4.5. Grey 243 has it with both, for where nobody knows the background.
 _DARK = _coloured(
     "dark",
-    "cyan",
-    *((248, 245, 241), (117, 38, 31), (113, 71, 28), (222, 178, 136), (209, 173, 131)),
-    quiet=245,
+    *((248, 245, 243), (117, 38, 31), (113, 71, 34), (222, 178, 136), (209, 173, 131)),
+    quiet=243,
     heading=250,
     gauge=37,
-    rest=240,
+    rest=243,
     flash=175,
     mark=141,
+    you=44,
 )
 _LIGHT = _coloured(
     "light",
-    "blue",
-    *((240, 242, 243), (19, 26, 68), (22, 28, 34), (94, 130, 136), (124, 131, 167)),
-    quiet=242,
+    *((240, 242, 243), (19, 26, 63), (22, 28, 29), (58, 94, 130), (88, 124, 131)),
+    quiet=243,
     heading=238,
-    gauge=30,
-    rest=248,
-    flash=132,
+    gauge=23,
+    rest=243,
+    flash=126,
     mark=91,
+    you=20,
 )
 _NONE = Theme(
     name="none",

@@ -55,17 +55,26 @@ class ToolUse(Toolbox):
         self.is_stopped = False  # by Esc at a question
         self._names = list(flags.servers)
 
-    def begin(self) -> None:
-        """Turn on what the flags allow; a server that can't be started is a line."""
+    def begin(self, *, is_script: bool = False) -> None:
+        """Turn on what the flags allow; a server that can't be started is a line.
+
+        In a script, a pattern that turns on no tool is an error.
+        """
         for pattern in self._patterns:
             servers = [name for name in self._names if self._may_match(pattern, name)]
+            errors: list[SirchatError] = []
             if not servers:
-                self._screen.note(f"--tools-allow {pattern} matches no server")
+                hint = f"there are: {', '.join(self._names)}"
+                errors = [UsageError(f"--tools-allow {pattern} matches no server", hint=hint)]
             for name in servers:
                 try:
                     self._turn_on(name, pattern)
                 except SirchatError as error:
-                    self._screen.note(str(error))
+                    errors.append(error)
+            if is_script and len(errors) == max(1, len(servers)):
+                raise errors[0]
+            for problem in errors:
+                self._screen.note(str(problem))
 
     def close(self) -> None:
         """End all servers."""
@@ -218,7 +227,7 @@ def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[Non
     """Context manager: in it, a session has the tools that flags allow, and nobody is asked."""
     box = ToolUse(flags, screen, limit=lambda: session.profile.tool_timeout)
     try:
-        box.begin()
+        box.begin(is_script=True)
         session.toolbox = box
         yield
     finally:

@@ -27,7 +27,7 @@ from sirchat.ui.repl import make_stop_check
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.typed_input import InMemory, Keyboard, prompt_output
+from sirchat.ui.typed_input import InMemory, Keyboard, ask_background, prompt_output
 
 # At the tutorial's start: the budget is so small that two messages fill it.
 SETTINGS: Final[dict[str, Any]] = {
@@ -93,10 +93,13 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
     """
     keys = terminal_keys() if waits else None
     with Keyboard(keys, screen.terminal) if keys else nullcontext() as keyboard:
+        if keys:
+            ask_background(keys, screen)
         with loading_bar(screen, "tiny") as report:
             session = open_session(report)
         if keys is None or keyboard is None:
             return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
+        keyboard.keep_typed()  # the terminal may have told its background meanwhile
         output = prompt_output(screen)
         prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
         prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)

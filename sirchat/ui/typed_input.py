@@ -59,10 +59,21 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
     """
     keys = terminal_keys()
     with CtrlC() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
+        ask_background(keys, screen)
         history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         history.as_typed = prompt.as_typed
         yield LineInput(ctrl_c, keyboard, history, prompt)
+
+
+def ask_background(keys: Input, screen: Screen) -> None:
+    """Ask the terminal whether it is light, if no variable tells; inside a `Keyboard`."""
+    is_told = os.environ.get("COLORFGBG") or screen.console.no_color
+    # Old consoles of Linux print the question.
+    if is_told or screen.terminal is None or os.environ.get("TERM") == "linux":
+        return
+    if sys.platform != "win32" and isinstance(keys, TerminalKeys):
+        keys.ask_background(screen.terminal, screen.use_background)
 
 
 def prompt_output(screen: Screen) -> Output:

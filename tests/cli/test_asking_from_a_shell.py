@@ -205,6 +205,47 @@ def test_a_file_named_in_the_question_is_said_to_be_plain_text(here: Path) -> No
     assert run("ask", "What is in @notes.txt?", "-f", "notes.txt").stderr == ""
 
 
+def test_a_lone_minus_is_standard_input() -> None:
+    for arguments, told in (
+        (["-"], "hi"),
+        (["-", "What?"], "hi\n\nWhat?"),
+        (["What?", "-f", "-"], "hi\n\nWhat?"),
+        (["--no-input", "-"], "hi"),
+        (["--", "- a\n- b"], "hi\n\n- a\n- b"),
+        (["5", "-", "3"], "hi\n\n5 - 3"),
+    ):
+        assert asked(run("ask", "--json", *arguments, text="hi\n").stdout) == told
+    code, said = refused("ask", "-", text="")
+    assert (code, said.startswith("sirchat: there is no question")) == (2, True)
+    saved_with_tiny("trip")
+    assert run("sessions", "export", "trip", "-").stdout == run("sessions", "export", "trip").stdout
+
+
+def test_at_a_terminal_a_lone_minus_is_what_is_typed(here: Path) -> None:
+    with Terminal(WARM, "-m", "sirchat", "ask", "-", "--max-new-tokens=9", home=here) as typed:
+        typed.send("My name is Anna.\rWhat is my name?\r\x04")
+        typed.wait("Nice to meet you, Anna")
+        assert typed.ended() == 0
+
+
+def test_a_folder_and_a_quoted_pattern_are_listed_and_read(here: Path) -> None:
+    for name in ("src/a.py", "src/b.py", "src/sub/c.md"):
+        (here / name).parent.mkdir(exist_ok=True, parents=True)
+        (here / name).write_text(f"in {name}", encoding="utf-8")
+    done = run("ask", "--json", "-f", "src/*.py", "-f", "src/sub", "What?")
+    names = ["src/a.py", "src/b.py", "src/sub/c.md"]
+    blocks = [f"```{name}\nin {name}\n```" for name in names]
+    assert asked(done.stdout) == "\n\n".join([*blocks, "What?"])
+    listed = ["src/*.py: 2 files, src/a.py, src/b.py", "src/sub: 1 file, src/sub/c.md"]
+    assert done.stderr.splitlines() == listed
+    for named, told in (
+        ("https://a.example/b", "(nothing is fetched; save the page as text)"),
+        ("*.rs", "there is no file with text in *.rs"),
+    ):
+        assert told in refused("ask", "-f", named, "What?")[1]
+    assert "standard input is a PDF, not text" in refused("ask", "What?", text="%PDF-1.7")[1]
+
+
 # --- an open standard input
 
 

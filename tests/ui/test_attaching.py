@@ -96,7 +96,7 @@ def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
 ) -> None:
     with TypedChat(terminal, babbler(), max_new_tokens=2) as chat:
         refusal = " ".join(chat.ask("see @docs/ please").split())
-        assert "docs/ is a folder (give the name of a file in docs/)" in refusal
+        assert "there is no file with text in docs/" in refusal
         assert chat.session.seen == 0
         shown = " ".join(chat.ask("@notes.txt who is it, in secret?").split())
         assert re.match(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens ", shown)
@@ -104,6 +104,76 @@ def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
         chat.ask("/erase last")
         assert "1 typed line erased" in chat.ask("/erase --yes")
     assert "in secret" not in (own_home / "state" / "history").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("@x.pdf", "x.pdf is a PDF, not text (pdftotext writes its text)"),
+        ("@x.png", "x.png is an image, not text"),
+        ("@x.docx", "x.docx is an archive or an office document, not text"),
+        ("@./src", "src/pic.jpg is an image, not text"),
+        ("@many/", "many/ has more than 100 files (name a part, such as 'src/*.py')"),
+        ("@big/", "big/ has 1,048,578 bytes; allowed: up to 1,048,576 (name a part"),
+    ],
+)
+def test_what_can_not_be_read_is_called_by_its_name(folder: Path, words: str, told: str) -> None:
+    sources(folder)
+    (folder / "x.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3\n1 0 obj")
+    (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (folder / "x.docx").write_bytes(b"PK\x03\x04\x14\0")
+    (folder / "src" / "pic.jpg").write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
+    for name, count, size in (("many", 101, 1), ("big", 2, 2**19 + 1)):
+        (folder / name).mkdir()
+        for i in range(count):
+            (folder / name / str(i)).write_text("x" * size, encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        sent(f"see {words}")
+    assert told in str(caught.value)
+
+
+def test_an_address_is_said_not_to_be_fetched() -> None:
+    assert sent("see @https://a.example/b.html") == (
+        "see @https://a.example/b.html",
+        ["nothing is fetched, so the name is sent as plain text"],
+    )
+
+
+def sources(folder: Path) -> None:
+    """A folder with files at two depths, of which one is blank and two are hidden."""
+    for name in ("a.py", "sub/b.py", "sub/c.txt", "sub/blank.py", ".env", ".git/d.py"):
+        path = folder / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n" if "blank" in name else f"in {path.name}", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("named", "files"),
+    [
+        ("./src", ["a.py", "sub/b.py", "sub/c.txt"]),
+        ("~/src/", ["a.py", "sub/b.py", "sub/c.txt"]),
+        ("src/*.py", ["a.py"]),
+        ("src/**/*.py", ["a.py", "sub/b.py"]),
+        ("src/sub/[bc].*", ["sub/b.py", "sub/c.txt"]),
+    ],
+)
+@pytest.mark.parametrize("form", ["@{}", '@"{}"', "@'{}'"])
+def test_a_folder_and_a_pattern_bring_their_text_files(
+    folder: Path, named: str, files: list[str], form: str
+) -> None:
+    sources(folder)
+    text, attached = attach_files(f"Look at {form.format(named)}, please.", print)
+    assert [file.name.rpartition("src/")[2] for file in attached] == files
+    for file in attached:
+        assert f"```{file.name}\nin {Path(file.name).name}\n```" in text
+    assert text.endswith(f"\n\nLook at {named}, please.")
+    assert attach_file(f'"{named}"')[1] == attached
+
+
+@pytest.mark.parametrize("word", ["@*", "@?", "@*.none", "@src/*.rs", "@[a]", "@**", "@a*"])
+def test_signs_that_match_no_file_or_are_no_path_are_plain_text(folder: Path, word: str) -> None:
+    sources(folder)
+    assert sent(f"see {word} here")[0] == f"see {word} here"
 
 
 @pytest.mark.parametrize(

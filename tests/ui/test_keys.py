@@ -79,6 +79,14 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
         (["\x1b[57441;2u\x1b[99999999999u"], []),
         (["\x1b[1;99Zx\x1b[?62;c"], ["x"]),
         (["\x1b[1;", 1.1, "x"], ["x"]),
+        (["a\x1b]11;rgb:1111/2222/3333\x07b\x1bP>|xterm(390)\x1b\\c"], ["a", "b", "c"]),
+        (["\x1b]11;rgb:11", "11/2222", 0.2, "/3333", "\x07x"], ["x"]),
+        (["\x1b", "P>|xterm(390)\x1b", "\\x"], ["x"]),
+        (["\x1b_Gi=1;OK\x1b\\\x1b^é\x07\x1b]\x07x"], ["x"]),
+        (["\x1b]11;rgb:", 1.1, "x"], ["x"]),
+        (["\x1b]"], ["Alt", "]"]),
+        (["\x1b_", 0.06, "x"], ["Alt", "_", "x"]),
+        (["\x1bPa\r"], ["Alt", "P", "a", "c-m"]),
         (["a\udcffb"], ["a", "\ufffd", "b"]),
         ([PASTE_ON + "/a\n\x1b[13;2u" + PASTE_OFF + "b"], ["paste /a\n\x1b[13;2u", "b"]),
         ([PASTE_ON + "ab", "c\x1b[2", "01~d"], ["paste abc", "d"]),
@@ -95,6 +103,7 @@ def test_keys(clock: Clock, sent: list[str | float], keys: list[str]) -> None:
 def test_after_any_keys_a_key_works_within_a_second(clock: Clock) -> None:
     parts = ["\x1b", "\x1b[", "\x1b[2", "\x1bO", PASTE_ON, PASTE_OFF, "\x1b[1;", "\x1b[M", "u", "~"]
     parts += [*"0;: ?<a\x7f\r\n\x03", "\x1b[13;2u", "\x1b[[", "é", "\x9b", "\udc80", "\x1b]"]
+    parts += ["\x1bP>|", "\x1b\\", "\x07"]
     for seed in range(300):
         draw = random.Random(seed)
         sent: list[str | float] = []

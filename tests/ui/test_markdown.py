@@ -245,7 +245,22 @@ def test_html_references_and_wide_tables_are_shown_as_written() -> None:
     wide = [f"|{row}|", "|" + "---|" * 8, f"|{row}|"]
     shown = "\n".join(_rows("\n".join(wide), 80))
     assert shown.split() == "\n".join(wide).split()
-    assert _rows("| a | b |\n|---|---|\n| x \\| y | z |") == ["a       b", "x \\| y  z"]
+
+
+def test_in_a_cell_a_backslash_before_a_bar_is_no_sign_of_the_text() -> None:
+    cells = "| x \\| y | `a \\| b` |\n| **c \\| d** | \\d |"
+    shown = ["a      b", "x | y  a | b", "c | d  \\d"]
+    assert _rows(f"| a | b |\n|---|---|\n{cells}") == shown
+    assert _rows("x \\| y") == ["x \\| y"]  # elsewhere it is
+
+
+def test_a_comparison_at_the_beginning_of_a_line_is_no_quotation() -> None:
+    for line in (">= 3 cups", ">5", ">-1.5 degrees", ">$5", ">=", ">10%"):
+        assert _rows(line) == [line]
+        assert _rows(f"> quoted\n{line}") == ["▌ quoted", "", line]
+        assert _rows(f"- item\n\n  > quoted\n  {line}")[-1].strip() == line
+        assert _rows(f"> > in\n> {line}\n> on") == ["▌ ▌ in", f"▌ {line}", "▌ on"]
+    assert _rows("> 5 is quoted\n>so is this") == ["▌ 5 is quoted", "▌ so is this"]
 
 
 def test_numbers_and_nesting_of_lists_stay() -> None:

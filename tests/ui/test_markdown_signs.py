@@ -16,7 +16,7 @@ _LAYOUT = MarkdownLayout(colours=True, color_system="256")
 _BEGINNINGS = (
     *[""] * 4, "# ", "### ", "#", "- ", "+ ", "* ", "-", "1. ", "7) ", "> ", ">> ", ">>> ", ">",
     "    ", "```", "```python", "```python title=app.py", "~~~ what is it", "````", "---", "***",
-    "___", "===", "| ", "|---|---|", "\\[", "\\]", "$$", "- - - 1. ", "12 ", "\t",
+    "___", "===", "| ", "|---|---|", "\\[", "\\]", "$$", "- - - 1. ", "12 ", "\t", ">= ",
 )  # fmt: skip
 _PARTS = (
     "word", "of", "seven", "1,024", "3.14", "2*3*4", "x*y", "pkg/__init__.py", "__init__", "_id_",
@@ -67,7 +67,7 @@ def formatting(text: str, *, is_draft: bool = False) -> set[int]:
     for match in re.finditer(rf"^{_OUTER}", text, re.M):
         may.update(i for i in range(*match.span()) if text[i] == ">")
     if re.search(r"^[\s>|:0-9.)*+-]*-[\s|:-]*$", text, re.M):
-        add(r"(?<!\\)\|")
+        add(r"\\?\|")
         add(rf"^{_OUTER}([|:\- \t]+)$", 1)
     spans = [match.span() for match in re.finditer(r"\*+|_+|~+|`+", text)]
     ends = [(start + 1, end) for start, end in spans if _is_escaped(text, start)]

@@ -9,6 +9,7 @@ import os
 import re
 import unicodedata
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,12 @@ def test_a_token_table_shows_spaces_every_number_and_flags_where_there_are_any()
 
 @pytest.mark.parametrize(("theme", "back"), [(DARK, 0.0), (LIGHT, 1.0)], ids=["dark", "light"])
 def test_colours_have_contrast_and_keep_their_hues_in_16_colours(theme: Theme, back: float) -> None:
-    for shades in theme.tokens:
-        for level, least in enumerate((4.0, 3.0, 2.5)):
-            ink = _luminance(shades[level])
+    parts = [value for value in vars(theme).values() if isinstance(value, Style)]
+    for style in (*parts, *chain(*theme.tokens)):
+        if style.color is not None:
+            ink = _luminance(style)
             contrast = (max(ink, back) + 0.05) / (min(ink, back) + 0.05)
-            assert contrast >= least, (shades[level], contrast)
+            assert contrast >= 4.5, (style, contrast)
     for level in range(3):
         numbers = [
             shades[level].color.downgrade(ColorSystem.STANDARD).number  # type: ignore[union-attr]
@@ -405,6 +407,9 @@ def _luminance(style: Style) -> float:
 )
 def test_auto_reads_colorfgbg(environ: dict[str, str], name: str) -> None:
     assert theme_named("auto", environ).name == name
+    for is_light in (False, True):  # as the terminal has answered, which is asked if nothing is set
+        asked = theme_named("auto", environ, is_light=is_light).name
+        assert asked == (name if environ.get("COLORFGBG") else "light" if is_light else "dark")
 
 
 def test_buckets_and_intensities() -> None:

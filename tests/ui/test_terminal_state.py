@@ -84,6 +84,30 @@ def warm_shell(tmp_path: Path, endless: str, has_shell: None) -> Iterator[_Shell
         yield shell
 
 
+_ANSWERS = "\x1b]11;rgb:ffff/ffff/dddd\x1b\\\x1bP>|xterm(390)\x1b\\\x1b_Gi=1;OK\x1b\\\x1b^what\x07"
+
+
+def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_colours(
+    tmp_path: Path, endless: str
+) -> None:
+    flags = ("--model", endless, "--max-new-tokens", "100000")
+    for told, theme in (("", "light"), ("15;0", "dark")):
+        with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": told}) as chat:
+            chat.wait_prompt()
+            assert chat.raw.count(b"\x1b]11;?\x1b\\") == (not told)
+            chat.send(_ANSWERS[:12])
+            chat.send(_ANSWERS[12:])
+            chat.begin_reply()
+            chat.send(_ANSWERS)
+            chat.read_on()
+            colour = {"light": b"\x1b[38;5;23m", "dark": b"\x1b[38;5;37m"}[theme]  # of a full bar
+            assert colour in chat.raw
+            chat.send("\x1b")
+            chat.wait_prompt()
+            chat.submit("a" + _ANSWERS + "b\r")
+            chat.wait_screen("(?m)^> ab$")
+
+
 @pytest.mark.slow
 def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(shell: _Shell) -> None:
     shell.wait_prompt()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chatting import session
+from command import refused, run
 from sirchat.errors import SirchatError, UsageError
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
@@ -168,6 +169,44 @@ def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path
     assert asked_about("a__b__*", "my server__p*") == {"a__pid"}
     assert asked_about("*__pid") == set()
     assert asked_about("a", "a__b") == {"a__pid", "a__b__pid", "my_server__pid"}
+
+
+@pytest.mark.parametrize("command", ["ask", "replay"])
+@pytest.mark.parametrize(
+    ("allow", "code", "told"),
+    [
+        (["nosuch__*"], 2, "--tools-allow nosuch__* matches no server (there are: snow, broken)"),
+        (["snow__pid", "snow__none"], 2, 'server snow has no tool "snow__none"'),
+        (["broken__*"], 1, "broken"),
+        (["*__pid"], 0, "broken"),  # one server of two has what is asked for
+    ],
+)
+def test_a_script_without_a_tool_that_it_allows_ends_with_an_error(
+    tmp_path: Path, own_home: Path, command: str, allow: list[str], code: int, told: str
+) -> None:
+    (tmp_path / "talk.txt").write_text("hi", encoding="utf-8")
+    words = ["hi"] if command == "ask" else [str(tmp_path / "talk.txt")]
+    flags = [word for pattern in allow for word in ("--tools-allow", pattern)]
+    flags += ["-m", "tiny", "--tools", str(servers_file(tmp_path)), "--max-new-tokens", "4"]
+    done = run(command, *flags, *words)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_ask_takes_the_budget_that_its_tools_need(tmp_path: Path, own_home: Path) -> None:
+    flags = ["-m", "tiny", "--tools", str(servers_file(tmp_path)), "--max-new-tokens", "4"]
+    some, more = ["--tools-allow", "snow__[fpw]*"], ["--tools-allow", "snow__[!m]*"]
+    for allow in (some, more):  # in half of the model's context, and in more
+        done = run("ask", "--json", *flags, *allow, "hi")
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        assert done.returncode == 0, done.stderr
+        assert events[0]["profile"]["budget"] == events[0]["context_length"]
+        turns = [event for event in events if event["event"] == "turn"]
+        assert turns[-1]["resident"] == turns[-1]["seen"]
+    code, said = refused("ask", "--budget", "1024", *flags, *more, "hi")
+    assert code == 2
+    assert "raise the budget, unpin something" in said
 
 
 @pytest.mark.parametrize("allow", [[], ["snow__*"]])
