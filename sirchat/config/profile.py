@@ -197,6 +197,10 @@ class Profile(BaseModel):
     prompt, with what is held of what you told; auto: live, and in windows of 24 lines, prompt."""
     theme: Literal["auto", "dark", "light", "none"] = "auto"
     """Colours for a dark or a light terminal, or no colours."""
+    editing: Literal["emacs", "vi"] = "emacs"
+    """The keys that edit a message at the prompt: those of Emacs, or vi's modes."""
+    bell: _Count = 0
+    """Ring the bell at the end of a reply that took this number of seconds or more; 0: never."""
     markdown: bool = True
     """Show replies in a terminal as formatted Markdown, or as plain text."""
     thinking: Literal["show", "fold", "hide"] = "show"

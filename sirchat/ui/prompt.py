@@ -14,7 +14,8 @@ from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition, has_focus, is_searching
+from prompt_toolkit.enums import EditingMode
+from prompt_toolkit.filters import Condition, has_focus, is_searching, vi_mode
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
@@ -130,6 +131,10 @@ class Prompt:
     def set_header(self, header: Callable[[], str]) -> None:
         """Show rows of text with colours, which `header` returns, above each prompt until Enter."""
         self._header = header
+
+    def use_editing(self, mode: str) -> None:
+        """Let messages be edited by the keys of `emacs` or of `vi`."""
+        self._prompt.editing_mode = EditingMode[mode.upper()]
 
     @property
     def completer(self) -> Completer:
@@ -335,7 +340,7 @@ class Prompt:
         keys.add("c-c", filter=typing)(self._cancel)
         keys.add(Keys.BracketedPaste, filter=typing)(self._paste)
 
-        @keys.add("escape", "enter", filter=typing)
+        @keys.add("escape", "enter", filter=typing & ~vi_mode)  # in vi they leave insert, and send
         @keys.add("c-j", filter=typing)
         def _new_line(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from time import monotonic
 
 from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
@@ -104,6 +105,7 @@ class Chat:
                     if line is None:
                         self._keyboard.keep_typed()
                         self._history.is_kept = self._session.profile.save
+                        self._prompt.use_editing(self._session.profile.editing)
                         line = self._prompt.read()
                     goes_on = line is not None and self._act_on(line)
                 if not goes_on:
@@ -281,7 +283,7 @@ class Chat:
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
         self._models.drop_former()
-        self.tools.is_stopped = False
+        self.tools.is_stopped, began = False, monotonic()
         self._keyboard.mark_pastes(True)
         try:
             with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
@@ -292,6 +294,8 @@ class Chat:
                         self.saved_chat.save()
         finally:
             self._keyboard.mark_pastes(False)
+        if 0 < self._session.profile.bell <= monotonic() - began:
+            self._screen.ring()
 
 
 def make_stop_check(

@@ -124,6 +124,11 @@ class Screen:
         if event.kind:
             self._write(json.dumps(to_json(event)) + "\n")
 
+    def ring(self) -> None:
+        """Ring the bell of the terminal, if there is one."""
+        if self.terminal is not None:
+            self._write("\a")
+
     def show(self, drawing: RenderableType) -> None:
         """Print a drawing, such as the panel; its text must contain no control sequences."""
         self.console.print(drawing, soft_wrap=False)

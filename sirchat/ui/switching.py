@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
 
 # Settings that `/profile` does not change unless the profile names them.
-_SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
+_SCREEN_SETTINGS = ("panel", "theme", "editing", "bell", "markdown", "thinking")
 
 # Settings that can change which tokens are held; after a change, the evictions are reported.
 _CACHE_SETTINGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -362,3 +363,31 @@ def test_no_edit_around_a_pasted_sign_makes_it_typed(edits: list[tuple[int, int,
         text = text[:at] + new + text[at + gone :]
         signs.changed(text, pasted=pasted)
         assert signs.indices == {index for index, char in enumerate(text) if char == "@"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "said"),
+    [
+        ("vi", "hello there\x1b0rH", "Hello there"),
+        ("vi", "sent\x1b", "sent"),
+        ("vi", "one\ntwo", "one\ntwo"),
+        ("emacs", "hello there\x1bb\x1bc", "hello There"),
+    ],
+)
+def test_a_message_is_edited_by_the_keys_that_are_set(
+    chat: TypedChat, mode: str, keys: str, said: str
+) -> None:
+    chat.ask(f"/set editing {mode}")
+    chat.ask(keys)
+    assert chat.said() == said
+
+
+@pytest.mark.parametrize(("seconds", "rings"), [(0, 0), (9, 0), (2, 1)])
+def test_the_bell_rings_after_replies_that_take_as_long_as_is_set(
+    chat: TypedChat, monkeypatch: pytest.MonkeyPatch, seconds: int, rings: int
+) -> None:
+    chat.ask(f"/set bell {seconds}")
+    clock = itertools.count(0, 3)  # a reply takes three seconds
+    monkeypatch.setattr("sirchat.ui.repl.monotonic", lambda: next(clock))
+    chat.ask("hi")
+    assert chat.terminal.getvalue().count("\a") == rings
