@@ -68,8 +68,8 @@ def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
     """The last turn as a `Reply`; None if there is none, or if it is not of the assistant."""
     if not turns or turns[-1].role != "assistant":
         return None
-    in_turn = ledger.column("turn") == len(turns) - 1
-    said = in_turn & (ledger.column("role") == Role.ASSISTANT)
+    at = ledger.of_turn(len(turns) - 1)
+    said = at[ledger.column("role")[at] == Role.ASSISTANT]
     return Reply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
 
 

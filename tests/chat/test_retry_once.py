@@ -9,7 +9,8 @@ import pytest
 
 from chatting import answer, babbler, session, tiny
 from held_rows import contents, same, state
-from sirchat.chat.events import Notice, TurnDone
+from sirchat.chat.events import Delta, Notice, TurnDone
+from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
@@ -141,8 +142,38 @@ def test_where_nothing_was_evicted_retry_full_is_a_plain_retry() -> None:
     reply = chat.turns[-1].text
     assert retried(chat, "full") == (
         reply,
-        ["everything was held already, so this is a plain /retry"],
+        [
+            "everything was held already, so this is a plain /retry",
+            "the reply is the same: with temperature 0 it can't differ; "
+            "try /retry --temperature 0.7 --top-k 40",
+        ],
     )
+
+
+def test_a_retry_is_another_reply_where_sampling_allows_one() -> None:
+    """Sampled as models are whose files say nothing of it: nearly always the likeliest token."""
+    chat = told("Tell me a joke.", budget=256, **SOUND, max_new_tokens=40)
+    for _ in range(6):
+        before = chat.turns[-1].text
+        events = list(retry(chat, parse_retry(""), lambda: False))
+        assert answer(events) == chat.turns[-1].text != before
+        shown = "".join(event.text for event in events if isinstance(event, Delta))
+        assert shown == answer(events), "what equals the former reply is held back, not lost"
+        assert events[-1] == Notice("the last reply is replaced by this one")
+
+
+@pytest.mark.parametrize("words", ["", "full", "recall"])
+def test_the_same_reply_is_not_said_to_replace_the_last(words: str) -> None:
+    for settings, why in (({"temperature": 0.2}, "4 draws"), ({}, "with temperature 0 it can't")):
+        chat = told(*SAID[:3], "What can you do?", **settings)
+        before = chat.turns[-1].text
+        reply, notes = retried(chat, words)
+        assert reply == before
+        assert not any("replaced" in note for note in notes)
+        assert notes[-1].startswith("the reply is the same")
+        assert why in notes[-1] or words
+    chat = told("What can you do?", temperature=0.9, top_k=1)
+    assert "with top_k 1 it can't differ" in retried(chat, "")[1][-1]
 
 
 def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -> None:
