@@ -244,16 +244,21 @@ def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_
 
 
 def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
-    """The sentences of a user's turn and the stream positions of their tokens; none of a text."""
+    """The sentences of a user's turn and the stream positions of their tokens; none of a text.
+
+    Those from which words were erased are left out.
+    """
     column = ledger.column("turn")  # bisect, because numpy's search copies it
     first, end = bisect_left(column, turn), bisect_left(column, turn + 1)
-    is_erased = ledger.column("flags")[first:end] & np.uint8(Flag.ERASED) != 0
-    said = np.flatnonzero((ledger.column("role")[first:end] == Role.USER) & ~is_erased) + first
-    pieces = _pieces(ledger, texts, said)
+    said = np.flatnonzero(ledger.column("role")[first:end] == Role.USER) + first
+    is_erased = ledger.column("flags")[said] & np.uint8(Flag.ERASED) != 0
+    whole = zip(_pieces(ledger, texts, said), is_erased.tolist(), strict=True)
+    pieces = [text * (not gone) for text, gone in whole]
     bounds = sentence_bounds(pieces)
     if len(bounds) <= _MOST_SENTENCES + 1:
         for start, stop in pairwise(bounds):
-            if text := "".join(pieces[start:stop]).strip():
+            text = "".join(pieces[start:stop]).strip()
+            if text and not is_erased[start:stop].any():
                 yield text, said[start:stop]
 
 

@@ -62,13 +62,15 @@ class _Message:
 
 
 def _messages(session: Session) -> list[_Message]:
-    """All messages but summaries and their replies, without reasoning and erased words."""
+    """All messages but summaries, without reasoning and sentences that lost erased words."""
     rows: dict[int, list[TokenRow]] = {}
+    session.recall.update()
+    torn = session.recall.search.passages.torn
     left_out = {"erased", "thinking"}
     skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
         is_said = row.role in ("user", "assistant") and left_out.isdisjoint(row.flags)
-        if is_said and row.turn not in skipped:
+        if is_said and row.turn not in skipped and not torn[row.position]:
             rows.setdefault(row.turn, []).append(row)
     said = (rows[turn] for turn in sorted(rows))
     return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]

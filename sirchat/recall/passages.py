@@ -31,7 +31,7 @@ class Passages:
     """The passages of one chat, in stream order, with a vector of each.
 
     `rows` [n] has the fields of `PASSAGE`, in tokens of the stream; `vectors` [n, D] are unit
-    vectors in float16, or NaN where there is none.
+    vectors in float16, or NaN where there is none. `torn` [seen] is as `torn_sentences` says.
     """
 
     def __init__(self, texts: Texts) -> None:
@@ -39,6 +39,7 @@ class Passages:
         self._until = 0  # all tokens before this stream position are in passages
         self.rows = np.zeros(0, PASSAGE)
         self.vectors = np.zeros((0, 0), np.float16)
+        self.torn = np.zeros(0, bool)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,7 +47,8 @@ class Passages:
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
-        runs = list(_runs(ledger, self._until))
+        self.torn = torn_sentences(ledger, self._texts)
+        runs = list(_runs(ledger, self._until, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
         if spans:
@@ -85,19 +87,21 @@ class Passages:
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
-        """Delete the vector of each passage of which a token was erased."""
-        erased = np.cumsum(ledger.column("flags")[: self._until] & np.uint8(Flag.ERASED) != 0)
-        counts = np.concatenate([[0], erased])
-        is_erased = counts[self.rows["end"]] > counts[self.rows["start"]]
-        self.vectors[is_erased] = np.nan
+        """Delete the vectors of passages of torn sentences, and those that have no other one."""
+        self.torn = torn_sentences(ledger, self._texts)
+        counts = np.concatenate([[0], np.cumsum(self.torn)])
+        lost = counts[self.rows["end"]] - counts[self.rows["start"]]
+        self.vectors[lost > 0] = np.nan
+        stays = lost < self.rows["end"] - self.rows["start"]
+        self.rows, self.vectors = self.rows[stays], self.vectors[stays]
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
-        """The text of each passage from number `start` to `stop` - 1, without erased tokens."""
+        """The text of each passage from number `start` to `stop` - 1, without torn sentences."""
         columns = {name: ledger.column(name) for name in ("flags", "token_id")}
         found = list[str]()
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
             at = np.arange(first, end)
-            at = at[columns["flags"][at] & _NO_TEXT == 0]
+            at = at[(columns["flags"][at] & _NO_TEXT == 0) & ~self.torn[at]]
             found.append("".join(self._texts(columns["token_id"][at].tolist(), at.tolist())))
         return found
 
@@ -123,6 +127,22 @@ class Passages:
         ids = ledger.column("token_id")[start:end].tolist()
         for first, last in divided(self._texts(ids, range(start, end))):
             yield start + first, start + last
+
+
+def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
+    """Which tokens [seen] are those of sentences from which words were erased.
+
+    What is left of these says what nobody said, so recall does not bring it back.
+    """
+    is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
+    is_torn, roles, ids = is_erased.copy(), ledger.column("role"), ledger.column("token_id")
+    for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
+        at = ledger.of_turn(turn)
+        at = at[roles[at] != Role.TEMPLATE]
+        pieces = zip(texts(ids[at].tolist(), at.tolist()), is_erased[at].tolist(), strict=True)
+        for start, end in pairwise(sentence_bounds([text * (not gone) for text, gone in pieces])):
+            is_torn[at[start:end]] = is_erased[at[start:end]].any()
+    return is_torn
 
 
 def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
@@ -155,10 +175,10 @@ def _appended(known: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
     return room[:end]
 
 
-def _runs(ledger: Ledger, start: int) -> Iterator[tuple[int, int]]:
+def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """The runs of tokens of one turn and role from stream position `start` on, without others'."""
     turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
-    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0)
+    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0) & ~torn[start:]
     changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn)]
     for first, end in pairwise(bounds):

@@ -158,7 +158,7 @@ class Recall:
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if not isinstance(retriever(recall.retriever), PassageRetriever):
-                result = search(engine, self._model, ids, roles, at)
+                result = search(engine, self._model, ids, roles, at, self.search.passages.torn)
             elif len(self.search.passages) and (
                 self._focus() or engine.resident != engine.ledger.seen
             ):
@@ -316,7 +316,8 @@ class Recall:
     def _can_be_held(self, rows: Positions) -> Positions:
         """Those of the tokens at these positions that are held or may return."""
         flags = self._engine.ledger.column("flags")[rows]
-        there: Positions = rows[flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0]
+        is_there = flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0
+        there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
         return there
 
     def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
@@ -342,10 +343,11 @@ def search(
     ids: Sequence[int],
     roles: Sequence[Role],
     at: TurnRef,
+    but: NDArray[np.bool_] | None = None,
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
-    Returns None if no token can be restored.
+    Returns None if no token can be restored. Of tokens with `but` [seen], none is.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
     room = engine.evictor.recall_room(len(ids))
@@ -358,14 +360,14 @@ def search(
         return None
     if not needs.needs_turn or recall.query == "recent":
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
-        return _score_archived(engine, model, recent, start)
+        return _score_archived(engine, model, recent, start, but)
     checkpoint = engine.checkpoint()
     with engine.store.unlimited():
         try:
             for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                 pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
-            return _score_archived(engine, model, turn, start)
+            return _score_archived(engine, model, turn, start, but)
         finally:
             engine.undo(checkpoint)
 
@@ -416,12 +418,14 @@ def _score_archived(
     model: LoadedModel,
     rows: NDArray[np.int64],
     start: int,
+    but: NDArray[np.bool_] | None = None,
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
     archived = engine.store.archived()
     archived = archived[archived < start]
     archived = archived[archive.has(archived)]
+    archived = archived if but is None else archived[~but[archived]]
     if recall is None or not len(archived):
         return None
     positions = ledger.held_positions[rows]

@@ -161,3 +161,11 @@ def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(SettingError, match="would be pinned, but budget 192 allows only 96"):
         list(pin_summary(chat, "many words " * 40))
     assert state(chat) == before
+
+
+def test_what_is_left_of_a_sentence_with_erased_words_is_not_summed_up() -> None:
+    chat = session(babbler(), budget=512, max_new_tokens=4)
+    list(chat.ask("I am allergic to sesame seeds. My brother Quixbert bakes bread."))
+    chat.erase("sesame seeds")
+    assert "Quixbert" in make_summary(chat)
+    assert "allergic" not in make_summary(chat)

@@ -141,6 +141,28 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert "bert" not in came
 
 
+@pytest.mark.parametrize("retriever", [*BY_WORDS, "cosine"])
+@pytest.mark.parametrize("when", ["at once", "later", "after a resume"])
+def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
+    retriever: str, when: str
+) -> None:
+    one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
+    tell(one, "Hello.", "I am allergic to sesame seeds. My brother Quixbert bakes bread.")
+    if when == "at once":
+        one.erase("sesame seeds")
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
+    if when != "at once":
+        one.erase("sesame seeds")
+    if when == "after a resume":
+        other = Session(one.model, one.profile)
+        other.load(one.save(), one.state, one.engine.store.copy_key_values())
+        one = other
+    text = "".join(row.text for row in one.tokens(recalled(one, "Allergic? Quixbert?").positions))
+    assert "allergic" not in text
+    assert "My brother Quixbert bakes bread." in text or retriever == "cosine"
+    assert not any("allergic" in turn.text for turn in one.recall.turns)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
