@@ -448,13 +448,29 @@ class Session:
         finally:
             self.profile = self.profile.model_copy(update=before)
 
-    def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
+    def restore(self, target: Target, around: int = 0) -> list[Event]:
+        """Hold a target, as of `pin`, and `around` tokens on each side, until the next reply ends.
+
+        What the model wrote is left out if others said it, too; of more than half of the room, so
+        is the beginning. Raises UsageError if nothing matches.
+        """
+        at = self._positions_of(target, self.engine.store.recallable(), around)
+        told = at[~np.isin(self.ledger.column("turn")[at], self.state.generated)]
+        at = told if len(told) else at
+        both = np.union1d(np.asarray(self.state.asked, np.int64), at)
+        room = self.engine.evictor.room_for_words()
+        asked = both if len(both) <= room else at[max(0, len(at) - room) :]
+        moves = self.engine.evictor.begin_recall(asked, incoming=0)
+        self.state.asked = asked.tolist()
+        return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
+
+    def pin(self, target: Target, pinned: bool = True) -> list[Event]:
+        """Pin or unpin `target` (text, `last` or `turn N`).
 
         Evicted tokens are restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self.engine.store.recallable(), around)
+        positions = self._positions_of(target, self.engine.store.recallable())
         moves = self.engine.evictor.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned

@@ -163,6 +163,12 @@ class Evictor:
         room = min(division.total, division.hard_bound - incoming)
         return most_recalled(recall.n, room - division.sinks - division.pins)
 
+    def room_for_words(self, incoming: int = 0) -> int:
+        """Most tokens that the user may have restored for a turn of `incoming` ids."""
+        division = self.divide_budget()
+        room = min(division.total, division.hard_bound - incoming)
+        return max(0, room - division.sinks - division.pins) // 2
+
     def begin_recall(
         self,
         chosen: Positions,

@@ -141,47 +141,58 @@ class Recall:
         turns_at: TurnsAt = lambda text: (),
         but: Sequence[int] = (),
         returned: int = -1,
+        asked: Sequence[int] = (),
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
         The new turn has `ids` and `roles`, and is read after this; `generated` are the turns that
         the model wrote itself, and in the turns `but` no passage is looked for. `returned` is a
-        turn that a tool has just returned for the message. Returns None if recall is off.
+        turn that a tool has just returned for the message. The tokens at `asked` are restored,
+        too. Returns None if recall is off and there are none.
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
+        by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
+        by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_for_words(len(ids))) :]
         if recall is None:
             self.undo()
-            return None
+            if not len(by_hand):
+                return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None
         try:
             # Another retriever reads the turn first, which may evict tokens.
-            if not isinstance(retriever(recall.retriever), PassageRetriever):
+            if recall is None:
+                pass
+            elif not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at, self.search.passages.torn)
             elif len(self.search.passages) and (
                 self._focus() or engine.resident != engine.ledger.seen
             ):
-                room = engine.evictor.recall_room(len(ids))
+                room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
+                if len(by_hand):  # then the turn is not answered from passages alone
+                    self.found = replace(self.found, is_question=False)
                 result = self.found.result
         except LookupError as error:
             problem = str(error)
-        found = self.found
-        if found is not None:
-            positions, scores_of = found.result.positions, found.result.scores.numpy()
+        is_focused = self.found is not None and self.found.is_question
+        if result is not None and self.found is None:
+            result = best_of(result, engine.evictor.recall_room(len(ids)) - len(by_hand))
+        result = with_asked(result, by_hand) if len(by_hand) else result
+        if result is not None:
             engine.evictor.begin_recall(
-                positions, incoming=len(ids), focused=found.is_question, scores=scores_of
+                result.positions,
+                incoming=len(ids),
+                focused=is_focused,
+                scores=result.scores.numpy(),
             )
-        elif result is not None:
-            restore(engine, result, len(ids))
-        is_focused = found is not None and found.is_question
         restored = engine.store.placement.recalled
-        if found is not None and is_focused:
-            restored = found.result.positions
+        if result is not None and is_focused:
+            restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
-        self.turns = self._describe(restored)
+        self.turns = self._describe(restored, by_hand)
         seconds = time.perf_counter() - start
         return Recollection(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
@@ -320,8 +331,11 @@ class Recall:
         there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
         return there
 
-    def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
-        """The turns of found tokens, with the words and the text of each one's best passage."""
+    def _describe(self, restored: Positions, asked: Positions = _NONE) -> tuple[RecalledTurn, ...]:
+        """The turns of found tokens, with the words and the text of each one's best passage.
+
+        Of turns of which only tokens at `asked` were restored, with the text of these.
+        """
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str]]()
@@ -331,6 +345,11 @@ class Recall:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
                 words = self.search.shared_words(text, self.found.message)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
+        ids = self._engine.ledger.column("token_id")
+        for turn in np.unique(of_tokens[np.isin(restored, asked)]).tolist():
+            at = np.intersect1d(restored[of_tokens == turn], asked)
+            text = "".join(self._texts(ids[at].tolist(), at.tolist()))
+            best.setdefault(turn, ((), " ".join(text.split())))
         return tuple(
             RecalledTurn(turn, count, *best.get(turn, ((), "")))
             for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
@@ -389,12 +408,22 @@ class SearchResult:
     scores: Tensor
 
 
-def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
-    """Restore the best of these tokens for a turn of `incoming` ids."""
-    room = engine.evictor.recall_room(incoming)
-    chosen = choose(result.scores, result.positions, room)
+def best_of(result: SearchResult, n: int) -> SearchResult:
+    """The best of these tokens, at most n."""
+    chosen = choose(result.scores, result.positions, max(0, n))
     at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-    engine.evictor.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
+    return SearchResult(chosen, result.scores[at])
+
+
+def with_asked(result: SearchResult | None, asked: Positions) -> SearchResult:
+    """What was found, and the tokens at `asked`, which fit better than all others."""
+    found = result or SearchResult(_NONE, torch.zeros(0))
+    positions = np.union1d(found.positions, asked)
+    scores = torch.full((len(positions),), 1 + max([0.0, *found.scores.tolist()])).double()
+    is_found = ~np.isin(found.positions, asked)
+    at = torch.from_numpy(np.searchsorted(positions, found.positions[is_found]))
+    scores[at] = found.scores[torch.from_numpy(is_found)].double()
+    return SearchResult(positions, scores)
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
