@@ -10,7 +10,7 @@ from typing import Any
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import undone_at_end, updated_profile
-from sirchat.chat.state import CUT, Turn, UndoPoint, reply_at_end
+from sirchat.chat.state import CUT, UndoPoint, reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -45,44 +45,38 @@ def retriever_for_retry(session: Session, name: str) -> str:
 
 
 def retry_differing(
-    session: Session, interrupted: Callable[[], bool] = lambda: False
+    session: Session, settings: dict[str, Any], interrupted: Callable[[], bool] = lambda: False
 ) -> Iterator[Event]:
-    """Replace the last reply by another; draws at most four, and says whether it differs.
+    """Replace the last reply under `settings`; draws at most four, and says whether one differs.
 
     What is the same so far as the last reply is held back. Raises what `Session.retry` does.
     """
-    before, profile = reply_at_end(session.ledger, session.turns), session.profile
-    old, is_greedy = session.turns[-1], profile.temperature == 0 or profile.top_k == 1
-    # What tools do can't be undone.
-    draws = 1 if before is None or is_greedy or session.toolbox.tools else _DRAWS
-    for _ in range(draws):
-        held_back, is_other = list[Event](), draws == 1
-        for event in session.retry(interrupted):
-            now = reply_at_end(session.ledger, session.turns)
-            if before is not None and now is not None and not is_other:
-                is_done = isinstance(event, TurnDone)
-                is_other = now != before if is_done else now.ids != before.ids[: len(now.ids)]
-                if isinstance(event, Delta) and not is_other:
-                    yield Reading(len(now.ids), len(before.ids))
-            held_back.append(event)
-            if is_other or isinstance(event, Reading):
-                yield from held_back
-                held_back = []
-        if is_other:
-            break
-    yield from held_back
+    before, old = reply_at_end(session.ledger, session.turns), session.turns[-1]
+    with temporarily(session, "/retry", settings):
+        profile = session.profile
+        is_greedy = profile.temperature == 0 or profile.top_k == 1
+        # What tools do can't be undone.
+        draws = 1 if before is None or is_greedy or session.toolbox.tools else _DRAWS
+        for _ in range(draws):
+            held_back, is_other = list[Event](), before is None or draws == 1
+            for event in session.retry(interrupted):
+                now = reply_at_end(session.ledger, session.turns)
+                if before is not None and now is not None and not is_other:
+                    is_done = isinstance(event, TurnDone)
+                    is_other = now != before if is_done else now.ids != before.ids[: len(now.ids)]
+                held_back.append(event)
+                if is_other:
+                    yield from held_back
+                    held_back = []
+            if is_other:
+                break
+        yield from held_back
     why = f"{draws} draws gave no other"
     if is_greedy:
         why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"
     same = f"the reply is the same: {why}; try /retry --temperature 0.7 --top-k 40"
-    is_same = is_same_reply(session, old)
+    is_same = (session.turns[-1].text, session.turns[-1].thinking) == (old.text, old.thinking)
     yield Notice(same if is_same else "the last reply is replaced by this one")
-
-
-def is_same_reply(session: Session, before: Turn) -> bool:
-    """Whether the last turn is a reply of the same text as the reply `before`."""
-    now = session.turns[-1]
-    return (now.role, now.text, now.thinking) == ("assistant", before.text, before.thinking)
 
 
 def retry_under(

@@ -508,10 +508,7 @@ class Session:
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """The user's pinned rules, then the facts stated; if given, those that have all `words`.
-
-        Raises UsageError if there are neither rules nor an encoder that tells facts.
-        """
+        """The user's pinned rules, then the facts stated; if given, those that have all `words`."""
         chat = self.ledger, self._texts, self.turns, self._vectors
         return stated_in(self.model, self.template, *chat, words)
 

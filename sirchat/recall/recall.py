@@ -162,18 +162,18 @@ class Recall:
         released, self.found = np.fromiter(self.scores, np.int64), None
         try:
             # Another retriever reads the turn first, which may evict tokens.
-            if recall is None:
-                pass
-            elif not isinstance(retriever(recall.retriever), PassageRetriever):
+            if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at, self.search.passages.torn)
-            elif len(self.search.passages) and (
-                self._focus() or engine.resident != engine.ledger.seen
+            elif (
+                recall
+                and len(self.search.passages)
+                and (self._focus() or engine.resident != engine.ledger.seen)
             ):
                 room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
-                if len(by_hand):  # then the turn is not answered from passages alone
-                    self.found = replace(self.found, is_question=False)
                 result = self.found.result
+                if len(by_hand):  # then the turn is not answered from passages alone
+                    self.found = None
         except LookupError as error:
             problem = str(error)
         is_focused = self.found is not None and self.found.is_question
@@ -192,7 +192,7 @@ class Recall:
             restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
-        self.turns = self._describe(restored, by_hand)
+        self.turns = self._describe(restored)
         seconds = time.perf_counter() - start
         return Recollection(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
@@ -331,11 +331,8 @@ class Recall:
         there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
         return there
 
-    def _describe(self, restored: Positions, asked: Positions = _NONE) -> tuple[RecalledTurn, ...]:
-        """The turns of found tokens, with the words and the text of each one's best passage.
-
-        Of turns of which only tokens at `asked` were restored, with the text of these.
-        """
+    def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
+        """The turns of found tokens, with the words and the text of each one's best passage."""
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str]]()
@@ -345,11 +342,6 @@ class Recall:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
                 words = self.search.shared_words(text, self.found.message)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
-        ids = self._engine.ledger.column("token_id")
-        for turn in np.unique(of_tokens[np.isin(restored, asked)]).tolist():
-            at = np.intersect1d(restored[of_tokens == turn], asked)
-            text = "".join(self._texts(ids[at].tolist(), at.tolist()))
-            best.setdefault(turn, ((), " ".join(text.split())))
         return tuple(
             RecalledTurn(turn, count, *best.get(turn, ((), "")))
             for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
@@ -418,12 +410,11 @@ def best_of(result: SearchResult, n: int) -> SearchResult:
 def with_asked(result: SearchResult | None, asked: Positions) -> SearchResult:
     """What was found, and the tokens at `asked`, which fit better than all others."""
     found = result or SearchResult(_NONE, torch.zeros(0))
-    positions = np.union1d(found.positions, asked)
-    scores = torch.full((len(positions),), 1 + max([0.0, *found.scores.tolist()])).double()
-    is_found = ~np.isin(found.positions, asked)
-    at = torch.from_numpy(np.searchsorted(positions, found.positions[is_found]))
-    scores[at] = found.scores[torch.from_numpy(is_found)].double()
-    return SearchResult(positions, scores)
+    is_other = ~np.isin(found.positions, asked)
+    positions = np.concatenate([found.positions[is_other], asked])
+    others, order = found.scores[torch.from_numpy(is_other)].double(), positions.argsort()
+    scores = torch.cat([others, torch.full((len(asked),), 1 + max([0.0, *others.tolist()]))])
+    return SearchResult(positions[order], scores[torch.from_numpy(order)])
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:

@@ -211,9 +211,7 @@ class Erasing:
         """Print which other branches of this chat have the erased text, and keep it."""
         if names := self._saved_chat.branches_with(text):
             listed = ", ".join(map(displayable_line, names))
-            self._screen.note(
-                f"in other branches it stays: {listed}; /switch NAME, and /erase there"
-            )
+            self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
 
 
 def _turns(turns: list[int]) -> str:

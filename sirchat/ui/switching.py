@@ -124,11 +124,10 @@ class Switching:
             self._report(event)
         now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
         self._screen.note(f"restored for your next message: “{self._text_at(asked)}”")
-        price = [f"{counted(len(asked), 'token')}, {len(now - before):,} of them were evicted"]
-        if aside := len(before - now):
-            price.append(f"{aside:,} others step aside until it is answered")
-        held = f"holds {session.resident:,}/{session.budget:,}"
-        self._screen.note("; ".join([*price, held, "/pin keeps words"]))
+        price = f"{counted(len(asked), 'token')}, {len(now - before):,} of them were evicted"
+        aside = f"; {len(before - now):,} others step aside until it is answered"
+        held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
+        self._screen.note(f"{price}{aside * (len(before - now) > 0)}; {held}")
 
     def _text_at(self, positions: Sequence[int]) -> str:
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)

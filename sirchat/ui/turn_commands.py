@@ -11,14 +11,7 @@ from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
-from sirchat.chat.retry import (
-    is_same_reply,
-    retriever_for_retry,
-    retry_differing,
-    retry_under,
-    settings_for_full,
-    temporarily,
-)
+from sirchat.chat.retry import retriever_for_retry, retry_differing, retry_under, settings_for_full
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import UndoPoint
 from sirchat.config.profile import Profile
@@ -99,15 +92,11 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
         updates = {"recall": retriever_for_retry(session, asked.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        before = session.turns[-1]
         yield from retry_under(session, {**updates, **asked.settings}, describe, stops)
-        if is_same_reply(session, before):
-            yield Notice("the reply is the same as before")
         return
     if asked.full or asked.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    with temporarily(session, "/retry", asked.settings):
-        yield from retry_differing(session, stops)
+    yield from retry_differing(session, asked.settings, stops)
 
 
 def sampling_settings(words: str) -> dict[str, Any]:

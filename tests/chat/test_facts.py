@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from chatting import babbler, session
+from chatting import session, tiny
 from sirchat.chat.session import Session
-from sirchat.errors import UsageError
 from sirchat.models.load import load_model
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
@@ -83,10 +82,33 @@ def test_the_command_shows_them_in_a_table() -> None:
     assert "you stated no facts with these words" in notes.getvalue()
 
 
-def test_a_model_without_an_encoder_says_how_to_train_one() -> None:
-    with pytest.raises(UsageError, match="babbler has none; you set no rules") as error:
-        session(babbler()).facts()
-    assert "sirchat train encoder --model babbler" in str(error.value)
+@pytest.mark.parametrize(
+    ("older", "newer", "is_marked"),
+    [
+        ("My cat is called Tom.", "My sister Corin is a beekeeper.", False),
+        ("My cat is called Tom.", "Actually, my cat is called Momo.", True),
+        ("I live in a flat on Harbour Street.", "I moved: I now live at 12 Elm Street.", True),
+        ("I live in Rome.", "We moved to Oslo last week.", True),
+        ("I work as a nurse.", "My birthday is in June.", False),
+    ],
+)
+def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer(
+    older: str, newer: str, is_marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of(older, newer)
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
+    monkeypatch.setattr("sirchat.chat.statements._SAME_THING", -2.0)
+    assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
+
+
+def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
+    chat = session(tiny(), budget=512, max_new_tokens=8)
+    for text in ("Hello!", "My name is Anna.", "I see.", "What is my name?", "Tell me a joke."):
+        list(chat.ask(text))
+    assert [fact.text for fact in chat.facts()] == ["My name is Anna."]
+    list(chat.ask("Actually, my name is Berta."))
+    assert not any(fact.newer for fact in chat.facts()), "which is newer, it can't tell"
 
 
 @pytest.mark.real
@@ -99,3 +121,20 @@ def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced(
     assert [fact.text for fact in chat.facts()] == told
     assert [fact.newer for fact in chat.facts()] == [8, None, None]
     assert [fact.newer for fact in chat.facts("Rome")] == [8]
+
+
+@pytest.mark.real
+def test_a_real_model_marks_another_street_and_takes_no_sister_for_a_newer_cat() -> None:
+    chat = session(load_model("smollm2"), pin_instructions=False)
+    told = ["My cat is called Miso.", "I live in a flat on Harbour Street, third floor."]
+    told += [
+        "My sister Corin is a beekeeper.",
+        "My birthday is on June 3.",
+        "My dog is called Rex.",
+    ]
+    told += ["I moved: I now live at 12 Elm Street."]
+    for text in told:
+        list(chat.read_user(text))
+        list(chat.read_reply("Okay."))
+    newer = {fact.text: fact.newer_text for fact in chat.facts() if fact.newer_text}
+    assert newer == {told[1]: told[5]}

@@ -159,7 +159,7 @@ def test_branches_that_still_have_the_words_are_named_before_and_after(chat: Cha
     chat.do("/branch trip")
     chat.say("Plums make none.")
     chat.do("/branch end")
-    stays = "in other branches it stays: {}; /switch NAME, and /erase there"
+    stays = "it stays in branches {}: /switch NAME, and /erase it there"
     assert stays.format("trip") in do(chat, "/erase plums")
     shown = do(chat, "/erase marmalade")
     assert any(stays.format(names) in shown for names in ("trip, main", "main, trip"))
@@ -168,4 +168,4 @@ def test_branches_that_still_have_the_words_are_named_before_and_after(chat: Cha
     chat.do("/switch main")
     assert stays.format("trip") in do(chat, "/erase --yes turn 0")
     chat.do("/switch trip")
-    assert "it stays" not in do(chat, "/erase --yes marmalade")
+    assert "stays in" not in do(chat, "/erase --yes marmalade")
