@@ -62,13 +62,12 @@ def retry_differing(
             for event in session.retry(interrupted):
                 now = reply_at_end(session.ledger, session.turns)
                 if before is not None and now is not None and not is_other:
-                    is_done = isinstance(event, TurnDone)
-                    is_other = now != before if is_done else now.ids != before.ids[: len(now.ids)]
+                    is_other = now.ids != before.ids[: len(now.ids)]
                 held_back.append(event)
                 if is_other:
                     yield from held_back
                     held_back = []
-            if is_other:
+            if is_other or reply_at_end(session.ledger, session.turns) != before:
                 break
         yield from held_back
     why = f"{draws} draws gave no other"

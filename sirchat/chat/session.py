@@ -30,7 +30,7 @@ from sirchat.chat.settings import (
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
-from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
+from sirchat.chat.targets import Target, erase_text, positions_of, tokens_asked, tokens_to_erase
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -101,8 +101,7 @@ class Session:
         settings = build_cache_settings(self.profile, self._folder)
         self.engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
-        self.state = ConversationState()
-        self.ledger = self.engine.ledger
+        self.state, self.ledger = ConversationState(), self.engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points = list[UndoPoint]()
@@ -449,17 +448,8 @@ class Session:
             self.profile = self.profile.model_copy(update=before)
 
     def restore(self, target: Target, around: int = 0) -> list[Event]:
-        """Hold a target, as of `pin`, and `around` tokens on each side, until the next reply ends.
-
-        What the model wrote is left out if others said it, too; of more than half of the room, so
-        is the beginning. Raises UsageError if nothing matches.
-        """
-        at = self._positions_of(target, self.engine.store.recallable(), around)
-        told = at[~np.isin(self.ledger.column("turn")[at], self.state.generated)]
-        at = told if len(told) else at
-        both = np.union1d(np.asarray(self.state.asked, np.int64), at)
-        room = self.engine.evictor.room_for_words()
-        asked = both if len(both) <= room else at[max(0, len(at) - room) :]
+        """Hold what `tokens_asked` says until the next reply ends; UsageError if it is nothing."""
+        asked = tokens_asked(target, self.engine, self._texts, self.state, around)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
         self.state.asked = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
@@ -609,5 +599,5 @@ class Session:
             state.prompt = self.profile.system
         yield turn.finish(self.profile.system or "")
 
-    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
-        return positions_of(target, self.ledger, self._texts, self.state.roles, among, around)
+    def _positions_of(self, target: Target, among: Positions) -> Positions:
+        return positions_of(target, self.ledger, self._texts, self.state.roles, among)

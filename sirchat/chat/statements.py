@@ -241,9 +241,10 @@ def _facts_in(
 def _may_replace(older: str, newer: str) -> bool:
     """Whether a statement near another in meaning may be about the same thing, by its words."""
     whose, whose_now = (set(_MINE.findall(text.casefold())) for text in (older, newer))
+    if whose and whose_now and not whose & whose_now:
+        return False
     common = (set(words_of(older)) & set(words_of(newer))) - STOP_WORDS
-    is_same = not (whose and whose_now) or bool(whose & whose_now)
-    return is_same and bool(common or _CORRECTS.search(newer.casefold()))
+    return bool(common or _CORRECTS.search(newer.casefold()))
 
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:

@@ -70,6 +70,21 @@ def tokens_to_erase(
         return np.zeros(0, np.int64)
 
 
+def tokens_asked(
+    target: Target, engine: Engine, texts: Texts, now: ConversationState, around: int
+) -> Positions:
+    """Positions of the tokens that are to be held for the next reply, those asked for before, too.
+
+    What the model wrote is left out if others said it; of too much, all but the newest.
+    """
+    among = engine.store.recallable()
+    at = positions_of(target, engine.ledger, texts, now.roles, among, around)
+    told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
+    at, room = (told if len(told) else at), engine.evictor.room_for_words()
+    both = np.union1d(np.asarray(now.asked, np.int64), at)
+    return both if len(both) <= room else at[max(0, len(at) - room) :]
+
+
 def erase_text(target: str, now: ConversationState, system: str | None) -> str | None:
     """Erase the words, or the turn, that `target` names from the turns' texts.
 

@@ -181,12 +181,8 @@ class Recall:
             result = best_of(result, engine.evictor.recall_room(len(ids)) - len(by_hand))
         result = with_asked(result, by_hand) if len(by_hand) else result
         if result is not None:
-            engine.evictor.begin_recall(
-                result.positions,
-                incoming=len(ids),
-                focused=is_focused,
-                scores=result.scores.numpy(),
-            )
+            found, fits = result.positions, result.scores.numpy()
+            engine.evictor.begin_recall(found, incoming=len(ids), focused=is_focused, scores=fits)
         restored = engine.store.placement.recalled
         if result is not None and is_focused:
             restored = result.positions

@@ -130,8 +130,7 @@ class Erasing:
     def _meant(self, target: str) -> str:
         """The text that `target` names."""
         turn, turns = self._turn(target), self._session.turns
-        is_turn = turn is not None and 0 <= turn < len(turns)
-        return turns[turn or 0].text if is_turn else without_quotes(target)
+        return turns[turn or 0].text if turn in range(len(turns)) else without_quotes(target)
 
     def _turns_with(self, words: str) -> list[int]:
         pattern = whole_words(words)
