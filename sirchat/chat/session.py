@@ -30,7 +30,7 @@ from sirchat.chat.settings import (
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
-from sirchat.chat.targets import Target, erase_text, positions_of, tokens_asked, tokens_to_erase
+from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -477,20 +477,17 @@ class Session:
         After this, no earlier turn can be undone. Later tokens stay, although they attended to the
         erased tokens. Raises UsageError if nothing matches.
         """
-        system = self.profile.system
-        positions = tokens_to_erase(target, self.engine, self._texts, self.state, system)
-        self.engine.erase(positions)
-        self.state.prompt = erase_text(target, self.state, system)
+        chat = self.engine, self._texts, self.state, self.profile.system
+        count, self.state.prompt = erase_target(target, *chat)
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
-        self.undo_points = []
-        self._vectors = {}
+        self.undo_points, self._vectors = [], {}
         unpinned = [turn for turn, _ in self.state.unpinned]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
         self.last_reply.cut = None
-        return [Erased(len(positions), self.resident)]
+        return [Erased(count, self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""

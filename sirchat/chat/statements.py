@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -24,6 +23,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
+from sirchat.recall.passages import sentences_of
 from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
 from sirchat.text.template import Template
@@ -260,18 +260,13 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
 
     Those from which words were erased are left out.
     """
-    column = ledger.column("turn")  # bisect, because numpy's search copies it
-    first, end = bisect_left(column, turn), bisect_left(column, turn + 1)
-    said = np.flatnonzero(ledger.column("role")[first:end] == Role.USER) + first
-    is_erased = ledger.column("flags")[said] & np.uint8(Flag.ERASED) != 0
-    whole = zip(_pieces(ledger, texts, said), is_erased.tolist(), strict=True)
-    pieces = [text * (not gone) for text, gone in whole]
-    bounds = sentence_bounds(pieces)
-    if len(bounds) <= _MOST_SENTENCES + 1:
-        for start, stop in pairwise(bounds):
-            text = "".join(pieces[start:stop]).strip()
-            if text and not is_erased[start:stop].any():
-                yield text, said[start:stop]
+    flags, roles = ledger.column("flags"), ledger.column("role")
+    found = list(sentences_of(ledger, texts, turn))
+    for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
+        text = "".join(pieces).strip()
+        is_torn = (flags[at] & np.uint8(Flag.ERASED)).any()
+        if text and not is_torn and roles[at[0]] == Role.USER:
+            yield text, at
 
 
 def _pieces(ledger: Ledger, texts: Texts, at: Positions) -> list[str]:

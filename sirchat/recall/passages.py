@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
@@ -47,7 +48,9 @@ class Passages:
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
-        self.torn = torn_sentences(ledger, self._texts)
+        if not len(self.torn):
+            self.torn = torn_sentences(ledger, self._texts)
+        self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
         runs = list(_runs(ledger, self._until, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
@@ -69,6 +72,7 @@ class Passages:
         if seen < self._until:
             count = int(np.searchsorted(self.rows["end"], seen, side="right"))
             self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
+            self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
@@ -84,6 +88,7 @@ class Passages:
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
         self.rows, self.vectors, self._until = rows, self.vectors[at], ledger.seen
+        self.torn = torn_sentences(ledger, self._texts)
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
@@ -114,6 +119,7 @@ class Passages:
         self.rows = np.asarray(state["rows"]).astype(PASSAGE)
         self.vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._until = int(state["until"][0])
+        self.torn = np.zeros(0, bool)  # not known yet
 
     def _append(self, rows: NDArray[np.void], vectors: NDArray[np.float16]) -> None:
         known, dims = len(self.rows), vectors.shape[1]
@@ -129,19 +135,31 @@ class Passages:
             yield start + first, start + last
 
 
-def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
-    """Which tokens [seen] are those of sentences from which words were erased.
+def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Positions, list[str]]]:
+    """The sentences of a turn: the stream positions of the tokens of each, and their texts.
 
-    What is left of these says what nobody said, so recall does not bring it back.
+    An erased token is a blank, or the end of a line if a sentence ended with it.
+    """
+    at = ledger.of_turn(turn)
+    at = at[ledger.column("role")[at] != Role.TEMPLATE]
+    pieces = texts(ledger.column("token_id")[at].tolist(), at.tolist())
+    flags = ledger.column("flags")[at]
+    for number in np.flatnonzero(flags & np.uint8(Flag.ERASED)).tolist():
+        pieces[number] = "\n" if flags[number] & Flag.ANCHOR else " "
+    for start, end in pairwise(sentence_bounds(pieces)):
+        yield at[start:end], pieces[start:end]
+
+
+def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
+    """Which tokens [seen] are erased, or are what is left of a sentence from which words were.
+
+    What is left says what nobody said, so recall does not bring it back.
     """
     is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
-    is_torn, roles, ids = is_erased.copy(), ledger.column("role"), ledger.column("token_id")
+    is_torn = is_erased.copy()
     for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
-        at = ledger.of_turn(turn)
-        at = at[roles[at] != Role.TEMPLATE]
-        pieces = zip(texts(ids[at].tolist(), at.tolist()), is_erased[at].tolist(), strict=True)
-        for start, end in pairwise(sentence_bounds([text * (not gone) for text, gone in pieces])):
-            is_torn[at[start:end]] = is_erased[at[start:end]].any()
+        for at, _ in sentences_of(ledger, texts, turn):
+            is_torn[at] = is_erased[at].any()
     return is_torn
 
 

@@ -164,6 +164,31 @@ def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
 
 
 @pytest.mark.parametrize(
+    ("erased", "stays"),
+    [
+        ("My uncle Zebedee keeps goats.", True),
+        ("My uncle Zebedee keeps goats", True),  # its mark is left
+        ("uncle Zebedee", True),
+        ("goats. My brother", False),  # of both sentences words are erased
+    ],
+)
+@pytest.mark.parametrize("retriever", BY_WORDS)
+def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, stays: bool) -> None:
+    one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
+    tell(one, "Hello.", "My uncle Zebedee keeps goats. My brother Quixbert bakes bread.")
+    one.erase(erased)
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
+    other = Session(one.model, one.profile)
+    other.load(one.save(), one.state, one.engine.store.copy_key_values())
+    for chat in (one, other):
+        events = list(chat.read_user("Which brother is Quixbert?"))
+        came = [one for one in events if isinstance(one, Recalled)]
+        text = "".join(row.text for one in came for row in chat.tokens(one.positions))
+        assert ("My brother Quixbert bakes bread." in text) == stays
+        assert not any(word in text for word in ("uncle", "keeps", "goats"))
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         *(({"recall": name, "recall_query": "recent"}, "_query=turn") for name in BY_WORDS),
