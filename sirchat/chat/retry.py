@@ -14,7 +14,7 @@ from sirchat.chat.state import CUT, UndoPoint, reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
-_DRAWS = 4  # most replies that are drawn until one differs from the last
+_FURTHER = 2  # most replies that are drawn again because they are the same as the last
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
@@ -47,35 +47,30 @@ def retriever_for_retry(session: Session, name: str) -> str:
 def retry_differing(
     session: Session, settings: dict[str, Any], interrupted: Callable[[], bool] = lambda: False
 ) -> Iterator[Event]:
-    """Replace the last reply under `settings`; draws at most four, and says whether one differs.
+    """Replace the last reply under `settings`, again if it is the same, and say which it is.
 
-    What is the same so far as the last reply is held back. Raises what `Session.retry` does.
+    Raises what `Session.retry` does.
     """
-    before, old = reply_at_end(session.ledger, session.turns), session.turns[-1]
+
+    def last() -> list[tuple[str, str, str]]:
+        return [(turn.role, turn.text, turn.thinking) for turn in session.turns[-1:]]
+
+    before, draws = last(), 1
     with temporarily(session, "/retry", settings):
         profile = session.profile
         is_greedy = profile.temperature == 0 or profile.top_k == 1
+        yield from session.retry(interrupted)
         # What tools do can't be undone.
-        draws = 1 if before is None or is_greedy or session.toolbox.tools else _DRAWS
-        for _ in range(draws):
-            held_back, is_other = list[Event](), before is None or draws == 1
-            for event in session.retry(interrupted):
-                now = reply_at_end(session.ledger, session.turns)
-                if before is not None and now is not None and not is_other:
-                    is_other = now.ids != before.ids[: len(now.ids)]
-                held_back.append(event)
-                if is_other:
-                    yield from held_back
-                    held_back = []
-            if is_other or reply_at_end(session.ledger, session.turns) != before:
-                break
-        yield from held_back
-    why = f"{draws} draws gave no other"
+        is_final = is_greedy or bool(session.toolbox.tools)
+        while last() == before and draws <= _FURTHER and not is_final and not interrupted():
+            yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
+            draws += 1
+            yield from session.retry(interrupted)
+    why = f"drawn {draws} times" if draws > 1 else "drawn once"
     if is_greedy:
         why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"
     same = f"the reply is the same: {why}; try /retry --temperature 0.7 --top-k 40"
-    is_same = (session.turns[-1].text, session.turns[-1].thinking) == (old.text, old.thinking)
-    yield Notice(same if is_same else "the last reply is replaced by this one")
+    yield Notice(same if last() == before else "the last reply is replaced by this one")
 
 
 def retry_under(
