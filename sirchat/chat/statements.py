@@ -32,11 +32,27 @@ _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for
 _MOST_PINNED = 2  # sentences of one message
 _SHARE = 4  # rules pinned by themselves take at most the budget divided by this
 # Least cosine of two statements about the same thing, by SmolLM2's encoder; `_may_replace` must say
-# so, too. Of chats of 25 statements (`facts-in-dialogue`) 0.6 others are marked, without that 2.6;
-# of statements made anew with another value 0.89, of corrections without a common word 0.11.
-_SAME_THING = 0.55
-_MINE = re.compile(r"\b(?:my|our) (\w+)")  # whose statement it is: my cat, my sister
-_CORRECTS = re.compile(r"\b(?:actually|now|moved|changed|instead|any ?more|sorry|no longer)\b")
+# so, too. Of 66 facts with corrections of other words (`facts-in-dialogue`), 15 are marked, and of
+# pairs of other facts 0.006; with 0.55 and without `_may_replace` it was 14, and 0.008.
+_SAME_THING = 0.52
+# What a statement is about: "my cat", "our phone number", "my sister's dog"
+_MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
+_BEINGS = frozenset(
+    re.findall(
+        r"\w+",
+        "aunt baby bird boss boyfriend brother cat child children colleague cousin dad daughter "
+        "doctor dog father friend girlfriend grandfather grandmother hamster horse husband kid "
+        "kids landlord mom mother mum neighbor neighbour nephew niece parents parrot partner pet "
+        "puppy rabbit roommate sister son spouse teacher uncle wife",
+    )
+)
+_CORRECTS = re.compile(
+    r"\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
+    r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
+    r"those|went up|wrong)\b",
+    re.IGNORECASE,
+)
+_REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 _TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does
 
 
@@ -183,8 +199,8 @@ def stated_in(
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
 
-    Sentences' vectors [D] that are not in `vectors` are put there. Without an encoder, facts are
-    told by their form, and not which of them is newer.
+    Sentences' vectors [D] that are not in `vectors` are put there. Without an encoder, facts and
+    their corrections are told by their form.
     """
     encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
 
@@ -215,22 +231,22 @@ def _facts_in(
         for text, positions in _sentences(ledger, texts, index)
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
-    stated = [at for at, one in enumerate(said) if _TELLS.search(one[1]) and not is_rule(one[1])]
-    vectors = torch.zeros(len(said), 1)
-    if said and len(encoder.kinds):
-        vectors = torch.stack([vector_of(text) for _, text, _ in said]).float()
-        stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
-    is_same, states = vectors[stated] @ vectors[stated].T >= _SAME_THING, ledger.column("state")
-    found = list[StatedFact]()
+    stated, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
+    facts = set(stated) if len(encoder.kinds) else set[int]()  # else by what corrects alone
+    found, states = list[StatedFact](), ledger.column("state")
     flags, of_rule = ledger.column("flags"), np.uint8(Flag.PINNED | Flag.RULE)
     for place, number in enumerate(stated):
         index, text, at = said[number]
         if not wanted <= set(words_of(text)) or (flags[at] & of_rule == of_rule).any():
             continue
         is_held = states[at] == State.HELD
-        later = (is_same[place, place + 1 :].nonzero()[:, 0] + place + 1).tolist()
-        later = [other for at in later if _may_replace(text, (other := said[stated[at]][:2])[1])]
-        newer = later[-1] if later else (None, "")
+        near = (is_near[place, number + 1 :].nonzero()[:, 0] + number + 1).tolist()
+        later = (
+            said[other][:2]
+            for other in reversed(near)
+            if other in facts or _CORRECTS.search(said[other][1])
+        )
+        newer = next((one for one in later if _may_replace(text, one[1])), (None, ""))
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
@@ -238,13 +254,45 @@ def _facts_in(
     return found
 
 
+def _facts_among(
+    said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
+) -> tuple[list[int], Tensor]:
+    """The numbers of the k facts among n sentences; which [k, n] are near each, or of its form."""
+    if said and len(encoder.kinds):
+        vectors = torch.stack([vector_of(text) for text in said]).float()
+        stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
+        return stated, vectors[stated] @ vectors.T >= _SAME_THING
+    stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
+    known = dict[tuple[str, ...], int]()
+    forms = torch.tensor([known.setdefault(_form(text), len(known)) for text in said])
+    return stated, forms[stated][:, None] == forms
+
+
+def _form(text: str) -> tuple[str, ...]:
+    """The words of a statement but the last one, and without those that say it corrects another."""
+    return tuple(words_of(_CORRECTS.sub("", text))[:-1])
+
+
 def _may_replace(older: str, newer: str) -> bool:
     """Whether a statement near another in meaning may be about the same thing, by its words."""
-    whose, whose_now = (set(_MINE.findall(text.casefold())) for text in (older, newer))
-    if whose and whose_now and not whose & whose_now:
+    words, words_now = set(words_of(older)), set(words_of(newer))
+    about, about_now = (
+        {word for found in _MINE.findall(text.casefold()) for word in found} - STOP_WORDS - {""}
+        for text in (older, newer)
+    )
+    beings, beings_now = about & _BEINGS, about_now & _BEINGS
+    is_named, is_named_now = bool(about & words_now), bool(about_now & words)
+    if beings and beings_now and not beings & beings_now:
         return False
-    common = (set(words_of(older)) & set(words_of(newer))) - STOP_WORDS
-    return bool(common or _CORRECTS.search(newer.casefold()))
+    if beings_now and not is_named_now:
+        return False
+    if beings and not is_named and not _REFERS.search(newer):
+        return False
+    if _CORRECTS.search(newer):
+        return True
+    if about or about_now:
+        return is_named_now if about and about_now else is_named or is_named_now
+    return bool((words & words_now) - STOP_WORDS)
 
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:

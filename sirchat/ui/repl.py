@@ -137,7 +137,8 @@ class Chat:
         is_wanted = how == "prompt" or (how == "auto" and rows >= PANEL_ROWS)
         if not is_wanted or screen.is_plain or not session.seen:
             return ""
-        facts, snapshot = session.facts(), session.snapshot(strongest=0)
+        facts = session.facts() if len(session.model.encoder.kinds) else []
+        snapshot = session.snapshot(strongest=0)
         with screen.console.capture() as captured:
             shares = max(1, rows // 12)  # so that the panel takes less than half of the window
             screen.show(draw_memory(snapshot, facts, screen.theme, screen.width, shares))

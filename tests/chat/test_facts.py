@@ -17,6 +17,29 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.typed_input import InMemory
 from statement_telling import FACTS, OTHERS, RULE, telling
 
+CORRECTIONS = [
+    ("My flat is in Harbour Street.", "We moved to Elm Road."),
+    ("I work as a nurse at the clinic.", "I quit and became a teacher in September."),
+    ("Our wedding is on May 9.", "The wedding had to be put off until July 5."),
+    ("I drive a red Volvo.", "I sold the Volvo and bought a blue Fiat."),
+    ("My phone number is 271-8081.", "I have a new number: 314-1592."),
+    ("My train leaves at 7:45.", "They changed the timetable, my train goes at 8:10."),
+    ("My brother lives in Lisbon.", "My brother has moved to Oslo."),
+    ("The meeting is in room 12.", "We meet in room 30 instead."),
+    ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss."),
+]
+UNLIKE = [
+    ("My cat is called Tom.", "My sister Corin is a beekeeper."),
+    ("My cat is called Tom.", "My dog is called Rex."),
+    ("My flat is in Harbour Street.", "My brother works in Elm Road."),
+    ("My sister lives in Rome.", "I live in Oslo."),
+    ("My daughter plays the violin.", "My son plays football."),
+    ("I am allergic to peanuts.", "I love strawberries."),
+    ("My rent is 900 euros.", "I bought a bicycle for 400 euros."),
+    ("My brother is a baker.", "My neighbour is a pilot."),
+    ("We have two hens in the garden.", "We grow tomatoes on the balcony."),
+]
+
 
 def chat_of(*said: str) -> Session:
     chat = session(telling(), policy="sink", budget=96, max_new_tokens=8, pin_instructions=False)
@@ -90,6 +113,12 @@ def test_the_command_shows_them_in_a_table() -> None:
         ("I live in a flat on Harbour Street.", "I moved: I now live at 12 Elm Street.", True),
         ("I live in Rome.", "We moved to Oslo last week.", True),
         ("I work as a nurse.", "My birthday is in June.", False),
+        ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss.", True),
+        ("My flat is in Harbour Street.", "My brother works in Elm Road.", False),
+        ("My sister lives in Rome.", "I live in Oslo.", False),
+        ("My sister lives in Rome.", "She now lives in Oslo.", True),
+        ("My rent is 900 euros.", "I bought a bicycle for 400 euros.", False),
+        ("My rent is 900 euros.", "My rent went up to 950 euros.", True),
     ],
 )
 def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer(
@@ -107,8 +136,9 @@ def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
     for text in ("Hello!", "My name is Anna.", "I see.", "What is my name?", "Tell me a joke."):
         list(chat.ask(text))
     assert [fact.text for fact in chat.facts()] == ["My name is Anna."]
-    list(chat.ask("Actually, my name is Berta."))
-    assert not any(fact.newer for fact in chat.facts()), "which is newer, it can't tell"
+    for text in ("My name is long.", "Actually, my name is Berta."):
+        list(chat.ask(text))
+    assert [fact.newer_text for fact in chat.facts()] == ["Actually, my name is Berta."] * 2 + [""]
 
 
 @pytest.mark.real
@@ -124,17 +154,15 @@ def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced(
 
 
 @pytest.mark.real
-def test_a_real_model_marks_another_street_and_takes_no_sister_for_a_newer_cat() -> None:
-    chat = session(load_model("smollm2"), pin_instructions=False)
-    told = ["My cat is called Miso.", "I live in a flat on Harbour Street, third floor."]
-    told += [
-        "My sister Corin is a beekeeper.",
-        "My birthday is on June 3.",
-        "My dog is called Rex.",
-    ]
-    told += ["I moved: I now live at 12 Elm Street."]
-    for text in told:
-        list(chat.read_user(text))
-        list(chat.read_reply("Okay."))
-    newer = {fact.text: fact.newer_text for fact in chat.facts() if fact.newer_text}
-    assert newer == {told[1]: told[5]}
+def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None:
+    model, marked = load_model("smollm2"), dict[str, int]()
+    for kind, pairs in (("true", CORRECTIONS), ("unlike", UNLIKE)):
+        marked[kind] = 0
+        for older, newer in pairs:
+            chat = session(model, pin_instructions=False)
+            for text in (older, newer):
+                list(chat.read_user(text))
+                list(chat.read_reply("Okay."))
+            marked[kind] += chat.facts()[0].newer_text == newer
+    assert marked["true"] >= 8
+    assert marked["unlike"] == 0
