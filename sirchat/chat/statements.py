@@ -38,12 +38,10 @@ _SAME_THING = 0.52
 # What a statement is about: "my cat", "our phone number", "my sister's dog"
 _MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
 _BEINGS = frozenset(
-    re.findall(
-        r"\w+",
-        "aunt baby bird boss boyfriend brother cat child children colleague cousin dad daughter "
-        "doctor dog father friend girlfriend grandfather grandmother hamster horse husband kid "
-        "kids landlord mom mother mum neighbor neighbour nephew niece parents parrot partner pet "
-        "puppy rabbit roommate sister son spouse teacher uncle wife",
+    words_of(
+        "aunt baby boss boyfriend brother cat child children colleague cousin dad daughter doctor "
+        "dog father friend girlfriend grandfather grandmother husband kids landlord mother mum "
+        "neighbor neighbour nephew niece parents partner pet puppy sister son teacher uncle wife"
     )
 )
 _CORRECTS = re.compile(
@@ -263,14 +261,10 @@ def _facts_among(
         stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
         return stated, vectors[stated] @ vectors.T >= _SAME_THING
     stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
-    known = dict[tuple[str, ...], int]()
-    forms = torch.tensor([known.setdefault(_form(text), len(known)) for text in said])
+    # A form is all words but the last one, without those by which it corrects another.
+    words = (words_of(_CORRECTS.sub("", text))[:-1] for text in said)
+    forms = torch.tensor([hash(tuple(one)) for one in words])
     return stated, forms[stated][:, None] == forms
-
-
-def _form(text: str) -> tuple[str, ...]:
-    """The words of a statement but the last one, and without those that say it corrects another."""
-    return tuple(words_of(_CORRECTS.sub("", text))[:-1])
 
 
 def _may_replace(older: str, newer: str) -> bool:
@@ -282,17 +276,13 @@ def _may_replace(older: str, newer: str) -> bool:
     )
     beings, beings_now = about & _BEINGS, about_now & _BEINGS
     is_named, is_named_now = bool(about & words_now), bool(about_now & words)
-    if beings and beings_now and not beings & beings_now:
+    is_of_other = beings_now and (not is_named_now or (beings and not beings & beings_now))
+    if is_of_other or (beings and not is_named and not _REFERS.search(newer)):
         return False
-    if beings_now and not is_named_now:
-        return False
-    if beings and not is_named and not _REFERS.search(newer):
-        return False
-    if _CORRECTS.search(newer):
-        return True
-    if about or about_now:
-        return is_named_now if about and about_now else is_named or is_named_now
-    return bool((words & words_now) - STOP_WORDS)
+    if about and about_now and not is_named_now:
+        return bool(_CORRECTS.search(newer))
+    is_same = is_named or is_named_now if about | about_now else (words & words_now) - STOP_WORDS
+    return bool(is_same or _CORRECTS.search(newer))
 
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:

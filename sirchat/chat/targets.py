@@ -81,7 +81,7 @@ def tokens_asked(
     among = engine.store.recallable()
     at = positions_of(target, engine.ledger, texts, now.roles, among, around)
     told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
-    at, room = (told if len(told) else at), engine.evictor.room_for_words()
+    at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
     both = np.union1d(np.asarray(now.asked, np.int64), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 

@@ -153,11 +153,10 @@ class Recall:
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
         by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
-        by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_for_words(len(ids))) :]
-        if recall is None:
+        by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+        if recall is None and not len(by_hand):
             self.undo()
-            if not len(by_hand):
-                return None
+            return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None
         try:

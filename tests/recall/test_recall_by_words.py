@@ -163,6 +163,19 @@ def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
     assert not any("allergic" in turn.text for turn in one.recall.turns)
 
 
+def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_told() -> None:
+    one, asked = roomy(), "What is our zebra Quixbert called?"
+    tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
+    list(one.read_user(asked))
+    list(one.read_reply("The zebra Quixbert is called Humbert."))
+    one.turns[-1].finish = "stop"  # as if it had been generated
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
+    text = "".join(row.text for row in one.tokens(recalled(one, asked).positions))
+    assert TOLD in text
+    assert "Humbert" not in text
+    assert asked not in text
+
+
 @pytest.mark.parametrize(
     ("erased", "stays"),
     [
