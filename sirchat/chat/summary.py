@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from sirchat.chat.events import TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
 from sirchat.chat.session import Session
+from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import split_words, word_text
-from sirchat.errors import SettingError, UsageError
+from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
@@ -28,6 +29,7 @@ _SENTENCE = re.compile(
 )
 _WORDS = 3  # number of a sentence's most surprising words that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
+_NAMED = 6  # most facts that are named as left out, the newest ones
 _LENGTH = 4  # tokens that are added to a sentence's length
 
 
@@ -50,6 +52,17 @@ def make_summary(session: Session) -> str:
     size = sum(len(message.rows) for message in messages)
     most = min(most, frame + max(_SHORT, size // 3))
     return _extract(session, messages, most)
+
+
+def left_out_of(session: Session, summary: str) -> str:
+    """A line that names the facts that are not in a summary; empty if there are none."""
+    facts = [fact for fact in session.facts() if fact.text not in summary and not fact.is_rule]
+    named = [
+        format_value(fact.text) + " (corrected)" * (fact.newer_text not in ("", fact.text))
+        for fact in facts[-_NAMED:]
+    ]
+    more = f" and {len(facts) - _NAMED} more" * (len(facts) > _NAMED)
+    return f"the summary leaves out, of what you told: {', '.join(named)}{more}" * bool(facts)
 
 
 @dataclass(frozen=True)
@@ -98,9 +111,11 @@ class _Sentence:
 
 def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
-    distinct = dict[str, _Sentence]()
+    distinct, facts = dict[str, _Sentence](), session.facts()
     for message in messages:
         for sentence in _sentences(message):
+            if any(_is_corrected(message, sentence.text, fact) for fact in facts):
+                continue
             distinct.setdefault(" ".join(words_of(sentence.text)), sentence)
     sentences = list(distinct.values())
     told, chosen, left = set[str](), list[int](), most - summary_size(session, "")
@@ -123,6 +138,14 @@ def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
             return text
         chosen.pop()
     return ""
+
+
+def _is_corrected(message: _Message, text: str, fact: StatedFact) -> bool:
+    """Whether a sentence of a message is a fact that was corrected, or repeats it."""
+    said, now = words_of(fact.text), set(words_of(fact.newer_text))
+    gone = set(said) - now - STOP_WORDS if now else set[str]()
+    has_gone = not gone.isdisjoint(words_of(text))
+    return has_gone and (message.role != "user" or words_of(text) == said)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
