@@ -82,7 +82,7 @@ def tokens_asked(
     at = positions_of(target, engine.ledger, texts, now.roles, among, around)
     told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
     at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
-    both = np.union1d(np.asarray(now.asked, np.int64), at)
+    both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 
 
