@@ -52,17 +52,17 @@ def retry_differing(
     Raises what `Session.retry` does.
     """
 
-    def last() -> list[tuple[str, str, str]]:
-        return [(turn.role, turn.text, turn.thinking) for turn in session.turns[-1:]]
+    def is_same() -> bool:
+        return before is not None and reply_at_end(session.ledger, session.turns) == before
 
-    before, draws = last(), 1
+    before, draws = reply_at_end(session.ledger, session.turns), 1
     with temporarily(session, "/retry", settings):
         profile = session.profile
         is_greedy = profile.temperature == 0 or profile.top_k == 1
         yield from session.retry(interrupted)
         # What tools do can't be undone.
         is_final = is_greedy or bool(session.toolbox.tools)
-        while last() == before and draws <= _FURTHER and not is_final and not interrupted():
+        while is_same() and draws <= _FURTHER and not is_final and not interrupted():
             yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
             draws += 1
             yield from session.retry(interrupted)
@@ -70,7 +70,7 @@ def retry_differing(
     if is_greedy:
         why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"
     same = f"the reply is the same: {why}; try /retry --temperature 0.7 --top-k 40"
-    yield Notice(same if last() == before else "the last reply is replaced by this one")
+    yield Notice(same if is_same() else "the last reply is replaced by this one")
 
 
 def retry_under(

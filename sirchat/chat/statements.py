@@ -45,10 +45,9 @@ _BEINGS = frozenset(
     )
 )
 _CORRECTS = re.compile(
-    r"\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
+    r"(?i)\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
     r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
-    r"those|went up|wrong)\b",
-    re.IGNORECASE,
+    r"those|went up|wrong)\b"
 )
 _REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 _TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does

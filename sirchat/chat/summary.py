@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, nlargest
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.chat.events import TokenRow
+from sirchat.chat.events import Notice, TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
 from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
@@ -54,15 +54,15 @@ def make_summary(session: Session) -> str:
     return _extract(session, messages, most)
 
 
-def left_out_of(session: Session, summary: str) -> str:
-    """A line that names the facts that are not in a summary; empty if there are none."""
-    facts = [fact for fact in session.facts() if fact.text not in summary and not fact.is_rule]
-    named = [
-        format_value(fact.text) + " (corrected)" * (fact.newer_text not in ("", fact.text))
-        for fact in facts[-_NAMED:]
-    ]
-    more = f" and {len(facts) - _NAMED} more" * (len(facts) > _NAMED)
-    return f"the summary leaves out, of what you told: {', '.join(named)}{more}" * bool(facts)
+def left_out_of(session: Session, summary: str) -> Iterator[Notice]:
+    """Names the facts that are not in a summary, if there are some; pinned rules need not be."""
+    facts = [one for one in session.facts() if one.text != one.newer_text and not one.is_rule]
+    facts = [one for one in facts if one.text not in summary]
+    named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in facts]
+    more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
+    if named:
+        listed = ", ".join(named[-_NAMED:]) + more
+        yield Notice(f"the summary leaves out, of what you told: {listed}")
 
 
 @dataclass(frozen=True)

@@ -159,20 +159,16 @@ class Recall:
             return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None
+        may_help = self._focus() or engine.resident != engine.ledger.seen
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at, self.search.passages.torn)
-            elif (
-                recall
-                and len(self.search.passages)
-                and (self._focus() or engine.resident != engine.ledger.seen)
-            ):
+            elif recall and len(self.search.passages) and may_help:
                 room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
                 result = self.found.result
-                if len(by_hand):  # then the turn is not answered from passages alone
-                    self.found = None
+                self.found = None if len(by_hand) else self.found  # not from passages alone
         except LookupError as error:
             problem = str(error)
         is_focused = self.found is not None and self.found.is_question

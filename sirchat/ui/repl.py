@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
-from sirchat.chat.events import Delta, Event, Notice, TurnDone
+from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
@@ -245,8 +245,7 @@ class Chat:
             nonlocal text
             text = make_summary(self._session)
             yield Delta(text)
-            if left_out := left_out_of(self._session, text):
-                yield Notice(left_out)
+            yield from left_out_of(self._session, text)
 
         self._turn(made)
         if text and self._screen.terminal is not None:

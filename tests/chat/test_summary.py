@@ -180,9 +180,10 @@ def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> 
     text = make_summary(chat)
     assert "Actually, my cat is called Momo." in text
     assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
-    line = left_out_of(chat, text)
+    (notice,) = left_out_of(chat, text)
+    line = notice.text
     assert '"My cat is called Zebedee." (corrected)' in line
     for fact in chat.facts():
         assert (fact.text in text) != (fact.text in line)
-    assert left_out_of(chat, "").count('"') == 2 * len(chat.facts())
-    assert left_out_of(chat, " ".join(fact.text for fact in chat.facts())) == ""
+    assert [one.text.count('"') for one in left_out_of(chat, "")] == [2 * len(chat.facts())]
+    assert not list(left_out_of(chat, " ".join(fact.text for fact in chat.facts())))

@@ -274,7 +274,7 @@ class Talk:
                 if is_gone and not again:
                     self.claim(sentence != one.text, f"/summarize keeps what was corrected: {one}")
         if hasattr(summary, "left_out_of"):
-            line = summary.left_out_of(self.chat.session, text)
+            line = "".join(one.text for one in summary.left_out_of(self.chat.session, text))
             named = QUOTED.findall(line)
             self.claim(all(one not in text and one in typed for one in named), line)
             missing = {one.text for one in facts if one.text not in text}
