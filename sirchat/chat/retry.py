@@ -61,8 +61,7 @@ def retry_differing(
         is_greedy = profile.temperature == 0 or profile.top_k == 1
         yield from session.retry(interrupted)
         # What tools do can't be undone.
-        is_final = is_greedy or bool(session.toolbox.tools)
-        while is_same() and draws <= _FURTHER and not is_final and not interrupted():
+        while is_same() and not (is_greedy or session.toolbox.tools or draws > _FURTHER):
             yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
             draws += 1
             yield from session.retry(interrupted)

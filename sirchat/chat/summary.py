@@ -55,9 +55,8 @@ def make_summary(session: Session) -> str:
 
 
 def left_out_of(session: Session, summary: str) -> Iterator[Notice]:
-    """Names the facts that are not in a summary, if there are some; pinned rules need not be."""
-    facts = [one for one in session.facts() if one.text != one.newer_text and not one.is_rule]
-    facts = [one for one in facts if one.text not in summary]
+    """Names the rules and facts that are not in a summary, if there are some."""
+    facts = [one for one in session.facts() if one.text not in summary + one.newer_text]
     named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in facts]
     more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
     if named:

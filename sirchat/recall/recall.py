@@ -163,7 +163,7 @@ class Recall:
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
-                result = search(engine, self._model, ids, roles, at, self.search.passages.torn)
+                result = search(engine, self._model, ids, roles, at)
             elif recall and len(self.search.passages) and may_help:
                 room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
@@ -173,7 +173,8 @@ class Recall:
             problem = str(error)
         is_focused = self.found is not None and self.found.is_question
         if result is not None and self.found is None:
-            result = best_of(result, engine.evictor.recall_room(len(ids)) - len(by_hand))
+            room = engine.evictor.recall_room(len(ids)) - len(by_hand)
+            result = best_of(result, room, self.search.passages.torn)
         result = with_asked(result, by_hand) if len(by_hand) else result
         if result is not None:
             found, fits = result.positions, result.scores.numpy()
@@ -345,11 +346,10 @@ def search(
     ids: Sequence[int],
     roles: Sequence[Role],
     at: TurnRef,
-    but: NDArray[np.bool_] | None = None,
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
-    Returns None if no token can be restored. Of tokens with `but` [seen], none is.
+    Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
     room = engine.evictor.recall_room(len(ids))
@@ -362,14 +362,14 @@ def search(
         return None
     if not needs.needs_turn or recall.query == "recent":
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
-        return _score_archived(engine, model, recent, start, but)
+        return _score_archived(engine, model, recent, start)
     checkpoint = engine.checkpoint()
     with engine.store.unlimited():
         try:
             for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                 pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
-            return _score_archived(engine, model, turn, start, but)
+            return _score_archived(engine, model, turn, start)
         finally:
             engine.undo(checkpoint)
 
@@ -391,11 +391,12 @@ class SearchResult:
     scores: Tensor
 
 
-def best_of(result: SearchResult, n: int) -> SearchResult:
-    """The best of these tokens, at most n."""
-    chosen = choose(result.scores, result.positions, max(0, n))
-    at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-    return SearchResult(chosen, result.scores[at])
+def best_of(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
+    """The best of these tokens, at most n, and none of those at which `but` [seen] is true."""
+    is_whole = ~but[result.positions]
+    scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
+    chosen = choose(scores, positions, max(0, n))
+    return SearchResult(chosen, scores[torch.from_numpy(np.searchsorted(positions, chosen))])
 
 
 def with_asked(result: SearchResult | None, asked: Positions) -> SearchResult:
@@ -429,14 +430,12 @@ def _score_archived(
     model: LoadedModel,
     rows: NDArray[np.int64],
     start: int,
-    but: NDArray[np.bool_] | None = None,
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
     archived = engine.store.archived()
     archived = archived[archived < start]
     archived = archived[archive.has(archived)]
-    archived = archived if but is None else archived[~but[archived]]
     if recall is None or not len(archived):
         return None
     positions = ledger.held_positions[rows]

@@ -91,8 +91,7 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
     elif asked.recall is not None and session.resident < session.seen:
         updates = {"recall": retriever_for_retry(session, asked.recall)}
     if updates:
-        before, usual = session.turns[-1].text, session.profile
-        describe = partial(_describe_retry, as_usual=usual, note=note, before=before)
+        describe = partial(_describe_retry, as_usual=session.profile, note=note)
         yield from retry_under(session, {**updates, **asked.settings}, describe, stops)
         return
     if asked.full or asked.recall is not None:
@@ -156,7 +155,7 @@ def _report(text: str, session: Session, screen: Screen, how: str = "", after: s
     screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
 
 
-def _describe_retry(session: Session, as_usual: Profile, note: str, before: str) -> str:
+def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     """What a reply under other settings than `as_usual` had; called while these are in force."""
     if session.profile.recall != as_usual.recall and session.recall.turns:
         how = describe_recalled(session.recall, session.seen)
@@ -168,5 +167,4 @@ def _describe_retry(session: Session, as_usual: Profile, note: str, before: str)
         why = note or "some tokens were erased, or are no longer archived"
         how = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
     usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
-    how = "the reply is the same as before; " * (session.turns[-1].text == before) + how
     return f"{how}; the memory is as before: {usual}"

@@ -178,8 +178,7 @@ def test_the_same_reply_is_not_said_to_replace_the_last(words: str) -> None:
         reply, notes = retried(chat, words)
         assert reply == before
         assert not any("replaced" in note for note in notes)
-        assert notes[-1].startswith("the reply is the same")
-        assert words or why in notes[-1]
+        assert words or (notes[-1].startswith("the reply is the same") and why in notes[-1])
         further = [note for note in notes if "drawing again" in note]
         assert len(further) == 2 * ("drawn" in notes[-1])
     chat = told("What can you do?", temperature=0.9, top_k=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,5 +69,5 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
-    best = best_of(found, engine.evictor.recall_room(incoming))
+    best = best_of(found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool))
     engine.evictor.begin_recall(best.positions, incoming=incoming, scores=best.scores.numpy())

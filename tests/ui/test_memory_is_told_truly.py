@@ -162,10 +162,14 @@ class Talk:
 
     def was_said(self, text: str) -> bool:
         """Whether somebody said it so, and no words were erased from what is told of it."""
-        is_left = self.flagged(Flag.ERASED) and any(
-            text.strip() in one.text or one.text in text
-            for one in self.told
-            if one not in self.whole()
+        is_left = (
+            len(text.split()) > 1
+            and self.flagged(Flag.ERASED)
+            and any(
+                text.strip() in one.text or one.text in text
+                for one in self.told
+                if one not in self.whole()
+            )
         )
         said = " ".join(self.said().split())
         return " ".join(text.split()) in said and not (is_left and text not in self.typed_whole())
