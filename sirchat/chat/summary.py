@@ -141,10 +141,9 @@ def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
 
 def _is_corrected(message: _Message, text: str, fact: StatedFact) -> bool:
     """Whether a sentence of a message is a fact that was corrected, or repeats it."""
-    said, now = words_of(fact.text), set(words_of(fact.newer_text))
+    said, now, has = words_of(fact.text), set(words_of(fact.newer_text)), words_of(text)
     gone = set(said) - now - STOP_WORDS if now else set[str]()
-    has_gone = not gone.isdisjoint(words_of(text))
-    return has_gone and (message.role != "user" or words_of(text) == said)
+    return not gone.isdisjoint(has) and (message.role != "user" or has == said)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
