@@ -14,6 +14,8 @@ from sirchat.chat.state import CUT, UndoPoint, reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
+_FURTHER = 2  # most replies that are drawn again because they are the same as the last
+
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     """The settings to change for `/retry full`, which holds the whole chat, and a note.
@@ -40,6 +42,34 @@ def retriever_for_retry(session: Session, name: str) -> str:
     """The retriever that `/retry recall NAME` uses; without a name the chat's, or the best."""
     usual = session.profile.recall
     return name or (BEST_RETRIEVER if usual == "off" else usual)
+
+
+def retry_differing(
+    session: Session, settings: dict[str, Any], interrupted: Callable[[], bool] = lambda: False
+) -> Iterator[Event]:
+    """Replace the last reply under `settings`, again if it is the same, and say which it is.
+
+    Raises what `Session.retry` does.
+    """
+
+    def is_same() -> bool:
+        return before is not None and reply_at_end(session.ledger, session.turns) == before
+
+    before, draws = reply_at_end(session.ledger, session.turns), 1
+    with temporarily(session, "/retry", settings):
+        profile = session.profile
+        is_greedy = profile.temperature == 0 or profile.top_k == 1
+        yield from session.retry(interrupted)
+        # What tools do can't be undone.
+        while is_same() and not (is_greedy or session.toolbox.tools or draws > _FURTHER):
+            yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
+            draws += 1
+            yield from session.retry(interrupted)
+    why = f"drawn {draws} times" if draws > 1 else "drawn once"
+    if is_greedy:
+        why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"
+    same = f"the reply is the same: {why}; try /retry --temperature 0.7 --top-k 40"
+    yield Notice(same if is_same() else "the last reply is replaced by this one")
 
 
 def retry_under(

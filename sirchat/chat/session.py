@@ -30,7 +30,7 @@ from sirchat.chat.settings import (
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
-from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
+from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -101,8 +101,7 @@ class Session:
         settings = build_cache_settings(self.profile, self._folder)
         self.engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
-        self.state = ConversationState()
-        self.ledger = self.engine.ledger
+        self.state, self.ledger = ConversationState(), self.engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.undo_points = list[UndoPoint]()
@@ -448,13 +447,20 @@ class Session:
         finally:
             self.profile = self.profile.model_copy(update=before)
 
-    def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
+    def restore(self, target: Target, around: int = 0) -> list[Event]:
+        """Hold what `tokens_asked` says until the next reply ends; UsageError if it is nothing."""
+        asked = tokens_asked(target, self.engine, self._texts, self.state, around)
+        moves = self.engine.evictor.begin_recall(asked, incoming=0)
+        self.state.asked = asked.tolist()
+        return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
+
+    def pin(self, target: Target, pinned: bool = True) -> list[Event]:
+        """Pin or unpin `target` (text, `last` or `turn N`).
 
         Evicted tokens are restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self.engine.store.recallable(), around)
+        positions = self._positions_of(target, self.engine.store.recallable())
         moves = self.engine.evictor.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said, before = sentences_at(self.ledger, self._texts, positions), self.state.unpinned
@@ -471,20 +477,17 @@ class Session:
         After this, no earlier turn can be undone. Later tokens stay, although they attended to the
         erased tokens. Raises UsageError if nothing matches.
         """
-        system = self.profile.system
-        positions = tokens_to_erase(target, self.engine, self._texts, self.state, system)
-        self.engine.erase(positions)
-        self.state.prompt = erase_text(target, self.state, system)
+        chat = self.engine, self._texts, self.state, self.profile.system
+        count, self.state.prompt = erase_target(target, *chat)
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
-        self.undo_points = []
-        self._vectors = {}
+        self.undo_points, self._vectors = [], {}
         unpinned = [turn for turn, _ in self.state.unpinned]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
         self.last_reply.cut = None
-        return [Erased(len(positions), self.resident)]
+        return [Erased(count, self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
@@ -492,10 +495,7 @@ class Session:
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """The user's pinned rules, then the facts stated; if given, those that have all `words`.
-
-        Raises UsageError if there are neither rules nor an encoder that tells facts.
-        """
+        """The user's pinned rules, then the facts stated; if given, those that have all `words`."""
         chat = self.ledger, self._texts, self.turns, self._vectors
         return stated_in(self.model, self.template, *chat, words)
 
@@ -596,5 +596,5 @@ class Session:
             state.prompt = self.profile.system
         yield turn.finish(self.profile.system or "")
 
-    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
-        return positions_of(target, self.ledger, self._texts, self.state.roles, among, around)
+    def _positions_of(self, target: Target, among: Positions) -> Positions:
+        return positions_of(target, self.ledger, self._texts, self.state.roles, among)

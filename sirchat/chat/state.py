@@ -68,8 +68,8 @@ def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
     """The last turn as a `Reply`; None if there is none, or if it is not of the assistant."""
     if not turns or turns[-1].role != "assistant":
         return None
-    in_turn = ledger.column("turn") == len(turns) - 1
-    said = in_turn & (ledger.column("role") == Role.ASSISTANT)
+    at = ledger.of_turn(len(turns) - 1)
+    said = at[ledger.column("role")[at] == Role.ASSISTANT]
     return Reply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
 
 
@@ -86,6 +86,8 @@ class ConversationState:
     tools: str = ""  # the tools that the model was told of, as JSON
     # Positions of the beginnings of results that are pinned until the next reply is complete.
     heads: list[int] = field(default_factory=list)
+    # Positions of tokens that the user has restored until the next reply is complete; not saved.
+    asked: list[int] = field(default_factory=list)
     reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
     pending_ids: list[int] = field(default_factory=list)
@@ -109,6 +111,12 @@ class ConversationState:
     def last_turn(self) -> int:
         """Index of the last turn; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
+
+    @property
+    def generated(self) -> list[int]:
+        """Indices of the turns that the model wrote itself."""
+        own = [at for at, turn in enumerate(self.turns) if turn.role == "assistant"]
+        return [at for at in own if self.turns[at].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
         """The user's turns at a time, of those before a turn; the first or the newest first."""

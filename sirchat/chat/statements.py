@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -18,22 +18,39 @@ from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
-from sirchat.errors import SettingError, UsageError, format_value
+from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
-from sirchat.recall.word_index import words_of
+from sirchat.recall.passages import sentences_of
+from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
 from sirchat.text.template import Template
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MOST_PINNED = 2  # sentences of one message
 _SHARE = 4  # rules pinned by themselves take at most the budget divided by this
-# Least cosine of two statements about the same thing, by SmolLM2's encoder. Of 33 facts and as many
-# corrections without a common word (half b of the questions of `facts-in-dialogue`), 0.52 are as
-# near as this, and 0.015 of the pairs of other facts.
-_SAME_THING = 0.55
+# Least cosine of two statements about the same thing, by SmolLM2's encoder; `_may_replace` must say
+# so, too. Of 66 facts with corrections of other words (`facts-in-dialogue`), 15 are marked, and of
+# pairs of other facts 0.006; with 0.55 and without `_may_replace` it was 14, and 0.008.
+_SAME_THING = 0.52
+# What a statement is about: "my cat", "our phone number", "my sister's dog"
+_MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
+_BEINGS = frozenset(
+    words_of(
+        "aunt baby boss boyfriend brother cat child children colleague cousin dad daughter doctor "
+        "dog father friend girlfriend grandfather grandmother husband kids landlord mother mum "
+        "neighbor neighbour nephew niece parents partner pet puppy sister son teacher uncle wife"
+    )
+)
+_CORRECTS = re.compile(
+    r"(?i)\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
+    r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
+    r"those|went up|wrong)\b"
+)
+_REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
+_TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does
 
 
 @dataclass(frozen=True)
@@ -179,13 +196,10 @@ def stated_in(
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
 
-    Sentences' vectors [D] that are not in `vectors` are put there. Raises UsageError if there are
-    neither rules nor an encoder that tells facts.
+    Sentences' vectors [D] that are not in `vectors` are put there. Without an encoder, facts and
+    their corrections are told by their form.
     """
     encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
-    if not len(encoder.kinds) and not len(ledger.rules()):
-        why = f"facts are told by an encoder, and {model.name} has none; you set no rules"
-        raise UsageError(why, hint=f"train one: sirchat train encoder --model {model.name}")
 
     def vector_of(text: str) -> Tensor:
         if text not in vectors:
@@ -214,25 +228,60 @@ def _facts_in(
         for text, positions in _sentences(ledger, texts, index)
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
-    if not said or not len(encoder.kinds):
-        return []
-    vectors = torch.stack([vector_of(text) for _, text, _ in said]).float()
-    stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
-    is_same, states = vectors[stated] @ vectors[stated].T >= _SAME_THING, ledger.column("state")
-    found = list[StatedFact]()
+    stated, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
+    facts = set(stated) if len(encoder.kinds) else set[int]()  # else by what corrects alone
+    found, states = list[StatedFact](), ledger.column("state")
     flags, of_rule = ledger.column("flags"), np.uint8(Flag.PINNED | Flag.RULE)
     for place, number in enumerate(stated):
         index, text, at = said[number]
         if not wanted <= set(words_of(text)) or (flags[at] & of_rule == of_rule).any():
             continue
         is_held = states[at] == State.HELD
-        later = (is_same[place, place + 1 :].nonzero()[:, 0] + place + 1).tolist()
-        newer = said[stated[later[-1]]][:2] if later else (None, "")
+        near = (is_near[place, number + 1 :].nonzero()[:, 0] + number + 1).tolist()
+        later = (
+            said[other][:2]
+            for other in reversed(near)
+            if other in facts or _CORRECTS.search(said[other][1])
+        )
+        newer = next((one for one in later if _may_replace(text, one[1])), (None, ""))
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
         found.append(StatedFact(index, text, when, size, held, newer[0], newer[1], left))
     return found
+
+
+def _facts_among(
+    said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
+) -> tuple[list[int], Tensor]:
+    """The numbers of the k facts among n sentences; which [k, n] are near each, or of its form."""
+    if said and len(encoder.kinds):
+        vectors = torch.stack([vector_of(text) for text in said]).float()
+        stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
+        return stated, vectors[stated] @ vectors.T >= _SAME_THING
+    stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
+    # A form is all words but the last one, without those by which it corrects another.
+    words = (words_of(_CORRECTS.sub("", text))[:-1] for text in said)
+    forms = torch.tensor([hash(tuple(one)) for one in words])
+    return stated, forms[stated][:, None] == forms
+
+
+def _may_replace(older: str, newer: str) -> bool:
+    """Whether a statement near another in meaning may be about the same thing, by its words."""
+    words, words_now = set(words_of(older)), set(words_of(newer))
+    about, about_now = (
+        {word for found in _MINE.findall(text.casefold()) for word in found} - STOP_WORDS - {""}
+        for text in (older, newer)
+    )
+    beings, beings_now = about & _BEINGS, about_now & _BEINGS
+    is_named, is_named_now = bool(about & words_now), bool(about_now & words)
+    is_of_other = beings_now and (not is_named_now or (beings and not beings & beings_now))
+    if is_of_other or (beings and not is_named and not _REFERS.search(newer)):
+        return False
+    if about and about_now and not is_named_now:
+        return bool(_CORRECTS.search(newer))
+    is_same = is_named or is_named_now if about | about_now else (words & words_now) - STOP_WORDS
+    return bool(is_same or _CORRECTS.search(newer))
 
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
@@ -244,17 +293,17 @@ def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_
 
 
 def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
-    """The sentences of a user's turn and the stream positions of their tokens; none of a text."""
-    column = ledger.column("turn")  # bisect, because numpy's search copies it
-    first, end = bisect_left(column, turn), bisect_left(column, turn + 1)
-    is_erased = ledger.column("flags")[first:end] & np.uint8(Flag.ERASED) != 0
-    said = np.flatnonzero((ledger.column("role")[first:end] == Role.USER) & ~is_erased) + first
-    pieces = _pieces(ledger, texts, said)
-    bounds = sentence_bounds(pieces)
-    if len(bounds) <= _MOST_SENTENCES + 1:
-        for start, stop in pairwise(bounds):
-            if text := "".join(pieces[start:stop]).strip():
-                yield text, said[start:stop]
+    """The sentences of a user's turn and the stream positions of their tokens; none of a text.
+
+    Those from which words were erased are left out.
+    """
+    flags, roles = ledger.column("flags"), ledger.column("role")
+    found = list(sentences_of(ledger, texts, turn))
+    for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
+        text = "".join(pieces).strip()
+        is_torn = (flags[at] & np.uint8(Flag.ERASED)).any()
+        if text and not is_torn and roles[at[0]] == Role.USER:
+            yield text, at
 
 
 def _pieces(ledger: Ledger, texts: Texts, at: Positions) -> list[str]:

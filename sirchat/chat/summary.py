@@ -11,11 +11,12 @@ from heapq import heapify, heappop, heappush, nlargest
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.chat.events import TokenRow
+from sirchat.chat.events import Notice, TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
 from sirchat.chat.session import Session
+from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import split_words, word_text
-from sirchat.errors import SettingError, UsageError
+from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
@@ -28,6 +29,7 @@ _SENTENCE = re.compile(
 )
 _WORDS = 3  # number of a sentence's most surprising words that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
+_NAMED = 6  # most facts that are named as left out, the newest ones
 _LENGTH = 4  # tokens that are added to a sentence's length
 
 
@@ -52,6 +54,16 @@ def make_summary(session: Session) -> str:
     return _extract(session, messages, most)
 
 
+def left_out_of(session: Session, summary: str) -> Iterator[Notice]:
+    """Names the rules and facts that are not in a summary, if there are some."""
+    facts = [one for one in session.facts() if one.text not in summary + one.newer_text]
+    named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in facts]
+    more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
+    if named:
+        listed = ", ".join(named[-_NAMED:]) + more
+        yield Notice(f"the summary leaves out, of what you told: {listed}")
+
+
 @dataclass(frozen=True)
 class _Message:
     """A message of the user or the model: its tokens, held or evicted, and their text."""
@@ -62,13 +74,15 @@ class _Message:
 
 
 def _messages(session: Session) -> list[_Message]:
-    """All messages but summaries and their replies, without reasoning and erased words."""
+    """All messages but summaries, without reasoning and sentences that lost erased words."""
     rows: dict[int, list[TokenRow]] = {}
+    session.recall.update()
+    torn = session.recall.search.passages.torn
     left_out = {"erased", "thinking"}
     skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
         is_said = row.role in ("user", "assistant") and left_out.isdisjoint(row.flags)
-        if is_said and row.turn not in skipped:
+        if is_said and row.turn not in skipped and not torn[row.position]:
             rows.setdefault(row.turn, []).append(row)
     said = (rows[turn] for turn in sorted(rows))
     return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]
@@ -96,9 +110,11 @@ class _Sentence:
 
 def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
-    distinct = dict[str, _Sentence]()
+    distinct, facts = dict[str, _Sentence](), session.facts()
     for message in messages:
         for sentence in _sentences(message):
+            if any(_is_corrected(message, sentence.text, fact) for fact in facts):
+                continue
             distinct.setdefault(" ".join(words_of(sentence.text)), sentence)
     sentences = list(distinct.values())
     told, chosen, left = set[str](), list[int](), most - summary_size(session, "")
@@ -121,6 +137,13 @@ def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
             return text
         chosen.pop()
     return ""
+
+
+def _is_corrected(message: _Message, text: str, fact: StatedFact) -> bool:
+    """Whether a sentence of a message is a fact that was corrected, or repeats it."""
+    said, now, has = words_of(fact.text), set(words_of(fact.newer_text)), words_of(text)
+    gone = set(said) - now - STOP_WORDS if now else set[str]()
+    return not gone.isdisjoint(has) and (message.role != "user" or has == said)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:

@@ -12,6 +12,7 @@ from sirchat.engine.engine import Engine
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.recall.passages import sentences_of
 from sirchat.text.detokenizer import Texts, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -70,22 +71,46 @@ def tokens_to_erase(
         return np.zeros(0, np.int64)
 
 
-def erase_text(target: str, now: ConversationState, system: str | None) -> str | None:
-    """Erase the words, or the turn, that `target` names from the turns' texts.
+def tokens_asked(
+    target: Target, engine: Engine, texts: Texts, now: ConversationState, around: int
+) -> Positions:
+    """Positions of the tokens that are to be held for the next reply, those asked for before, too.
 
-    Words are erased from the system prompt `system`, too; returns what is left of it, or None.
+    What the model wrote is left out if others said it; of too much, all but the newest.
     """
+    among = engine.store.recallable()
+    at = positions_of(target, engine.ledger, texts, now.roles, among, around)
+    told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
+    at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
+    both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
+    return both if len(both) <= room else at[max(0, len(at) - room) :]
+
+
+def erase_target(
+    target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
+) -> tuple[int, str | None]:
+    """Erase the tokens that `target` names, and the words or the turn from the turns' texts.
+
+    Words are erased from the system prompt `system`, too. Returns the number of tokens, and what is
+    left of the prompt, or None. Raises UsageError if nothing matches.
+    """
+    positions = tokens_to_erase(target, engine, texts, now, system)
+    turns = np.unique(engine.ledger.column("turn")[positions]).tolist()
+    said = (at for turn in turns for at, _ in sentences_of(engine.ledger, texts, turn))
+    ends = np.fromiter((at[-1] for at in said), np.int64)
+    engine.erase(positions)
+    engine.ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
     index = turn_of_target(target, now.roles)
     if index is not None:
         turn = now.turns[index]
         in_force = turn.role == "system" and turn.text == system
         turn.text = turn.thinking = ""
-        return None if in_force else system
+        return len(positions), None if in_force else system
     pattern = whole_words(without_quotes(target))
     for turn in now.turns:
         turn.text = pattern.sub("", turn.text)
         turn.thinking = pattern.sub("", turn.thinking)
-    return pattern.sub("", system) or None if system else system
+    return len(positions), pattern.sub("", system) or None if system else system
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:

@@ -109,17 +109,16 @@ class OpenTurn:
         """
         turns, before = self.now.turns, self.stats.index
         # After a million tokens, making these lists takes a noticeable part of the search's time.
-        own = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
-        generated = [at for at in own if turns[at].finish != "read"]
         out = [at - 1 for at, turn in enumerate(turns) if turn.role == "tool"]
         out = [at for at in out if turns[at].role == "assistant"]
         if is_result := turns[before].role == "tool":
             out += [at for at in range(before) if turns[at].role == "user"][-1:]
         recollection = recall.restore_for_turn(
-            *(ids.ids, ids.roles, self.ref, generated),
+            *(ids.ids, ids.roles, self.ref, self.now.generated),
             lambda text: self.now.user_turns_at(time_range(text, time.time()), before),
             out,
             before if is_result else -1,
+            self.now.asked,
         )
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
@@ -159,7 +158,7 @@ class OpenTurn:
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens, dropped = self.flag_thinking(stream, at), stream.dropped()
         self.engine.ledger.pin(np.asarray(self.now.heads, np.int64), False)
-        self.now.heads = []
+        self.now.heads, self.now.asked = [], []
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
             header = np.arange(at[0] - stream.unkept_header, at[0])

@@ -157,11 +157,15 @@ class Evictor:
 
         0 if recall is off or the policy never evicts.
         """
-        recall, division = self.settings.recall, self.divide_budget()
+        recall = self.settings.recall
         if recall is None or not self.settings.policy.bounded:
             return 0
-        room = min(division.total, division.hard_bound - incoming)
-        return most_recalled(recall.n, room - division.sinks - division.pins)
+        return most_recalled(recall.n, self.room_beside(incoming))
+
+    def room_beside(self, incoming: int = 0) -> int:
+        """How much of the budget sinks, pins and a turn of `incoming` ids leave."""
+        division = self.divide_budget()
+        return min(division.total, division.hard_bound - incoming) - division.sinks - division.pins
 
     def begin_recall(
         self,

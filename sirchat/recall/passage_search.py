@@ -154,17 +154,20 @@ class PassageSearch:
     def _discounted(self, scores: Scores, generated: Numbers, but: Sequence[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
-        The message that it answered does not count as told elsewhere. The turns `but` count not.
+        The message that it answered does not count as told elsewhere. Its reply to a question, and
+        the question, must fit four times as well as that. The turns `but` count not.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
         if but:
             scores = np.where(np.isin(turns, but), -np.inf, scores)
-        written = np.bincount(np.asarray(generated, np.int64), minlength=count) > 0
+        written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
             return scores
-        told = np.where(is_own, -np.inf, scores)
+        is_asked = np.array(self._index.asks, bool) & ~is_own & written[turns + 1]
+        is_reply = is_own & np.isin(turns - 1, turns[is_asked])
+        told = np.where(is_own | is_asked, -np.inf, scores)
         best_by_turn = np.full(count + 1, -np.inf)  # place 0: no turn
         np.maximum.at(best_by_turn, turns + 1, told)
         order = np.argsort(-best_by_turn)[:2]
@@ -172,8 +175,10 @@ class PassageSearch:
         elsewhere = np.where(
             turns == order[0], second, best
         )  # place t + 1 is turn t: the one before
-        own = LESS * scores
-        return np.where(is_own, np.where(own > elsewhere, own, -np.inf), scores)
+        counted = np.where(is_own, LESS * scores, scores)
+        least = np.where(is_asked | is_reply, LESS**2, LESS) * scores
+        is_worse = (is_own | is_asked) & (least <= elsewhere)
+        return np.where(is_worse, -np.inf, counted)
 
 
 def asked_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:

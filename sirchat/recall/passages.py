@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
@@ -31,7 +32,7 @@ class Passages:
     """The passages of one chat, in stream order, with a vector of each.
 
     `rows` [n] has the fields of `PASSAGE`, in tokens of the stream; `vectors` [n, D] are unit
-    vectors in float16, or NaN where there is none.
+    vectors in float16, or NaN where there is none. `torn` [seen] is as `torn_sentences` says.
     """
 
     def __init__(self, texts: Texts) -> None:
@@ -39,6 +40,7 @@ class Passages:
         self._until = 0  # all tokens before this stream position are in passages
         self.rows = np.zeros(0, PASSAGE)
         self.vectors = np.zeros((0, 0), np.float16)
+        self.torn = np.zeros(0, bool)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,7 +48,10 @@ class Passages:
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
-        runs = list(_runs(ledger, self._until))
+        if not len(self.torn):
+            self.torn = torn_sentences(ledger, self._texts)
+        self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
+        runs = list(_runs(ledger, self._until, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
         if spans:
@@ -67,6 +72,7 @@ class Passages:
         if seen < self._until:
             count = int(np.searchsorted(self.rows["end"], seen, side="right"))
             self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
+            self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
@@ -82,22 +88,25 @@ class Passages:
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
         self.rows, self.vectors, self._until = rows, self.vectors[at], ledger.seen
+        self.torn = torn_sentences(ledger, self._texts)
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
-        """Delete the vector of each passage of which a token was erased."""
-        erased = np.cumsum(ledger.column("flags")[: self._until] & np.uint8(Flag.ERASED) != 0)
-        counts = np.concatenate([[0], erased])
-        is_erased = counts[self.rows["end"]] > counts[self.rows["start"]]
-        self.vectors[is_erased] = np.nan
+        """Delete the vectors of passages of torn sentences, and those that have no other one."""
+        self.torn = torn_sentences(ledger, self._texts)
+        counts = np.concatenate([[0], np.cumsum(self.torn)])
+        lost = counts[self.rows["end"]] - counts[self.rows["start"]]
+        self.vectors[lost > 0] = np.nan
+        stays = lost < self.rows["end"] - self.rows["start"]
+        self.rows, self.vectors = self.rows[stays], self.vectors[stays]
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
-        """The text of each passage from number `start` to `stop` - 1, without erased tokens."""
+        """The text of each passage from number `start` to `stop` - 1, without torn sentences."""
         columns = {name: ledger.column(name) for name in ("flags", "token_id")}
         found = list[str]()
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
             at = np.arange(first, end)
-            at = at[columns["flags"][at] & _NO_TEXT == 0]
+            at = at[(columns["flags"][at] & _NO_TEXT == 0) & ~self.torn[at]]
             found.append("".join(self._texts(columns["token_id"][at].tolist(), at.tolist())))
         return found
 
@@ -110,6 +119,7 @@ class Passages:
         self.rows = np.asarray(state["rows"]).astype(PASSAGE)
         self.vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._until = int(state["until"][0])
+        self.torn = np.zeros(0, bool)  # not known yet
 
     def _append(self, rows: NDArray[np.void], vectors: NDArray[np.float16]) -> None:
         known, dims = len(self.rows), vectors.shape[1]
@@ -123,6 +133,34 @@ class Passages:
         ids = ledger.column("token_id")[start:end].tolist()
         for first, last in divided(self._texts(ids, range(start, end))):
             yield start + first, start + last
+
+
+def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Positions, list[str]]]:
+    """The sentences of a turn: the stream positions of the tokens of each, and their texts.
+
+    An erased token is a blank, or the end of a line if a sentence ended with it.
+    """
+    at = ledger.of_turn(turn)
+    at = at[ledger.column("role")[at] != Role.TEMPLATE]
+    pieces = texts(ledger.column("token_id")[at].tolist(), at.tolist())
+    flags = ledger.column("flags")[at]
+    for number in np.flatnonzero(flags & np.uint8(Flag.ERASED)).tolist():
+        pieces[number] = "\n" if flags[number] & Flag.ANCHOR else " "
+    for start, end in pairwise(sentence_bounds(pieces)):
+        yield at[start:end], pieces[start:end]
+
+
+def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
+    """Which tokens [seen] are erased, or are what is left of a sentence from which words were.
+
+    What is left says what nobody said, so recall does not bring it back.
+    """
+    is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
+    is_torn = is_erased.copy()
+    for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
+        for at, _ in sentences_of(ledger, texts, turn):
+            is_torn[at] = is_erased[at].any()
+    return is_torn
 
 
 def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
@@ -155,10 +193,10 @@ def _appended(known: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
     return room[:end]
 
 
-def _runs(ledger: Ledger, start: int) -> Iterator[tuple[int, int]]:
+def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """The runs of tokens of one turn and role from stream position `start` on, without others'."""
     turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
-    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0)
+    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0) & ~torn[start:]
     changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn)]
     for first, end in pairwise(bounds):

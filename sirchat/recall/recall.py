@@ -141,44 +141,47 @@ class Recall:
         turns_at: TurnsAt = lambda text: (),
         but: Sequence[int] = (),
         returned: int = -1,
+        asked: Sequence[int] = (),
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
         The new turn has `ids` and `roles`, and is read after this; `generated` are the turns that
         the model wrote itself, and in the turns `but` no passage is looked for. `returned` is a
-        turn that a tool has just returned for the message. Returns None if recall is off.
+        turn that a tool has just returned for the message. The tokens at `asked` are restored,
+        too. Returns None if recall is off and there are none.
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
-        if recall is None:
+        by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
+        by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+        if recall is None and not len(by_hand):
             self.undo()
             return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None
+        may_help = self._focus() or engine.resident != engine.ledger.seen
         try:
             # Another retriever reads the turn first, which may evict tokens.
-            if not isinstance(retriever(recall.retriever), PassageRetriever):
+            if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at)
-            elif len(self.search.passages) and (
-                self._focus() or engine.resident != engine.ledger.seen
-            ):
-                room = engine.evictor.recall_room(len(ids))
+            elif recall and len(self.search.passages) and may_help:
+                room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
                 result = self.found.result
+                self.found = None if len(by_hand) else self.found  # not from passages alone
         except LookupError as error:
             problem = str(error)
-        found = self.found
-        if found is not None:
-            positions, scores_of = found.result.positions, found.result.scores.numpy()
-            engine.evictor.begin_recall(
-                positions, incoming=len(ids), focused=found.is_question, scores=scores_of
-            )
-        elif result is not None:
-            restore(engine, result, len(ids))
-        is_focused = found is not None and found.is_question
+        is_focused = self.found is not None and self.found.is_question
+        if result is not None and self.found is None:
+            room = engine.evictor.recall_room(len(ids)) - len(by_hand)
+            result = best_of(result, room, self.search.passages.torn)
+        result = with_asked(result, by_hand) if len(by_hand) else result
+        if result is not None:
+            found, fits = result.positions, result.scores.numpy()
+            engine.evictor.begin_recall(found, incoming=len(ids), focused=is_focused, scores=fits)
         restored = engine.store.placement.recalled
-        if found is not None and is_focused:
-            restored = found.result.positions
+        if result is not None and is_focused:
+            restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
@@ -316,7 +319,8 @@ class Recall:
     def _can_be_held(self, rows: Positions) -> Positions:
         """Those of the tokens at these positions that are held or may return."""
         flags = self._engine.ledger.column("flags")[rows]
-        there: Positions = rows[flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0]
+        is_there = flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0
+        there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
         return there
 
     def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
@@ -387,12 +391,22 @@ class SearchResult:
     scores: Tensor
 
 
-def restore(engine: Engine, result: SearchResult, incoming: int) -> None:
-    """Restore the best of these tokens for a turn of `incoming` ids."""
-    room = engine.evictor.recall_room(incoming)
-    chosen = choose(result.scores, result.positions, room)
-    at = torch.from_numpy(np.searchsorted(result.positions, chosen))
-    engine.evictor.begin_recall(chosen, incoming=incoming, scores=result.scores[at].numpy())
+def best_of(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
+    """The best of these tokens, at most n, and none of those at which `but` [seen] is true."""
+    is_whole = ~but[result.positions]
+    scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
+    chosen = choose(scores, positions, max(0, n))
+    return SearchResult(chosen, scores[torch.from_numpy(np.searchsorted(positions, chosen))])
+
+
+def with_asked(result: SearchResult | None, asked: Positions) -> SearchResult:
+    """What was found, and the tokens at `asked`, which fit better than all others."""
+    found = result or SearchResult(_NONE, torch.zeros(0))
+    is_other = ~np.isin(found.positions, asked)
+    positions = np.concatenate([found.positions[is_other], asked])
+    others, order = found.scores[torch.from_numpy(is_other)].double(), positions.argsort()
+    scores = torch.cat([others, torch.full((len(asked),), 1 + max([0.0, *others.tolist()]))])
+    return SearchResult(positions[order], scores[torch.from_numpy(order)])
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:

@@ -101,7 +101,7 @@ class WordIndex:
     def __init__(self, telling: Telling) -> None:
         self._telling = telling
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
-        self._turns, self._blocks, self._asks = array("i"), array("i"), array("b")
+        self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
         self._sizes = array("f")
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class WordIndex:
         is_full = self._blocks[-_BLOCK:].count(block) == _BLOCK
         self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
         self._turns.append(turn)
-        self._asks.append(text.rstrip().endswith(QUESTION_MARKS))
+        self.asks.append(text.rstrip().endswith(QUESTION_MARKS))
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:
@@ -131,7 +131,7 @@ class WordIndex:
                 numbers.pop()
                 times.pop()
         self._postings = {term: each for term, each in self._postings.items() if each[0]}
-        for column in (self._turns, self._blocks, self._asks, self._sizes):
+        for column in (self._turns, self._blocks, self.asks, self._sizes):
             del column[count:]
 
     def scores(self, sentences: Sequence[str]) -> NDArray[np.float64]:
@@ -141,14 +141,14 @@ class WordIndex:
         """
         total = np.zeros(len(self))
         if len(self):
-            documents = _Documents(self._blocks, self._asks, self._sizes)
+            documents = _Documents(self._blocks, self.asks, self._sizes)
             for sentence in sentences:
                 total += self._score(documents, words_of(sentence)) ** 2
         return np.sqrt(total)
 
     def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
         """How well each passage [n] fits, questions counted half, and half of its block's best."""
-        asks, blocks = np.array(self._asks, bool), np.array(self._blocks)
+        asks, blocks = np.array(self.asks, bool), np.array(self._blocks)
         own = np.where(asks, LESS * fits, fits)
         best = np.zeros(int(blocks[-1]) + 1)
         np.maximum.at(best, blocks, own)

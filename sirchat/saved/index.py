@@ -114,6 +114,11 @@ def find_matches(folder: Path, words: str, most: int, notice: Callable[[str], ob
     return _with_index(folder, search, notice)
 
 
+def saved_text(path: Path) -> str:
+    """The messages of the chat in the file `path`, also while it is open; empty if damaged."""
+    return _read(path)[2]
+
+
 def has_words(text: str) -> bool:
     """Whether a text has letters or digits, by which chats can be found."""
     return bool(_query(text))

@@ -289,11 +289,11 @@ class Commands:
     def do_recall(self, rest: str) -> None:
         """[on|off|RETRIEVER|WORDS|TIME]: restore archived tokens for each of your messages; alone,
         show what was restored; WORDS of the chat, or what you said at a TIME, such as yesterday or
-        first, are restored now and pinned."""
+        first, are restored for your next message."""
         if (asked := time_range(rest, time())) and asked.words == rest:
-            self._switching.pin_time(asked)
+            self._switching.restore_time(asked)
         elif rest and self._are_words(rest):
-            self._switching.pin(rest, pinned=True, around=_AROUND)
+            self._switching.restore(rest, around=_AROUND)
         elif rest or not self._show_recalled():
             self._switching.change_setting("/recall", "recall", rest)
 

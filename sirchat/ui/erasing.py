@@ -72,6 +72,7 @@ class Erasing:
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
         if others and not everywhere:
             self._screen.note(f"{of_others} would stay (--everywhere erases such lines)")
+        self._point_out_branches(self._meant(target))
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, target: str, *, everywhere: bool) -> None:
@@ -79,13 +80,11 @@ class Erasing:
         session = self._session
         telling = self._telling_words(target)
         turn = self._turn(target)
-        said = session.turns[turn].text if turn is not None and turn >= 0 else ""
+        said = self._meant(target)
         matches = self._line_matcher(target, everywhere=everywhere)
         mine, others = self._count_typed_lines(target)
         typed = mine + everywhere * others
-        unnamed = self._saved_chat.drop_revealing_name(
-            said or without_quotes(target), whole=turn is not None
-        )
+        unnamed = self._saved_chat.drop_revealing_name(said, whole=turn is not None)
         try:
             events = session.erase(target)
         except UsageError:
@@ -111,6 +110,7 @@ class Erasing:
             if typed:
                 self._screen.note(f"{counted(typed, 'typed line')} erased")
         self._point_out(telling)
+        self._point_out_branches(said)
 
     def _matching_tokens(self, target: str) -> tuple[int, list[int]]:
         """The number of tokens that match `target`, and their turns' indices."""
@@ -126,6 +126,11 @@ class Erasing:
 
     def _turn(self, target: str) -> int | None:
         return turn_of_target(target, [turn.role for turn in self._session.turns])
+
+    def _meant(self, target: str) -> str:
+        """The text that `target` names."""
+        turn, turns = self._turn(target), self._session.turns
+        return turns[turn or 0].text if turn in range(len(turns)) else without_quotes(target)
 
     def _turns_with(self, words: str) -> list[int]:
         pattern = whole_words(words)
@@ -200,6 +205,12 @@ class Erasing:
                 f"words of this turn in other turns: {', '.join(named[:_MOST_NAMED])}; "
                 "/erase WORD erases a word"
             )
+
+    def _point_out_branches(self, text: str) -> None:
+        """Print which other branches of this chat have the erased text, and keep it."""
+        if names := self._saved_chat.branches_with(text):
+            listed = ", ".join(map(displayable_line, names))
+            self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
 
 
 def _turns(turns: list[int]) -> str:

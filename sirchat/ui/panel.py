@@ -89,10 +89,10 @@ def draw_memory(
 ) -> RenderableType:
     """Draw the panel above the prompt: what the budget holds, and what is left of what you said.
 
-    Facts that a later message states anew are left out. Each list has at most so many rows.
+    Facts that a later message may replace come last. Each list has at most so many rows.
     """
     width -= 1  # a full row would make some terminals wrap
-    current = [fact for fact in reversed(facts) if fact.newer is None]
+    current = sorted(facts, key=lambda fact: fact.newer is None)[::-1]
     parts = {
         "held, of what you told": [fact for fact in current if fact.held == fact.tokens],
         "held in part": [fact for fact in current if 0 < fact.held < fact.tokens],

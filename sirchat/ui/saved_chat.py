@@ -13,12 +13,14 @@ from rich.text import Text
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
+from sirchat.chat.targets import whole_words
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
+from sirchat.saved.index import saved_text
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
 from sirchat.saved.search import Part, nothing_found, search_sessions
@@ -231,6 +233,15 @@ class SavedChat:
             self._screen.page(draw_sessions(chats, self._screen.width))
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
+
+    def branches_with(self, text: str) -> list[str]:
+        """The names by which `/switch` finds the other branches of this chat that have the text."""
+        pattern, others = whole_words(text), self._branches() if self._saving.id else []
+        return [
+            _FIRST if chat.id == self._saving.family else chat.name or chat.id
+            for chat in others
+            if chat.id != self._saving.id and pattern.search(saved_text(chat.path))
+        ]
 
     def _branches(self) -> list[SavedSession]:
         return branches_of(sessions_dir(), self._saving.family)

@@ -116,15 +116,31 @@ class Switching:
                     f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
-    def pin(self, target: Target, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed.
+    def restore(self, target: Target, *, around: int = 0) -> None:
+        """Restore the tokens of `target`, and `around` on each side, for the next message."""
+        session = self._session
+        before = set(session.ledger.held_positions.tolist())
+        for event in session.restore(target, around):
+            self._report(event)
+        now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
+        self._screen.note(f"restored for your next message: “{self._text_at(asked)}”")
+        price = f"{counted(len(asked), 'token')}, {len(now - before):,} of them were evicted"
+        aside = f"; {len(before - now):,} others step aside until it is answered"
+        held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
+        self._screen.note(f"{price}{aside * (len(before - now) > 0)}; {held}")
 
-        The `around` tokens before them, and as many after them, are pinned or unpinned, too.
-        """
+    def _text_at(self, positions: Sequence[int]) -> str:
+        spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+        texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
+        text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
+        return shorten(text, _MOST_PINNED)
+
+    def pin(self, target: Target, *, pinned: bool) -> None:
+        """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.ledger
         before = set(ledger.pinned_positions)
-        for event in self._session.pin(target, pinned, around):
+        for event in self._session.pin(target, pinned):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
@@ -144,10 +160,7 @@ class Switching:
         if not count:
             price = ["all of this is pinned already"]
         else:
-            spans = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
-            texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
-            text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
-            self._screen.note(f"pinned: “{shorten(text, _MOST_PINNED)}”")
+            self._screen.note(f"pinned: “{self._text_at(changed)}”")
             price = [counted(count, "token") + f", {came:,} of them restored" * bool(came)]
         if 0 < count < named:
             price.append(f"pinned already: {named - count:,}")
@@ -158,8 +171,8 @@ class Switching:
         held = f"holds {self._session.resident:,}/{self._session.budget:,}"
         self._screen.note("; ".join([*price, held]))
 
-    def pin_time(self, asked: TimeRange) -> None:
-        """Restore and pin what the user said at a time, and say what that was.
+    def restore_time(self, asked: TimeRange) -> None:
+        """Restore what the user said at a time for the next message, and say what that was.
 
         Of a long time, only the newest messages that take a quarter of the budget.
         """
@@ -176,7 +189,7 @@ class Switching:
         for index in sorted(chosen):
             when = ago(session.turns[index].time, time()) or f"turn {index}"
             self._screen.note(f"{when}: {shorten(session.turns[index].text, 200)}")
-        self.pin(np.sort(np.concatenate(list(chosen.values()))), pinned=True)
+        self.restore(np.sort(np.concatenate(list(chosen.values()))))
 
     def describe(self, name: str) -> str:
         """The value of a setting or policy option, what it means, and the allowed values."""

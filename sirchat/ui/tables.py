@@ -124,8 +124,11 @@ def draw_recalled_turns(
 
     `roles` are those of all turns of the chat.
     """
+    ends = {row.position + 1 for row in rows}
+    parts = [(row.turn, "" if row.position in ends else " … ", row.text) for row in rows]
     texts = [
-        turn.text or "".join(row.text for row in rows if row.turn == turn.turn) for turn in turns
+        one.text or "".join(gap + text for turn, gap, text in parts if turn == one.turn).strip(" …")
+        for one in turns
     ]
     columns: Columns = {
         "said": [

@@ -82,9 +82,9 @@ def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
             assert (listed[index].tokens, listed[index].held) == (len(said), stays)
 
 
-def test_pin_restores_words_with_their_neighbours() -> None:
+def test_words_are_restored_with_their_neighbours() -> None:
     chat, _ = _told()
     assert "Paul" not in _words_held(chat)
-    chat.pin("Paul", around=12)
+    chat.restore("Paul", around=12)
     assert {"My", "brother", "Paul", "is", "a", "baker"} <= _words_held(chat)
     assert "Anna" not in _words_held(chat)  # another turn

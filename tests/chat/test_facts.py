@@ -8,15 +8,37 @@ import numpy as np
 import pytest
 import torch
 
-from chatting import babbler, session
+from chatting import session, tiny
 from sirchat.chat.session import Session
-from sirchat.errors import UsageError
 from sirchat.models.load import load_model
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.typed_input import InMemory
 from statement_telling import FACTS, OTHERS, RULE, telling
+
+CORRECTIONS = [
+    ("My flat is in Harbour Street.", "We moved to Elm Road."),
+    ("I work as a nurse at the clinic.", "I quit and became a teacher in September."),
+    ("Our wedding is on May 9.", "The wedding had to be put off until July 5."),
+    ("I drive a red Volvo.", "I sold the Volvo and bought a blue Fiat."),
+    ("My phone number is 271-8081.", "I have a new number: 314-1592."),
+    ("My train leaves at 7:45.", "They changed the timetable, my train goes at 8:10."),
+    ("My brother lives in Lisbon.", "My brother has moved to Oslo."),
+    ("The meeting is in room 12.", "We meet in room 30 instead."),
+    ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss."),
+]
+UNLIKE = [
+    ("My cat is called Tom.", "My sister Corin is a beekeeper."),
+    ("My cat is called Tom.", "My dog is called Rex."),
+    ("My flat is in Harbour Street.", "My brother works in Elm Road."),
+    ("My sister lives in Rome.", "I live in Oslo."),
+    ("My daughter plays the violin.", "My son plays football."),
+    ("I am allergic to peanuts.", "I love strawberries."),
+    ("My rent is 900 euros.", "I bought a bicycle for 400 euros."),
+    ("My brother is a baker.", "My neighbour is a pilot."),
+    ("We have two hens in the garden.", "We grow tomatoes on the balcony."),
+]
 
 
 def chat_of(*said: str) -> Session:
@@ -83,10 +105,40 @@ def test_the_command_shows_them_in_a_table() -> None:
     assert "you stated no facts with these words" in notes.getvalue()
 
 
-def test_a_model_without_an_encoder_says_how_to_train_one() -> None:
-    with pytest.raises(UsageError, match="babbler has none; you set no rules") as error:
-        session(babbler()).facts()
-    assert "sirchat train encoder --model babbler" in str(error.value)
+@pytest.mark.parametrize(
+    ("older", "newer", "is_marked"),
+    [
+        ("My cat is called Tom.", "My sister Corin is a beekeeper.", False),
+        ("My cat is called Tom.", "Actually, my cat is called Momo.", True),
+        ("I live in a flat on Harbour Street.", "I moved: I now live at 12 Elm Street.", True),
+        ("I live in Rome.", "We moved to Oslo last week.", True),
+        ("I work as a nurse.", "My birthday is in June.", False),
+        ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss.", True),
+        ("My flat is in Harbour Street.", "My brother works in Elm Road.", False),
+        ("My sister lives in Rome.", "I live in Oslo.", False),
+        ("My sister lives in Rome.", "She now lives in Oslo.", True),
+        ("My rent is 900 euros.", "I bought a bicycle for 400 euros.", False),
+        ("My rent is 900 euros.", "My rent went up to 950 euros.", True),
+    ],
+)
+def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer(
+    older: str, newer: str, is_marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of(older, newer)
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
+    monkeypatch.setattr("sirchat.chat.statements._SAME_THING", -2.0)
+    assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
+
+
+def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
+    chat = session(tiny(), budget=512, max_new_tokens=8)
+    for text in ("Hello!", "My name is Anna.", "I see.", "What is my name?", "Tell me a joke."):
+        list(chat.ask(text))
+    assert [fact.text for fact in chat.facts()] == ["My name is Anna."]
+    for text in ("My name is long.", "Actually, my name is Berta."):
+        list(chat.ask(text))
+    assert [fact.newer_text for fact in chat.facts()] == ["Actually, my name is Berta."] * 2 + [""]
 
 
 @pytest.mark.real
@@ -99,3 +151,18 @@ def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced(
     assert [fact.text for fact in chat.facts()] == told
     assert [fact.newer for fact in chat.facts()] == [8, None, None]
     assert [fact.newer for fact in chat.facts("Rome")] == [8]
+
+
+@pytest.mark.real
+def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None:
+    model, marked = load_model("smollm2"), dict[str, int]()
+    for kind, pairs in (("true", CORRECTIONS), ("unlike", UNLIKE)):
+        marked[kind] = 0
+        for older, newer in pairs:
+            chat = session(model, pin_instructions=False)
+            for text in (older, newer):
+                list(chat.read_user(text))
+                list(chat.read_reply("Okay."))
+            marked[kind] += chat.facts()[0].newer_text == newer
+    assert marked["true"] >= 8
+    assert marked["unlike"] == 0

@@ -13,7 +13,7 @@ from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, 
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
-from sirchat.chat.summary import make_summary
+from sirchat.chat.summary import left_out_of, make_summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 
@@ -161,3 +161,29 @@ def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(SettingError, match="would be pinned, but budget 192 allows only 96"):
         list(pin_summary(chat, "many words " * 40))
     assert state(chat) == before
+
+
+def test_what_is_left_of_a_sentence_with_erased_words_is_not_summed_up() -> None:
+    chat = session(babbler(), budget=512, max_new_tokens=4)
+    list(chat.ask("I am allergic to sesame seeds. My brother Quixbert bakes bread."))
+    chat.erase("sesame seeds")
+    assert "Quixbert" in make_summary(chat)
+    assert "allergic" not in make_summary(chat)
+
+
+def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> None:
+    chat = session(tiny(), budget=512, max_new_tokens=16)
+    for text in ("My cat is called Zebedee.", "What is my cat called?", "I live in a house."):
+        list(chat.ask(text))
+    assert "Zebedee" in make_summary(chat)
+    list(chat.ask("Actually, my cat is called Momo."))
+    text = make_summary(chat)
+    assert "Actually, my cat is called Momo." in text
+    assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
+    (notice,) = left_out_of(chat, text)
+    line = notice.text
+    assert '"My cat is called Zebedee." (corrected)' in line
+    for fact in chat.facts():
+        assert (fact.text in text) != (fact.text in line)
+    assert [one.text.count('"') for one in left_out_of(chat, "")] == [2 * len(chat.facts())]
+    assert not list(left_out_of(chat, " ".join(fact.text for fact in chat.facts())))

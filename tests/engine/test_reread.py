@@ -96,7 +96,7 @@ def test_a_lost_passage_can_be_pinned_and_the_chat_says_once_that_it_is_read_aga
     assert len(lost_of(chat)) > 40
     assert {rank.state for rank in chat.why("pelican")} == {"lost"}
     ranks = chat.ledger.column("surprisal").copy()
-    events = chat.pin("pelican", around=4)
+    events = chat.restore("pelican", around=4)
     assert len(notices(events)) == 1
     assert "read again from the text" in notices(events)[0]
     assert {rank.state for rank in chat.why("pelican")} == {"held"}
@@ -124,7 +124,7 @@ def test_recall_finds_what_is_lost_and_the_chat_says_once_that_it_is_read_again(
 def test_undo_takes_back_what_was_read_again() -> None:
     chat, never = (reopened(told()) for _ in range(2))
     list(chat.ask("Hello."))
-    chat.pin("pelican", around=4)
+    chat.restore("pelican", around=4)
     list(chat.ask("What do I keep?"))
     for _ in range(2):
         chat.undo()

@@ -141,6 +141,66 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert "bert" not in came
 
 
+@pytest.mark.parametrize("retriever", [*BY_WORDS, "cosine"])
+@pytest.mark.parametrize("when", ["at once", "later", "after a resume"])
+def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
+    retriever: str, when: str
+) -> None:
+    one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
+    tell(one, "Hello.", "I am allergic to sesame seeds. My brother Quixbert bakes bread.")
+    if when == "at once":
+        one.erase("sesame seeds")
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
+    if when != "at once":
+        one.erase("sesame seeds")
+    if when == "after a resume":
+        other = Session(one.model, one.profile)
+        other.load(one.save(), one.state, one.engine.store.copy_key_values())
+        one = other
+    text = "".join(row.text for row in one.tokens(recalled(one, "Allergic? Quixbert?").positions))
+    assert "allergic" not in text
+    assert "My brother Quixbert bakes bread." in text or retriever == "cosine"
+    assert not any("allergic" in turn.text for turn in one.recall.turns)
+
+
+def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_told() -> None:
+    one, asked = roomy(), "What is our zebra Quixbert called?"
+    tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
+    list(one.read_user(asked))
+    list(one.read_reply("The zebra Quixbert is called Humbert."))
+    one.turns[-1].finish = "stop"  # as if it had been generated
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
+    text = "".join(row.text for row in one.tokens(recalled(one, asked).positions))
+    assert TOLD in text
+    assert "Humbert" not in text
+    assert asked not in text
+
+
+@pytest.mark.parametrize(
+    ("erased", "stays"),
+    [
+        ("My uncle Zebedee keeps goats.", True),
+        ("My uncle Zebedee keeps goats", True),  # its mark is left
+        ("uncle Zebedee", True),
+        ("goats. My brother", False),  # of both sentences words are erased
+    ],
+)
+@pytest.mark.parametrize("retriever", BY_WORDS)
+def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, stays: bool) -> None:
+    one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
+    tell(one, "Hello.", "My uncle Zebedee keeps goats. My brother Quixbert bakes bread.")
+    one.erase(erased)
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
+    other = Session(one.model, one.profile)
+    other.load(one.save(), one.state, one.engine.store.copy_key_values())
+    for chat in (one, other):
+        events = list(chat.read_user("Which brother is Quixbert?"))
+        came = [one for one in events if isinstance(one, Recalled)]
+        text = "".join(row.text for one in came for row in chat.tokens(one.positions))
+        assert ("My brother Quixbert bakes bread." in text) == stays
+        assert not any(word in text for word in ("uncle", "keeps", "goats"))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from families import loaded
 from held_rows import contents, same
-from recall_rounds import as_if_at_zero, find, memory, say, some_ids, talked
+from recall_rounds import as_if_at_zero, find, memory, restore, say, some_ids, talked
 from session_files import columns
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
@@ -21,7 +21,6 @@ from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import restore
 
 RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise"]
 

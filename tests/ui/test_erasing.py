@@ -153,3 +153,19 @@ def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) ->
     assert shown.startswith("/forget is now called /erase\n")
     assert "would erase" in shown
     assert not {"forget", "forgotten"} & set(Commands.names())
+
+
+def test_branches_that_still_have_the_words_are_named_before_and_after(chat: Chat) -> None:
+    chat.do("/branch trip")
+    chat.say("Plums make none.")
+    chat.do("/branch end")
+    stays = "it stays in branches {}: /switch NAME, and /erase it there"
+    assert stays.format("trip") in do(chat, "/erase plums")
+    shown = do(chat, "/erase marmalade")
+    assert any(stays.format(names) in shown for names in ("trip, main", "main, trip"))
+    shown = do(chat, "/erase --yes")
+    assert any(stays.format(names) in shown for names in ("trip, main", "main, trip"))
+    chat.do("/switch main")
+    assert stays.format("trip") in do(chat, "/erase --yes turn 0")
+    chat.do("/switch trip")
+    assert "stays in" not in do(chat, "/erase --yes marmalade")

@@ -50,7 +50,7 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
     facts = [fact(CAT, 0), fact(GATE, 3), fact(NAME, 8), fact("I am Anna.", 8, newer=4)]
     _, *rows = lines(draw_memory(now, facts, NONE, 80), 80)
     assert [row.rstrip() for row in rows] == [
-        f'held, of what you told: "{NAME}"',
+        f'held, of what you told: "{NAME}", "I am Anna."',
         'held in part: "It … gate 12."',
         f'evicted, of what you told: "{CAT}"',
         f'recalled for the last reply alone: you: "{CAT}"',

@@ -1,11 +1,16 @@
-"""`/recall yesterday`: what the user said then is shown, restored and pinned."""
+"""`/recall yesterday`, `/recall WORDS`: shown and restored for the next message, never pinned."""
 
 from __future__ import annotations
 
 import time
 
+import numpy as np
+import pytest
+
 from chatting import tiny
 from saved_chats import Chat, refusal
+from sirchat.memory.ledger import Flag, State
+from sirchat.ui.status import describe_recalled
 
 DAY = 86_400
 
@@ -20,24 +25,55 @@ def chat_of_days(*said: tuple[int, str]) -> Chat:
     return chat
 
 
-def pinned(chat: Chat) -> str:
-    rows = chat.session.tokens(chat.session.ledger.pinned_positions.tolist())
-    return "".join(row.text for row in rows)
+def held(chat: Chat) -> str:
+    """The text that is held, by the ledger; nothing of it is pinned."""
+    ledger = chat.session.ledger
+    assert not (ledger.column("flags") & Flag.PINNED).any()
+    at = np.flatnonzero(ledger.column("state") == State.HELD)
+    return "".join(row.text for row in chat.session.tokens(at.tolist()))
 
 
-def test_what_was_said_at_a_time_is_restored_and_pinned() -> None:
+def test_what_was_said_at_a_time_is_restored_for_the_next_message() -> None:
     talk = [(0, "Tell me a joke, please, and another one, and a third one.")] * 4
     chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), *talk)
     assert "yesterday: I live in Rome." in chat.do("/recall yesterday")
-    assert pinned(chat) == "I live in Rome."
+    assert "I live in Rome." in held(chat)
     chat.do("/recall 3 days ago")
-    assert pinned(chat) == "My name is Anna.I live in Rome."
+    assert "My name is Anna." in held(chat)
+    assert "I live in Rome." in held(chat)
+    chat.say("What is my name?")
+    assert "Anna" in chat.session.turns[-1].text
+    assert "My name is Anna." not in held(chat)
     assert "you said nothing at this time: last month" in refusal(chat, "/recall last month")
 
 
 def test_first_and_last_mean_places_and_words_stay_words() -> None:
     chat = chat_of_days((0, "My name is Anna."), (0, "I met her yesterday."))
-    chat.do("/recall first")
-    assert pinned(chat) == "My name is Anna."
-    chat.do('/recall "yesterday"')
-    assert "yesterday" in pinned(chat)
+    assert "restored for your next message: “My name is Anna.”" in chat.do("/recall first")
+    shown = chat.do('/recall "yesterday"')
+    assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
+
+
+@pytest.mark.parametrize("recall", ["off", "words"])
+def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(recall: str) -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
+    assert "Luna" in chat.session.turns[1].text
+    assert "Luna" not in held(chat)
+    chat.session.switch("/recall", recall=recall)
+    before = chat.session.ledger.held_positions.tolist()
+    shown = " ".join(chat.do('/recall "Luna"').split())
+    assert held(chat).count("Luna") == 1
+    now = chat.session.ledger.held_positions.tolist()
+    came, aside = (len(set(one) - set(other)) for one, other in ((now, before), (before, now)))
+    assert f"“My cat is called Luna.” 6 tokens, {came} of them were evicted; " in shown
+    assert (f"; {aside} others step aside until it is answered; " in shown) == (aside > 0)
+    for _ in "ab":  # another reply is given from the same memory
+        chat.say("What is my cat called?")
+        assert "Luna" in chat.session.turns[-1].text
+        line = describe_recalled(chat.session.recall, chat.session.seen)
+        assert line.startswith(f"recalled {came} tokens")
+        assert "Luna" in chat.do("/recall")
+        chat.session.undo()
+    chat.say("Hello!", "Tell me a joke.")
+    assert "Luna" not in held(chat)
