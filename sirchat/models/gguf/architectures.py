@@ -132,8 +132,8 @@ class Architecture:
     optional: Mapping[str, str] = field(default_factory=dict)
     # Those of them that may be 0.
     may_be_0: tuple[str, ...] = ()
-    # Header keys whose value is one of a few: config value (empty if none) and the supported ones.
-    choices: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    # Header keys whose value must be one of a few.
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Config values that are one header value divided by another.
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Tensors that have numbers for the config instead of weights.
@@ -194,7 +194,7 @@ _QWEN35 = Architecture(
         "ssm.time_step_rank": "linear_num_value_heads",
     },
     ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
-    choices={"ssm.v_head_reordered": ("", (True,))},
+    choices={"ssm.v_head_reordered": (True,)},
     ignored=("rope.dimension_sections", "ssm.inner_size"),
     needed=("ssm.inner_size", "rope.dimension_count"),
     changes=_PLUS_ONE
@@ -339,7 +339,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        choices={"rope.scaling.finetuned": ("", (True,))},  # without, nothing rotates
+        choices={"rope.scaling.finetuned": (True,)},  # without, nothing rotates
         changes=_PAIRS,
     ),
     "qwen3moe": Architecture(

@@ -160,11 +160,9 @@ def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> No
     no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED}
     for key, value in file.settings.items():
         if key in known.choices:
-            name, allowed = known.choices[key]
+            allowed = known.choices[key]
             is_one = value in allowed and type(value) is type(allowed[0])
             file.require(is_one, key, " or ".join(map(str, allowed)))
-            if name:
-                values[name] = value
         elif key == "attention.head_count_kv" and known.state_kind:
             is_list = isinstance(value, list) and len(value) == layers and any(value)
             file.require(is_list and all(map(is_count, value)), key, "a number for each layer")
