@@ -21,7 +21,6 @@ from sirchat.ui.text import displayable_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sirchat.models.device_map import Layout
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
@@ -107,17 +106,6 @@ def models_fit(
             autocompletion=complete_model,
         ),
     ],
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES",
-            help="Show how the model would lie on GPUs of these sizes, such as 2x24GB or 24GB,8GB.",
-        ),
-    ] = None,
-    balanced: Annotated[
-        bool, typer.Option("--balanced", help="With --devices: give all of them equally much.")
-    ] = False,
-    budget: Budget = None,
     json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -125,19 +113,12 @@ def models_fit(
 
     Only headers and config files are read. The first row is for your settings, the others for other
     settings. The largest budget is what the free memory has room for, after the weights and
-    500 MB for the program itself, and no more than the model's context. With --devices, it shows
-    the layers, weights and KV cache of each GPU instead; the exit code is 1 if not all fit.
+    500 MB for the program itself, and no more than the model's context.
     """
     from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
 
-    if devices is not None:
-        _fit_devices(name, devices, budget, balanced=balanced, json=json)
-        return
-    if balanced or budget:
-        given = "--balanced" if balanced else "--budget"
-        raise UsageError(f"{given} has no effect without --devices", hint="such as 2x24GB")
     fit = fit_of(find_model(name), _profile(None), free_memory())
     if not json:
         from sirchat.ui.lists import print_fit
@@ -276,47 +257,6 @@ def models_prepared(
     _say(
         f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
     )
-
-
-def _fit_devices(
-    name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
-) -> None:
-    """Print how the layers would be spread over GPUs; the exit code is 1 if they don't fit."""
-    from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
-    from sirchat.models.device_map import layout_of, parse_devices
-    from sirchat.models.listing import find_model
-
-    sizes, model, profile = parse_devices(devices), find_model(name), _profile(budget)
-    context = model.shape.context_length if model.shape is not None else None
-    rows = most_rows(profile, model.name, context or MOST_BUDGET)
-    layout = layout_of(model, profile, sizes, rows, balanced=balanced)
-    if json:
-        _print_json(_layout_data(layout))
-    else:
-        from sirchat.ui.lists import print_layout
-
-        print_layout(model.name, layout, _console())
-    if not layout.fits:
-        raise typer.Exit(1)
-
-
-def _layout_data(layout: "Layout") -> dict[str, object]:
-    return {
-        "budget": layout.budget,
-        "precision": layout.precision,
-        "fits": layout.fits,
-        "devices": [
-            {
-                "bytes": size,
-                "parts": [part.name for part in parts],
-                "weights_bytes": sum(part.weights for part in parts),
-                "kv_cache_bytes": sum(part.cache for part in parts),
-            }
-            for size, parts in layout.devices
-        ],
-        "left": [part.name for part in layout.left],
-        "left_bytes": sum(part.size for part in layout.left),
-    }
 
 
 def _choice_data(choice: "Choice") -> dict[str, object]:

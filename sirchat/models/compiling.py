@@ -188,7 +188,7 @@ def _use_library(model: LoadedModel, progress: Progress | None, patience: float 
         set_matmul_method(model.module, how._replace(own=own_rows()))
     try:
         if isinstance(step, DecodeStep) and step.native is None:
-            step.native = NativeStep(library, step.graph, model.module)
+            step.native = NativeStep(library, step.module, step.dtype, step.wanted)
     except ValueError as error:
         return f"the decode step has {error}"
     return ""

@@ -141,6 +141,14 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of x [..., K] with the weights, and the bias."""
+        is_one = x.numel() == self.in_features and x.dtype == torch.bfloat16
+        if not is_one or not x.is_cpu or torch.is_grad_enabled():
+            return super().forward(x)
+        y = torch.mv(self.weight, x.flatten())  # in two thirds of the time
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
 
 class Embedding(nn.Embedding):
     """An embedding layer without weights, like `Linear`."""
@@ -243,6 +251,10 @@ class _Attention(nn.Module):
             layer = reading.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
         of_queries = keys, values
+        if queries.shape[2] == 1 and reading.dtype.itemsize == 2:
+            # Query heads that share a key head are faster as rows of one query: bfloat16 takes a
+            # fifth of the time, float16 half.
+            queries = queries.view(1, keys.shape[1], -1, self.head_dim)
         if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
             of_queries = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -250,13 +262,14 @@ class _Attention(nn.Module):
             queries,
             *of_queries,
             attn_mask=mask,
-            is_causal=mask is None and queries.shape[2] > 1,
+            is_causal=mask is None and h.shape[1] > 1,
             scale=self.scaling,
             enable_gqa=queries.shape[1] > of_queries[0].shape[1],
-        )  # [1, H_q, m, D]
+        )  # [1, H_q, m, D], or [1, H, H_q / H, D]
+        attended = attended.reshape(1, -1, h.shape[1], self.head_dim)
         if OBSERVERS.get():
             options = {"scaling": self.scaling}
-            exact = queries.float(), keys.float()
+            exact = queries.view_as(attended).float(), keys.float()
             report_attention(AttentionCall(self.layer_idx, *exact, mask, options, None))
         added: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
         return added

@@ -1,15 +1,14 @@
 """Spreads a model over several devices: which part lies where, and loading it there.
 
-Layers stay in order, so that a pass goes from each device to the next only once. A layer on disk is
-read to the first device for each pass; its keys and values stay on the first device.
+accelerate places layers in order, so that a pass goes from each device to the next only once. A
+layer on disk is read to the first device for each pass; its keys and values stay there.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sirchat.config.profile import Profile, parse_size
 from sirchat.config.values import parse_yaml
-from sirchat.errors import ModelError, UsageError, format_value, nearest
+from sirchat.errors import ModelError, format_value, nearest
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.models.devices import (
@@ -36,11 +34,11 @@ from sirchat.models.devices import (
     is_within,
     pick_dtype,
 )
-from sirchat.models.fit import PROGRAM, weights_by_part
+from sirchat.models.fit import PROGRAM
 from sirchat.models.hidden_states import decoder_layers
-from sirchat.models.listing import FoundModel, find_model
+from sirchat.models.listing import find_model
 from sirchat.models.progress import no_logs
-from sirchat.models.shape import cache_bytes, free_memory, precision
+from sirchat.models.shape import free_memory
 from sirchat.paths import archives_dir
 
 GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
@@ -48,114 +46,6 @@ GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and r
 _PLANS = ("auto", "balanced")
 _MOST_BYTES = 1_000_000  # most bytes of a file with a device map
 _UNLIMITED = 1 << 60  # bytes of main memory where the system does not say what is free
-_DEVICES = re.compile(r"(?:(\d{1,3})x)?(.+)", re.IGNORECASE)
-_MOST_DEVICES = 1024
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """A part of a model that is never split, such as a layer: bytes of its weights and its cache.
-
-    `cache` are the part's keys and values in a full KV cache.
-    """
-
-    name: str
-    weights: int
-    cache: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of weights and cache together."""
-        return self.weights + self.cache
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the parts of a model would lie on several GPUs.
-
-    Attributes:
-        budget: number of tokens in the full KV cache.
-        precision: the form of the weights in memory, such as `bfloat16`.
-        devices: for each GPU, its memory in bytes, and the parts of the model on it, in order.
-        left: the parts that do not fit on the GPUs.
-        knows_cache: whether the size of the KV cache is known; if not, it counts as 0 bytes.
-    """
-
-    budget: int
-    precision: str
-    devices: tuple[tuple[int, tuple[ModelPart, ...]], ...]
-    left: tuple[ModelPart, ...]
-    knows_cache: bool
-
-    @property
-    def fits(self) -> bool:
-        """Whether all parts of the model fit on the GPUs."""
-        return not self.left
-
-
-def parse_devices(text: str) -> list[int]:
-    """Read the memory of each GPU, in bytes, from a text such as `2x24GB` or `24GB,8GB`.
-
-    Raises UsageError for any other text.
-    """
-    sizes = list[int]()
-    for device in text.split(","):
-        match = _DEVICES.fullmatch(device.strip())
-        size = parse_size(match[2]) if match else None
-        count = int(match[1] or 1) if match else 0
-        if size is None or not 0 < count <= _MOST_DEVICES - len(sizes):
-            raise UsageError(
-                f"--devices {format_value(text)} is not a list of devices",
-                hint="give their memory, such as 2x24GB or 24GB,8GB",
-            )
-        sizes += [size] * count
-    return sizes
-
-
-def layout_of(
-    found: FoundModel, profile: Profile, devices: Sequence[int], budget: int, *, balanced: bool
-) -> Layout:
-    """Compute from a model's files which parts would lie on which GPU, with a full KV cache.
-
-    `devices` is the memory of each GPU, in bytes. Raises ModelError if the files can't be read.
-    """
-    _require_accelerate()
-    profile = profile.model_copy(update={"device": "cuda", "quantize": "none"})
-    sizes, shape = weights_by_part(found, profile)
-    row, elements = cache_bytes(shape, profile, budget) or 0, shape.layer_elements or ()
-    caches = {str(n): row * count // max(1, sum(elements)) for n, count in enumerate(elements)}
-    parts = [ModelPart(name, size, caches.get(name, 0)) for name, size in sizes.items()]
-    rooms = [size - GPU_RESERVE for size in devices]
-    placed = place_parts(parts, dict(enumerate(rooms)), balanced=balanced)
-    on_devices = tuple(
-        (size, tuple(part for part in parts if placed[part.name] == number))
-        for number, size in enumerate(devices)
-    )
-    left = tuple(part for part in parts if placed[part.name] == DISK)
-    knows = shape.layer_elements is not None
-    return Layout(budget, precision(shape, profile), on_devices, left, knows)
-
-
-def place_parts(
-    parts: Sequence[ModelPart], rooms: dict[int | str, int], *, balanced: bool = False
-) -> dict[str, int | str]:
-    """Lay parts out in order, as accelerate does: each place is filled before the next is used.
-
-    `rooms` has the free bytes of each GPU, by number, and of `cpu`. Returns the place of each part,
-    by its name: `disk` for what finds no room. If `balanced`, the GPUs get about equally much.
-    """
-    from accelerate.utils import get_balanced_memory, infer_auto_device_map
-
-    outline = nn.Module()
-    for number, part in enumerate(parts):
-        outline.add_module(str(number), _SizedPart(part.size))
-    memory = {place: max(0, room) for place, room in rooms.items()}
-    unsplit = [_SizedPart.__name__]
-    with no_logs():  # of GPUs that this machine does not have
-        if balanced:
-            memory = get_balanced_memory(outline, memory, unsplit)
-        placed = infer_auto_device_map(outline, memory, unsplit, clean_result=False)
-    return {part.name: placed[str(number)] for number, part in enumerate(parts)}
 
 
 def read_device_map(setting: str) -> str | dict[str, Where]:
@@ -271,16 +161,14 @@ class Spread:
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
         parts = [part for part in _parts_of(module, layers) if part != head]
-        if isinstance(self.said, str):
-            placement = self._placement_by_plan(module, parts, layers)
-        else:
-            placement = self._placement_by_names(self.said, list(names.values()), parts, layers)
+        said = self._planned(module, parts, layers) if isinstance(self.said, str) else self.said
+        placement = self._placement_by_names(said, list(names.values()), parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
     def _placement_by_names(
-        self, said: dict[str, Where], known: list[str], parts: list[str], layers: list[str]
+        self, said: Placement, known: list[str], parts: list[str], layers: list[str]
     ) -> Placement:
         for name in said:
             if name not in known:
@@ -302,36 +190,46 @@ class Spread:
             placement[part] = said[longest]
         return placement
 
-    def _placement_by_plan(
-        self, module: nn.Module, names: list[str], layers: list[str]
-    ) -> Placement:
-        caches, parts = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
-        for name in names:
-            weights = sum(tensor.nbytes for tensor in module.get_submodule(name).parameters())
-            if weights:  # the frequencies of a rotation have none
-                parts.append(ModelPart(name, weights, caches.get(name, 0)))
+    def _planned(self, module: Any, parts: list[str], layers: list[str]) -> Placement:
+        """Where accelerate lays the parts, by the plan `auto` or `balanced`."""
+        from accelerate.utils import get_balanced_memory, infer_auto_device_map
+
         places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in accelerators()}
-        rooms = {place: free_bytes(gpu) - GPU_RESERVE for place, gpu in places.items()}
+        rooms = {place: max(0, free_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
         free = free_memory()
-        rooms[CPU] = _UNLIMITED if free is None else free - PROGRAM
-        first, kept = next(iter(rooms)), 0
-        while True:  # the first place also has keys and values of the layers on disk
-            placed = place_parts(
-                parts, rooms | {first: rooms[first] - kept}, balanced=self.said == "balanced"
-            )
-            stored = [part for part in parts if placed[part.name] == DISK]
-            needed = sum(part.cache for part in stored)
-            if stored and rooms[first] < needed + max(part.weights for part in stored):
-                raise ModelError(
-                    f"{self.model} does not fit, not even with its layers on disk",
-                    hint="choose a smaller budget or model",
-                )
-            if needed <= kept:
-                break
-            kept = needed
+        rooms[CPU] = _UNLIMITED if free is None else max(0, free - PROGRAM)
         where: dict[int | str, Where] = {**places, CPU: CPU, DISK: DISK}
-        beside = placed[parts[0].name]  # for what has no weights
-        return {name: where[placed.get(name, beside)] for name in names}
+        caches, first = dict(zip(layers, self.caches, strict=False)), next(iter(rooms))
+        sizes = {
+            name: sum(one.nbytes for one in module.get_submodule(name).parameters())
+            for name in parts
+        }
+        owners = [module.get_submodule(name) for name in caches]
+        unsplit = [type(module.get_submodule(name)).__name__ for name in parts]
+        for owner, size in zip(owners, caches.values(), strict=True):  # counts as a weight
+            rows = torch.empty(size, dtype=torch.uint8, device="meta")
+            owner.rows = nn.Parameter(rows, requires_grad=False)
+        try:
+            # The first place has keys and values of the layers on disk, too.
+            for kept in (0, sum(self.caches)):
+                memory = rooms | {first: max(0, rooms[first] - kept)}
+                with no_logs():  # of GPUs that this machine does not have
+                    if self.said == "balanced":
+                        memory = get_balanced_memory(module, memory, unsplit)
+                    placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
+                stored = [name for name in parts if placed.get(name) == DISK]
+                needed = sum(caches.get(name, 0) for name in stored)
+                if stored and rooms[first] < needed + max(sizes[name] for name in stored):
+                    raise ModelError(
+                        f"{self.model} does not fit, not even with its layers on disk",
+                        hint="choose a smaller budget or model",
+                    )
+                if needed <= kept:
+                    break
+        finally:
+            for owner in owners:
+                del owner.rows
+        return {name: where[place] for name, place in placed.items()}
 
     def _offload_folder(self, placement: Placement) -> str | None:
         return str(self._folder.path) if DISK in placement.values() else None
@@ -343,15 +241,6 @@ class Spread:
         folder.make()
         free_large_blocks_at_once()
         return folder
-
-
-class _SizedPart(nn.Module):
-    """Stands for a part of a model, in a plan: has so many bytes, and no memory."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        content = torch.empty(size, dtype=torch.uint8, device="meta")
-        self.content = nn.Parameter(content, requires_grad=False)
 
 
 def _require_accelerate() -> None:

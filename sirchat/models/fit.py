@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -106,24 +105,6 @@ def recommended(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
     models: list[dict[str, Any]] = yaml.safe_load(path.read_text("utf-8"))
     quick = [model for model in models if not (on_cpu and model["slow_on_cpu"])]
     return next((one for one in reversed(quick) if one["memory"] <= (free or 0)), models[0])
-
-
-def weights_by_part(found: FoundModel, profile: Profile) -> tuple[dict[str, int], ModelShape]:
-    """Bytes of the weights of each part, in order: `embeddings`, layers by number, `output`.
-
-    Raises ModelError if the model's files can't be read.
-    """
-    stored, shape = _files_of(found)
-    form, outer, layers = _form_of(shape, profile), Counter[str](), Counter[int]()
-    for tensor in stored.tensors:
-        size = _tensor_bytes(tensor, stored, form)
-        if layer := _LAYER.search(tensor.name):
-            layers[int(layer[1])] += size
-        else:
-            outer["embeddings" if tensor.is_table else "output"] += size
-    inner = {str(number): layers[number] for number in sorted(layers)}
-    sizes = {"embeddings": outer["embeddings"], **inner, "output": outer["output"]}
-    return {name: size for name, size in sizes.items() if size}, shape
 
 
 def _files_of(found: FoundModel) -> tuple[StoredWeights, ModelShape]:

@@ -1,6 +1,6 @@
 """The decode step of `step.cpp`: describes a model to it once, and lets it read tokens.
 
-What it can't read, `decode_step.py` reads by torch's operations.
+What it can't read, the model itself reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
@@ -86,22 +86,25 @@ class _Token(ctypes.Structure):
 class NativeStep:
     """Reads one token in each of a few conversations by the library of `step.cpp`.
 
-    `graph` is the `StepGraph` of a module. Any thread may call it, one at a time. Raises ValueError
-    if the library can't compute such a model.
+    `dtype` is the cache's number type; `wanted` are the layers, counted from 1, whose hidden states
+    are returned. Any thread may call it, one at a time. Raises ValueError if the library can't
+    compute such a model.
     """
 
-    def __init__(self, library: ctypes.CDLL, graph: Any, module: Any) -> None:
-        first = graph.layers[0]
-        self._kept: list[object] = [graph]  # what the description has addresses of
+    def __init__(
+        self, library: ctypes.CDLL, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()
+    ) -> None:
+        self._kept = list[object]()  # what the description has addresses of
         self._embeddings, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
-        self._dtype, self._number_type, self._size = first.dtype, module.dtype, first.size
+        self._dtype, self._number_type = dtype, module.dtype
+        self._size: int = module.model.layers[0].self_attn.head_dim
         self._at_once = _AT_ONCE
         if getattr(self._rotary, "rope_type", "") in LENGTH_DEPENDENT:
             self._at_once = 1  # later positions would change the frequencies
         self._turns = dict[int, tuple[int, int, Tensor]]()
-        model = self._described(graph)
+        model = self._described(module, wanted)
         self.vocab_size, self._ids = _rows(model.head), model.embeddings.n
-        self._states, self._keys = len(graph.wanted) * model.size, model.keys
+        self._states, self._keys = len(wanted) * model.size, model.keys
         new, end = library.sirchat_new_step, library.sirchat_end_step
         new.restype, new.argtypes = ctypes.c_void_p, [ctypes.POINTER(_Model)]
         end.restype, end.argtypes = None, [ctypes.c_void_p]
@@ -155,63 +158,76 @@ class NativeStep:
         found = self._turns[block] = both.data_ptr(), both.data_ptr() + size, both
         return found
 
-    def _described(self, graph: Any) -> _Model:
-        first, embeddings = graph.layers[0], self._embeddings
-        layers = (_Layer * len(graph.layers))()
-        for at, (about, layer) in enumerate(zip(layers, graph.layers, strict=True)):
-            self._describe(about, layer, first)
-            about.is_wanted = at + 1 in graph.wanted
-        keys = (first.queries_keys_values.rows // first.size - first.heads) // 2
-        if first.size % _LANES or self._turned(0)[2].shape[-1] != first.size:
-            raise ValueError(f"heads of {first.size} numbers, or some of them not rotated")
-        is_packed = isinstance(graph.head, Int8Head)
-        head = [graph.head] if is_packed else graph.head.parts
-        bias = graph.head.bias
-        self._kept.append(layers)
+    @torch.no_grad()
+    def _described(self, module: Any, wanted: Sequence[int]) -> _Model:
+        described, layers = (_Layer * len(module.model.layers))(), module.model.layers
+        attention, network, head = (
+            layers[0].self_attn,
+            layers[0].mlp,
+            module.get_output_embeddings(),
+        )
+        for at, (about, layer) in enumerate(zip(described, layers, strict=True), 1):
+            if _sizes(layer) != _sizes(layers[0]):
+                raise ValueError("layers of other sizes")
+            self._describe(about, layer)
+            about.is_wanted = at in wanted
+        if self._size % _LANES or self._turned(0)[2].shape[-1] != self._size:
+            raise ValueError(f"heads of {self._size} numbers, or some of them not rotated")
+        self._kept.append(described)
+        heads = (one.out_features // self._size for one in (attention.q_proj, attention.k_proj))
         return _Model(
-            len(graph.norm.weight),
-            first.down.parts[0].in_features,
-            *(first.heads, keys, first.size, len(layers), len(graph.wanted)),
-            *(_KINDS[first.dtype], first.has_gelu),
+            len(module.model.norm.weight),
+            network.down_proj.in_features,
+            *(*heads, self._size, len(layers), len(wanted)),
+            *(_KINDS[self._dtype], getattr(network, "has_gelu", False)),
             self._number_type == torch.bfloat16,
-            _LIKELIEST if is_packed else 0,
-            first.scale,
+            _LIKELIEST if isinstance(head, Int8Head) else 0,
+            attention.scaling,
             self._embedding_scale(),
-            self._table(embeddings),
-            self._norm(graph.norm),
-            self._product(head, bias),
-            layers,
+            self._table(self._embeddings),
+            self._norm(module.model.norm),
+            self._product(head),
+            described,
         )
 
-    def _describe(self, about: _Layer, layer: Any, first: Any) -> None:
-        if _sizes(layer) != _sizes(first):
-            raise ValueError("layers of other sizes")
-        about.attention = self._norm(layer.attention_norm)
-        about.network = self._norm(layer.network_norm)
-        if layer.has_more_norms:
-            about.added, about.last = self._norm(layer.added_norm), self._norm(layer.last_norm)
-        if layer.head_scales is not None:
-            about.heads = _Norm(self._address(layer.head_scales), layer.epsilon)
-        for name in ("queries_keys_values", "output", "gate_up", "down"):
-            product = getattr(layer, name)
-            setattr(about, name, self._product(product.parts, product.bias))
-        about.turn = layer.turn
-        about.window = sys.maxsize if layer.window is None else layer.window
+    def _describe(self, about: _Layer, layer: Any) -> None:
+        attention, network = layer.self_attn, layer.mlp
+        about.attention = self._norm(layer.input_layernorm)
+        about.network = self._norm(layer.post_attention_layernorm)
+        if getattr(layer, "has_more_norms", False):
+            about.added, about.last = about.network, self._norm(layer.post_feedforward_layernorm)
+            about.network = self._norm(layer.pre_feedforward_layernorm)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        if (norm := getattr(attention, "q_norm", None)) is not None:
+            # of each query and key head, [H_q + H, D], as Qwen 3 and Gemma 3 have them
+            each = zip((norm, attention.k_norm), projections, strict=False)
+            scales = [_scale(one).repeat(of.out_features // self._size) for one, of in each]
+            about.heads = _Norm(self._address(torch.cat(scales)), norm.variance_epsilon)
+        about.queries_keys_values = self._product(*projections)
+        about.output = self._product(attention.o_proj)
+        about.gate_up = self._product(network.gate_proj, network.up_proj)
+        about.down = self._product(network.down_proj)
+        about.turn, window = getattr(attention, "turn", 0), getattr(attention, "window", None)
+        about.window = sys.maxsize if window is None else window
 
     def _norm(self, norm: Any) -> _Norm:
-        return _Norm(self._address(norm.weight), norm.epsilon)
+        return _Norm(self._address(_scale(norm)), norm.variance_epsilon)
 
-    def _product(self, parts: Sequence[Any], bias: Tensor | None) -> _Product:
+    def _product(self, *layers: Any) -> _Product:
+        joined = getattr(layers[0], "joined", None)
+        parts = layers if joined is None else joined
         described = (_Matrix * 3)(*map(self._matrix, parts))
-        if bias is not None:
-            bias = bias.detach().float()
-            if len(bias) != sum(part.out_features for part in parts):
-                raise ValueError("a bias of some of the rows")
-        return _Product(len(parts), described, None if bias is None else self._address(bias))
+        biases = [layer.bias.float() for layer in layers if layer.bias is not None]
+        if biases and len(biases) < len(layers):
+            raise ValueError("a bias of some of the rows")
+        bias = self._address(torch.cat(biases)) if biases else None
+        return _Product(len(parts), described, bias)
 
     def _matrix(self, layer: Any) -> _Matrix:
         shape = layer.out_features, layer.in_features
         if not isinstance(layer, PackedLinear):
+            if not isinstance(layer, nn.Linear):
+                raise ValueError(f"a {type(layer).__name__}")
             if layer.out_features < 4 or layer.weight.dtype not in _OF_WEIGHTS:
                 raise ValueError(f"weights {list(shape)} of {layer.weight.dtype}")
             return _Matrix(_KINDS[layer.weight.dtype], *shape, self._address(layer.weight), None)
@@ -248,7 +264,13 @@ def _rows(product: _Product) -> int:
     return sum(product.parts[at].n for at in range(product.count))
 
 
+def _scale(norm: Any) -> Tensor:
+    scale: Tensor = norm.weight.float() + getattr(norm, "added", 0.0)
+    return scale
+
+
 def _sizes(layer: Any) -> tuple[float, ...]:
     """What all layers of a model must have alike."""
-    rows, inner = layer.queries_keys_values.rows, layer.down.parts[0].in_features
-    return layer.size, layer.heads, layer.scale, rows, inner
+    one, inner = layer.self_attn, layer.mlp.down_proj.in_features
+    rows = one.q_proj.out_features, one.k_proj.out_features
+    return one.head_dim, one.scaling, *rows, inner

@@ -316,12 +316,6 @@ class Int8Head(Int8Linear):
     def _shared(self) -> None:
         """Nothing is shared: the head reads few tokens."""
 
-    def logits_of_state(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [V] from one hidden state [K]."""
-        row = x[None]
-        y = self.multiply_few(row).float()
-        return self._refine_logits(y if self.bias is None else y + self.bias, row)[0]
-
     def logits_of_states(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
         y = self.multiply_few(x).float()

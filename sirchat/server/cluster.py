@@ -1,6 +1,6 @@
 """Runs several servers, called replicas, with Ray Serve, on one machine or on many.
 
-A hash of a conversation's beginning selects its replica, so that all its requests go there. A
+A hash of a conversation's name or beginning selects its replica: all its requests go there. A
 replica that died is started again, and finds its conversations in a folder that all machines share.
 """
 
@@ -30,6 +30,7 @@ from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
 from sirchat.server.app import Limits, open_server
 from sirchat.server.fields import RequestError
+from sirchat.server.requests import LONGEST_NAME
 
 _SESSIONS = "/v1/sirchat/sessions"
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
@@ -118,7 +119,8 @@ class Router:
                 return await self._overview(request)
             if path.startswith(_SESSIONS) or given.get("previous_response_id") is not None:
                 return await self._ask_each_until_found(request, body)
-            number = replica_of(conversation_key(given), len(self._replicas))
+            name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
+            number = replica_of(conversation_key(given, name), len(self._replicas))
             return await self._forward(number, request, body)
         except RequestError as error:
             return await show_error(request, error)
@@ -171,11 +173,17 @@ class Router:
         return response
 
 
-def conversation_key(given: Mapping[str, Any]) -> bytes:
-    """Hash (SHA-256) how a conversation begins: the system prompt and the first user message.
+def conversation_key(given: Mapping[str, Any], name: str = "") -> bytes:
+    """Hash (SHA-256) a conversation's name, or else its system prompt and first user message.
 
-    `given` is the JSON of a request, in the shape of any of the server's APIs.
+    `given` is the JSON of a request, in the shape of any of the server's APIs; `name` is the
+    header's, which what the JSON says comes before.
     """
+    own, memory = given.get("conversation"), given.get("sirchat")
+    own = own.get("id") if isinstance(own, dict) else own
+    name = own or (memory.get("conversation") if isinstance(memory, dict) else None) or name
+    if name:
+        return sha256(json.dumps({"conversation": name}).encode()).digest()
     messages = given.get("messages", given.get("input", given.get("prompt")))
     said = [given.get("instructions")]
     if not isinstance(messages, list):

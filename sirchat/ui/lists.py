@@ -21,7 +21,6 @@ from sirchat.ui.text import class_help, counted, displayable, displayable_line, 
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
-    from sirchat.models.device_map import Layout, ModelPart
     from sirchat.models.devices import DeviceMemory
     from sirchat.models.fit import Choice, ModelFit
     from sirchat.models.listing import FoundModel
@@ -225,30 +224,6 @@ def print_fit(fit: ModelFit, console: Console) -> None:
         _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
 
 
-def print_layout(name: str, layout: Layout, console: Console) -> None:
-    """Print which layers of a model each of several GPUs would hold, and whether the model fits."""
-    from sirchat.models.device_map import GPU_RESERVE
-
-    head = f"{name}: {layout.precision}, KV cache for {layout.budget:,} tokens"
-    _print(console, displayable_line(head), "bold")
-    _print(console, f"{in_bytes(GPU_RESERVE)} of each device stay free")
-    _print(console, "")
-    rows = [("device", "memory", "layers", "weights", "KV cache", "room left")]
-    for at, (size, parts) in enumerate(layout.devices):
-        rest = size - GPU_RESERVE - sum(part.size for part in parts)
-        rows.append((f"cuda:{at}", in_bytes(size), *_held(parts, layout), in_bytes(max(0, rest))))
-    if layout.left:
-        rows.append(("elsewhere", "", *_held(layout.left, layout), ""))
-    _print_table(console, rows)
-    _print(console, "")
-    if layout.fits:
-        _print(console, "it fits")
-    else:
-        over = in_bytes(sum(part.size for part in layout.left))
-        _print(console, f"it does not fit: {over} are left; --device-map auto puts these into main")
-        _print(console, "memory, and on disk what does not fit into it")
-
-
 def memory_in_words(held: Iterable[DeviceMemory]) -> str:
     """One line about what each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`."""
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
@@ -286,17 +261,6 @@ def _model_cells(model: ListedModel) -> list[str]:
         _largest(model.largest),
     )
     return [displayable_line(cell) for cell in cells]
-
-
-def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
-    """The layers of these parts, such as `0-15`, their bytes of weights, and of KV cache."""
-    names = [part.name for part in parts]
-    numbers = [name for name in names if name.isdigit()]
-    layers = "-".join(dict.fromkeys([*numbers[:1], *numbers[-1:]]))
-    first, last = ["embeddings"] * ("embeddings" in names), ["output"] * ("output" in names)
-    cache = in_bytes(sum(part.cache for part in parts)) if layout.knows_cache else "?"
-    named = ", ".join([*first, *[layers] * bool(layers), *last])
-    return named or "none", in_bytes(sum(part.weights for part in parts)), cache
 
 
 def _setting(choice: Choice) -> str:

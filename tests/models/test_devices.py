@@ -28,7 +28,6 @@ from gguf_file import write_gguf
 from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.device_map import ModelPart, place_parts
 from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
@@ -398,26 +397,6 @@ def test_a_map_is_yaml_or_json_without_tags_and_aliases(folder: Path, tmp_path: 
     for other in others:
         with pytest.raises(SirchatError, match="can't be used with a device map"):
             load_model(str(folder), device_map="auto", **other)
-
-
-PARTS = [ModelPart("in", 30), *(ModelPart(str(at), 20, 5) for at in range(4)), ModelPart("out", 30)]
-
-
-@pytest.mark.parametrize(
-    ("rooms", "balanced", "places"),
-    [
-        ({0: 160}, False, [0] * 6),  # it just fits
-        ({0: 110, 1: 110}, False, [0, 0, 0, 1, 1, 1]),  # a layer could go through the first GPU
-        ({0: 1000, 1: 1000}, True, [0, 0, 0, 1, 1, 1]),
-        ({0: 54, "cpu": 1000}, False, ["cpu"] * 6),
-        ({"cpu": 110}, False, ["cpu", "cpu", "cpu", DISK, DISK, DISK]),
-        ({0: -1}, False, [DISK] * 6),
-    ],
-)
-def test_parts_are_laid_out_in_order(
-    rooms: dict[int | str, int], balanced: bool, places: list[object]
-) -> None:
-    assert list(place_parts(PARTS, rooms, balanced=balanced).values()) == places
 
 
 def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(

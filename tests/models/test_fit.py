@@ -16,8 +16,7 @@ from chatting import tiny
 from command import run
 from families import build
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError, UsageError
-from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
+from sirchat.errors import ModelError
 from sirchat.models.fit import PROGRAM, ModelFit, fit_of, recommended
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
@@ -183,60 +182,6 @@ def test_a_damaged_file_of_weights_is_an_error_in_one_line(header: bytes, tmp_pa
     with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
         stored_weights(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def laid(name: str, devices: str, budget: int = 1024, **how: Any) -> Layout:
-    even = bool(how.pop("even", False))
-    profile = Profile(**how)
-    return layout_of(find_model(name), profile, parse_devices(devices), budget, balanced=even)
-
-
-def test_devices_hold_together_what_the_model_takes() -> None:
-    """The sizes are those that the model and its cache have on one device."""
-    whole = fit_of(find_model("tiny"), Profile(device="cpu", dtype="bfloat16"), None).choices[0]
-    layout = laid("tiny", "1010MB,2GB")
-    parts = [one for _, held in layout.devices for one in held]
-    layers = shape_of_folder(tiny_dir()).layer_elements or ()
-    assert layout.fits
-    assert layout.precision == "bfloat16"
-    assert [one.name for one in parts] == ["embeddings", *map(str, range(len(layers))), "output"]
-    assert sum(one.weights for one in parts) == whole.weights
-    assert sum(one.cache for one in parts) == whole.caches[1024]
-    for size, held in layout.devices:
-        assert 0 < sum(one.size for one in held) <= size - GPU_RESERVE
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("2x24GB", [24 * 10**9] * 2),
-        ("24GB,8GB", [24 * 10**9, 8 * 10**9]),
-        ("2x24GiB, 512MB", [24 * 2**30, 24 * 2**30, 512 * 10**6]),
-    ],
-)
-def test_devices_are_given_by_their_sizes(text: str, sizes: list[int]) -> None:
-    assert parse_devices(text) == sizes
-
-
-@pytest.mark.parametrize("text", ["", "24GB,", "0x24GB", "x24GB", "2x", "24QB", "999x1GB,99x1GB"])
-def test_other_texts_are_no_devices(text: str) -> None:
-    with pytest.raises(UsageError, match="--devices"):
-        parse_devices(text)
-
-
-def test_the_command_says_whether_the_model_fits() -> None:
-    done = run("models", "fit", "tiny", "--devices", "1010MB,2GB", "--budget", "512")
-    assert done.returncode == 0, done.stderr
-    assert "it fits" in done.stdout
-    assert "cuda:1" in done.stdout
-    data = json.loads(run("models", "fit", "tiny", "--devices", "1010MB", "--json").stdout)
-    assert not data["fits"]
-    assert data["budget"] == 1024
-    assert data["left"][-1] == "output"
-    done = run("models", "fit", "tiny", "--devices", "1010MB")
-    assert done.returncode == 1
-    assert "it does not fit" in done.stdout
-    assert run("models", "fit", "tiny", "--budget", "512").returncode == 2
 
 
 @pytest.mark.parametrize(

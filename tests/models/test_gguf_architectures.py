@@ -39,7 +39,7 @@ from sirchat.text.template_sandbox import render  # noqa: E402
 IDS = list(range(3, 43))
 SIZED = [
     *("gemma3", "gemma4", "gemma4-wide", "gemma4-experts", "phi3-long", "smollm3", "qwen3moe"),
-    *("gpt-oss", "qwen35", "lfm2", "falcon-7b", "falcon-40b", "falcon-one-key-head"),
+    *("gpt-oss", "qwen35", "lfm2"),
 ]
 EXPERTS = ["gemma4-experts", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
@@ -210,8 +210,6 @@ def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
         ("olmo2", "olmo2.attention.sliding_window", 64),
         ("qwen2moe", "qwen2moe.expert_feed_forward_length", None),
         ("lfm2", "lfm2.attention.head_count_kv", [0, -2, 0]),
-        ("falcon-7b", "falcon.tensor_data_layout", "other"),
-        ("falcon-7b", "falcon.attention.head_count_kv", 4),
     ],
 )
 def test_settings_that_are_missing_or_unknown_are_named(
@@ -224,13 +222,6 @@ def test_settings_that_are_missing_or_unknown_are_named(
     more = {} if value is None else {key: value}
     with pytest.raises(ModelError, match=re.escape(key)):
         refuse_unsupported(GgufFile(others | more, file.tensors))
-
-
-def test_a_file_of_falcon_with_biases_is_refused(tmp_path: Path) -> None:
-    module = random_model("falcon-7b", alibi=True, bias=True)
-    path = write_model(tmp_path / "model.gguf", module, "falcon-7b", floats_only)
-    with pytest.raises(ModelError, match=r"has blk\.0\.attn_qkv\.bias"):
-        load_model(str(path), device="cpu")
 
 
 TEXT = "hello world  (hello), it's 12:30 — naïve!\n\n  x"

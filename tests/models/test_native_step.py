@@ -95,8 +95,7 @@ class Conversation:
 
     @torch.inference_mode()
     def __init__(self, step: DecodeStep, module: Any, ids: list[int], free: int = 3) -> None:
-        layer: Any = step.graph.layers[0]
-        rotations, size, dtype = module.rotations, len(ids) + free, layer.dtype
+        rotations, size, dtype = module.rotations, len(ids) + free, step.dtype
         self.step, self.cache = step, BoundedCache(rotations, size, dtype)
         for at, token_id in enumerate(ids):
             step.read(token_id, at, self.cache)
@@ -117,7 +116,7 @@ class Conversation:
 
 def native(library: ctypes.CDLL, module: Any, dtype: torch.dtype, *wanted: int) -> DecodeStep:
     step = DecodeStep(module, dtype, wanted)
-    step.native = NativeStep(library, step.graph, module)
+    step.native = NativeStep(library, module, dtype, wanted)
     return step
 
 

@@ -96,6 +96,31 @@ def test_all_requests_of_a_conversation_go_to_the_replica_that_has_it(
     assert sum(one.number for one in handles) == 2 * len(NAMES) + 2  # each was asked for its list
 
 
+@pytest.mark.parametrize("how", ["sirchat", "header"])
+def test_a_named_conversation_goes_on_where_it_is_whatever_is_sent(
+    how: str, client: TestClient
+) -> None:
+    for name in NAMES:
+        seen = 0
+        for text in (f"My name is {name}.", ASKED, "And now?"):
+            body: dict[str, Any] = {"messages": [user(text)]}
+            headers = {"X-Sirchat-Conversation": name} if how == "header" else {}
+            if how == "sirchat":
+                body["sirchat"] = {"conversation": name}
+            reply = client.post("/v1/chat/completions", json=body, headers=headers).json()
+            assert cached(reply) == seen
+            seen = reply["sirchat"]["seen"]
+
+
+def test_a_name_is_the_key_in_each_shape_that_the_server_takes() -> None:
+    key = conversation_key({"messages": [user("Hello.")]}, "Anna")
+    assert key == conversation_key({"input": "Hi.", "conversation": {"id": "Anna"}}, "Tom")
+    assert key == conversation_key({"input": "Hi.", "conversation": "Anna"})
+    assert key == conversation_key({"prompt": "", "sirchat": {"conversation": "Anna"}}, "Tom")
+    assert key != conversation_key({"messages": [user("Hello.")]})
+    assert conversation_key({"conversation": 3, "sirchat": ["a"]})
+
+
 def test_a_replica_that_died_comes_back_with_its_conversations(
     client: TestClient, handles: list[Handle], tmp_path: Path
 ) -> None:

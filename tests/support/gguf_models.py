@@ -26,8 +26,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
 VOCABULARY: int = _CONFIGS["sizes"]["vocab_size"]
 # Gives the type to store a tensor in, by its name and shape.
 KindOf = Callable[[str, tuple[int, ...]], str]
-# What the config calls the epsilon of norms that are not RMSNorm.
-_LAYER_NORMS = {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
 # Where random blocks have floats of two bytes, and which.
 _HALVES = {
     "Q4_K": {0: 4e-4, 2: 3e-3},
@@ -146,7 +144,7 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
             found = names.get_name(stem)
             assert found is not None, full
             is_more = full.endswith("norm.weight") and architecture.startswith(
-                ("gemma2", "gemma3", "qwen35", "nemotron")
+                ("gemma2", "gemma3", "qwen35")
             )
             added = float(is_more and "linear_attn" not in full)
             is_exponential = full.endswith("A_log")
@@ -185,10 +183,6 @@ def _parts(
         places = rows.transpose(1, 2).reshape(places.shape)
     if "conv.conv" in name or "conv1d" in name:
         places = places[:, 0]
-    if "query_key_value" in name and config.new_decoder_architecture:
-        groups = places.view(config.num_kv_heads, -1, config.head_dim, *places.shape[1:])
-        parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
-        places = torch.cat([part.flatten(0, 2) for part in parts])
     if "linear_attn" in name:
         places = _tiled(name, places, config)
     yield name, places
@@ -227,9 +221,6 @@ def _blocks(values: np.ndarray[Any, Any], kind: Any) -> Any:
 def add_settings(writer: Any, module: Any, architecture: str) -> None:
     """Write the sizes and settings of a model."""
     config: Any = module.config
-    if architecture == "falcon":
-        _add_settings_of_falcon(writer, config)
-        return
     inner: Any = getattr(config, "intermediate_size", None)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -256,12 +247,7 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
-    if architecture in _LAYER_NORMS:
-        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[architecture]))
-    else:
-        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
-    if architecture == "stablelm":
-        writer.add_parallel_residual(config.use_parallel_residual)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     if architecture != "gemma2":
         writer.add_rope_freq_base(rope["rope_theta"])
     if architecture == "gemma4":
@@ -269,7 +255,7 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
     elif "head_dim" in config.to_dict():
         writer.add_key_length(size)
         writer.add_value_length(size)
-    partly = ("phi3", "glm4", "qwen35", "qwen35moe", "stablelm", "nemotron")
+    partly = ("phi3", "glm4", "qwen35", "qwen35moe")
     if architecture in ("llama", "smollm3", "granite", *partly):
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     if architecture in ("llama", "smollm3", "granite", "lfm2"):
@@ -314,18 +300,6 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_expert_feed_forward_length(inner)
     if architecture in ("qwen2moe", "qwen35moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-
-
-def _add_settings_of_falcon(writer: Any, config: Any) -> None:
-    has_one_key_head = config.multi_query and not config.new_decoder_architecture
-    writer.add_context_length(2048)
-    writer.add_tensor_data_layout("jploski")
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(4 * config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(1 if has_one_key_head else config.num_kv_heads)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
 
 
 def _add_settings_by_layer(writer: Any, config: Any) -> None:

@@ -22,9 +22,6 @@ Change = Literal[
     "down",
     # Each expert's matrices are joined, too: the rows of gate, then those of up.
     "gate and up",
-    # The rows of all query heads, then all key heads, then all value heads; in transformers, each
-    # key head and its value head follow the query heads that share it.
-    "qkv heads",
     # The value heads that share a key head are not neighbours. A value head is in the last rows, in
     # rows, in columns, or has one row.
     "qkv values",
@@ -127,20 +124,16 @@ class Architecture:
     # The parts of a layer, by their names in transformers. `.weight` or `.bias` is added to both
     # names, unless the key is a tensor's whole name.
     layer: dict[str, str]
-    # The same for the parts outside the layers, and the path of the layers in transformers.
+    # The same for the parts outside the layers.
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
-    layers: str = "model.layers"
-    # Replaces names of `layer` in a file whose layers have two norms, one before attention and one
-    # before the feed-forward part.
-    of_two_norms: Mapping[str, str] = field(default_factory=dict)
     # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
     # Those in `sizes` must be there.
     sizes: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     # Those of them that may be 0.
     may_be_0: tuple[str, ...] = ()
-    # Header keys whose value is one of a few: config value (empty if none) and the supported ones.
-    choices: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    # Header keys whose value must be one of a few.
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Config values that are one header value divided by another.
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Tensors that have numbers for the config instead of weights.
@@ -167,8 +160,6 @@ class Architecture:
     # Whether sliding-window layers have other sizes than the rest. The file then lists the sizes of
     # each layer, and some layers use the keys and values of others.
     varies_by_layer: bool = False
-    # Whether the config has a `head_dim`; if not, it is the hidden size by the number of heads.
-    has_head_dim: bool = True
     # Where the config has how RoPE is scaled for long texts; empty if that is not supported.
     scaled: str = "rope_parameters"
     # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
@@ -203,7 +194,7 @@ _QWEN35 = Architecture(
         "ssm.time_step_rank": "linear_num_value_heads",
     },
     ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
-    choices={"ssm.v_head_reordered": ("", (True,))},
+    choices={"ssm.v_head_reordered": (True,)},
     ignored=("rope.dimension_sections", "ssm.inner_size"),
     needed=("ssm.inner_size", "rope.dimension_count"),
     changes=_PLUS_ONE
@@ -348,7 +339,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        choices={"rope.scaling.finetuned": ("", (True,))},  # without, nothing rotates
+        choices={"rope.scaling.finetuned": (True,)},  # without, nothing rotates
         changes=_PAIRS,
     ),
     "qwen3moe": Architecture(
@@ -441,56 +432,5 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"block_auto_adjust_ff_dim": False},
         flags={"conv_bias": ".shortconv.in_proj.bias"},
         state_kind="conv",
-    ),
-    "falcon": Architecture(
-        "falcon",
-        {
-            "attn_norm": "input_layernorm",
-            "attn_qkv.weight": "self_attention.query_key_value.weight",
-            "attn_output.weight": "self_attention.dense.weight",
-            "ffn_up.weight": "mlp.dense_h_to_4h.weight",
-            "ffn_down.weight": "mlp.dense_4h_to_h.weight",
-        },
-        outer={
-            "token_embd": "transformer.word_embeddings",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-        },
-        layers="transformer.h",
-        of_two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
-        sizes={
-            "attention.head_count_kv": "num_kv_heads",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
-        },
-        optional={"feed_forward_length": "ffn_hidden_size"},
-        choices={"tensor_data_layout": ("", ("jploski",))},
-        needed=("tensor_data_layout",),
-        fixed={"alibi": False, "bias": False, "multi_query": True, "parallel_attn": True},
-        changes={"attn_qkv": "qkv heads"},
-        has_head_dim=False,
-    ),
-    "stablelm": Architecture(
-        "stablelm",
-        _DENSE,
-        sizes={"attention.layer_norm_epsilon": "layer_norm_eps"},
-        choices={"use_parallel_residual": ("use_parallel_residual", (True, False))},
-        needed=("rope.dimension_count", "use_parallel_residual"),
-        flags={"use_qkv_bias": ".attn_q.bias"},
-        part_rotates=True,
-        has_head_dim=False,
-    ),
-    "starcoder2": Architecture(
-        "starcoder2",
-        _NORMS | _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        sizes={"attention.layer_norm_epsilon": "norm_epsilon"},
-        has_head_dim=False,
-    ),
-    "nemotron": Architecture(
-        "nemotron",
-        _NORMS | _ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        sizes={"attention.layer_norm_epsilon": "norm_eps"},
-        needed=("rope.dimension_count",),
-        changes=dict.fromkeys((f"{norm}.weight" for norm in ("output_norm", *_NORMS)), "plus one"),
-        part_rotates=True,
     ),
 }

@@ -239,12 +239,6 @@ def _undo_change(weight: Tensor, change: Change | None, values: Mapping[str, Any
         return _grouped(weight.neg().log(), values)
     if change in ("value rows", "head rows"):
         return _grouped(weight, values)
-    if change == "qkv heads":
-        groups, heads = values["num_kv_heads"], values["num_attention_heads"]
-        rows = weight.view(heads + 2 * groups, -1, *weight.shape[1:])  # [H + 2 G, D, ...]
-        query = rows[:heads].view(groups, -1, *rows.shape[1:])  # [G, H / G, D, ...]
-        key, value = rows[heads:].view(2, groups, 1, *rows.shape[1:])  # [G, 1, D, ...] each
-        return torch.cat((query, key, value), 1).reshape(weight.shape)
     if change == "qkv values":
         start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
         return torch.cat((weight[:start], _grouped(weight[start:], values)))

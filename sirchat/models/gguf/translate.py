@@ -89,8 +89,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     Raises ModelError for a setting that is missing or can't be used; the message names it.
     """
     known, said = _architecture(file), file.settings
-    norm = "" if "attention.layer_norm_epsilon" in known.sizes else "rms_"
-    needed = [*NEEDED, f"attention.layer_norm_{norm}epsilon", *known.sizes, *known.needed]
+    needed = [*NEEDED, "attention.layer_norm_rms_epsilon", *known.sizes, *known.needed]
     if known.varies_by_layer or "expert_feed_forward_length" not in {**known.sizes, **said}:
         needed.append("feed_forward_length")
     for key in needed:
@@ -105,9 +104,6 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     for at in range(values["num_hidden_layers"], said["block_count"]):
         predicts_more = any(name.startswith(f"blk.{at}.nextn.") for name in file.tensors)
         file.require(predicts_more, known.extra_layers)
-    if known.of_two_norms:
-        values["num_ln_in_parallel_attn"] = 2 if _has_two_norms(file) else 1
-        values["new_decoder_architecture"] = _has_two_norms(file) or values["num_kv_heads"] != 1
     values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     for config_name, end in known.flags.items():
@@ -132,8 +128,6 @@ def target_of(name: str, file: GgufFile) -> Target:
             return Target("")  # it uses the keys and values of another layer
     rest = name[layer.end() :] if layer else name
     names = known.layer if layer else known.outer
-    if layer and known.of_two_norms and _has_two_norms(file):
-        names = {**names, **known.of_two_norms}
     part, _, kind = rest.rpartition(".")
     inner = names.get(rest)
     if inner == "":
@@ -143,7 +137,7 @@ def target_of(name: str, file: GgufFile) -> Target:
     if inner is None:
         raise ModelError(f"the GGUF file has {name}, which models of {file.architecture} lack here")
     change = known.changes.get(rest, known.changes.get(part))
-    return Target(f"{known.layers}.{layer[1]}.{inner}" if layer else inner, change)
+    return Target(f"model.layers.{layer[1]}.{inner}" if layer else inner, change)
 
 
 def _architecture(file: GgufFile) -> Architecture:
@@ -166,11 +160,9 @@ def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> No
     no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED}
     for key, value in file.settings.items():
         if key in known.choices:
-            name, allowed = known.choices[key]
+            allowed = known.choices[key]
             is_one = value in allowed and type(value) is type(allowed[0])
             file.require(is_one, key, " or ".join(map(str, allowed)))
-            if name:
-                values[name] = value
         elif key == "attention.head_count_kv" and known.state_kind:
             is_list = isinstance(value, list) and len(value) == layers and any(value)
             file.require(is_list and all(map(is_count, value)), key, "a number for each layer")
@@ -200,10 +192,6 @@ def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> No
     values["num_hidden_layers"] = layers
 
 
-def _has_two_norms(file: GgufFile) -> bool:
-    return "blk.0.attn_norm_2.weight" in file.tensors
-
-
 def _count_layers(file: GgufFile, known: Architecture) -> int:
     """The number of layers, without those that only predict further tokens."""
     layers, extra = file.settings["block_count"], file.settings.get(known.extra_layers, 0)
@@ -219,7 +207,7 @@ def _add_head_size(values: dict[str, Any], file: GgufFile, known: Architecture) 
     said, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
     if "attention.head_count_kv" not in said:
         values["num_key_value_heads"] = heads
-    of_keys = values.get("num_kv_heads") or values["num_key_value_heads"]
+    of_keys = values["num_key_value_heads"]
     file.require(
         heads % of_keys == 0, "attention.head_count_kv", f"a divisor of {heads}, the heads"
     )
@@ -232,9 +220,6 @@ def _add_head_size(values: dict[str, Any], file: GgufFile, known: Architecture) 
     file.require(length == size, "attention.value_length", f"{size}")
     if known.part_rotates:
         values["partial_rotary_factor"] = (rotated or size) / size
-    if not known.has_head_dim:
-        del values["head_dim"]
-        file.require(size == average, "attention.key_length", f"{average}, as of all heads")
     if known.wide_layers:
         is_wide = values["num_hidden_layers"] == known.wide_layers
         values["query_pre_attn_scalar"] = average if is_wide else size
