@@ -33,8 +33,8 @@ class PlainReply:
     """Splits a reply's events into text and notes; reasoning is as the setting `thinking` says.
 
     Of `message`, the first `source` characters are a text that is asked about. When the answer is
-    complete, `quote` is a line with the sentence of it that the answer shares most words with, and
-    says so if a question was asked and that text has none of the answer's own words; or "".
+    complete, `quote` is a line with the sentence of it that the answer shares most words with, or
+    "". A note says so if a question was asked and that text has none of the answer's own words.
     """
 
     def __init__(self, session: Session, message: str = "", source: int = 0) -> None:
@@ -56,7 +56,7 @@ class PlainReply:
             case TurnDone(role="assistant"):
                 text = self._text.end()
                 if not calls_tools(event, self._session):
-                    self.quote = self._quote(event.text)
+                    notes.extend(self._compare(event.text))
                 if self._has_thought and self._session.profile.thinking == "fold":
                     notes.append("the reasoning was left out; --thinking show prints it")
                 if event.finish == "length":
@@ -70,13 +70,15 @@ class PlainReply:
                 notes = [event.text]
         return text, [note for note in notes if note]
 
-    def _quote(self, answer: str) -> str:
-        """The line about the sentence that fits a complete answer, "" if none fits."""
+    def _compare(self, answer: str) -> list[str]:
+        """Quote the sentence that fits a complete answer; the note says that the text has none."""
         sentence, is_said = sentence_behind(answer, self._question, self._source)
         asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
         if is_said or not asks:
-            return f'the text says: "{sentence}"' if sentence else ""
-        return "the text does not say so" + (f'; closest: "{sentence}"' if sentence else "")
+            self.quote = f'the text says: "{sentence}"' if sentence else ""
+            return []
+        self.quote = f'closest in the text: "{sentence}"' if sentence else ""
+        return ["the text may not say so: none of the answer's own words is in it"]
 
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:

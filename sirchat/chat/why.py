@@ -21,10 +21,15 @@ from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.placement import Placement
-from sirchat.recall.word_index import LESS, STOP_WORDS, letter_groups, terms_of
+from sirchat.recall.word_index import DENSE, LESS, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-_NUMBERS = re.findall(r"\w+", "one two three four five six seven eight nine ten eleven twelve")
+_NUMBERS = re.findall(
+    r"\w+",
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty",
+)
+_CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
 _NUMBER = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
 
 
@@ -175,8 +180,8 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
 def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
     """The sentence of a text that has most telling words of an answer, or "", and `is_said`.
 
-    `is_said` is false if the text has none of the words that only the answer has. A word counts in
-    any of its forms, a number in letters or digits; rare words more, those of the question half.
+    `is_said` is false if the text has none of the words that only the answer has; but not of a yes
+    or no, or Chinese. A word counts in any of its forms, rare ones more, the question's half.
     """
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
     sentences = [one for one in sentences if not one.startswith("```")]  # around a file's text
@@ -190,7 +195,10 @@ def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
         is_asked = _is_among(groups, asked)
         scores[having] += rarity * (LESS if is_asked else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
-    return sentences[int(scores.argmax())] if scores.any() else "", found > 0 or not own
+    is_said = (
+        found > 0 or not own or bool(_CONFIRMS.match(answer)) or max(answer, default="") >= DENSE
+    )
+    return sentences[int(scores.argmax())] if scores.any() else "", is_said
 
 
 def _is_among(groups: set[str], terms: set[str]) -> bool:
@@ -199,7 +207,8 @@ def _is_among(groups: set[str], terms: set[str]) -> bool:
 
 
 def _in_digits(text: str) -> str:
-    """A text with its numbers in digits, as far as they are English words up to twelve."""
+    """A text with its numbers in digits, English words up to twenty too, and without commas."""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     return _NUMBER.sub(lambda word: str(_NUMBERS.index(word[0].casefold()) + 1), text)
 
 

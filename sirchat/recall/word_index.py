@@ -39,7 +39,7 @@ _SHARES = (LESS**2, LESS, 1, LESS, LESS**2)
 _FIRST = 1e-3  # puts the passages of a block that have the words before the others
 _TERMS = 32  # of a sentence that are looked for, the rarest
 _LETTERS = 4
-_DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
+DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
 _NAMED = 3  # most words that `shared_words` returns
 _BYTES = 256  # a vocabulary begins with single bytes
 _WORD = re.compile(r"\w+")
@@ -65,7 +65,7 @@ def letter_groups(word: str) -> list[str]:
     A shorter word is one term. In Chinese, Japanese and Korean, a group has two characters.
     """
     marked = f"_{word}_"
-    size = 2 if max(word) >= _DENSE else _LETTERS
+    size = 2 if max(word) >= DENSE else _LETTERS
     return [marked[at : at + size] for at in range(max(1, len(marked) - size + 1))]
 
 

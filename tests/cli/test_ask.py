@@ -284,24 +284,26 @@ def test_what_the_server_can_not_answer_is_answered_without_it(
     assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
 
 
+NONE = "the text may not say so: none of the answer's own words is in it"
 FERRY = "The ferry to Ilm leaves the north pier at 07:45 every morning."
 NOTES = f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie has the keys.\n"
 
 
 @pytest.mark.parametrize(
-    ("answer", "line"),
+    ("answer", "lines"),
     [
-        ("It leaves at 07:45.", f'the text says: "{FERRY}"'),
-        ("The ferry leaves at 14:57.", f'the text does not say so; closest: "{FERRY}"'),
-        ("Somebody brings a tent.", 'the text says: "Bring the blue tent."'),
-        ("2", 'the text says: "The house in Varn has 2 rooms."'),
-        ("Two.", 'the text says: "The house in Varn has 2 rooms."'),
-        ("In the afternoon, I think.", "the text does not say so"),
-        ("Yes.", ""),
+        ("It leaves at 07:45.", [f'the text says: "{FERRY}"']),
+        ("The ferry leaves at 14:57.", [f'closest in the text: "{FERRY}"', NONE]),
+        ("Somebody brings a tent.", ['the text says: "Bring the blue tent."']),
+        ("2", ['the text says: "The house in Varn has 2 rooms."']),
+        ("Two.", ['the text says: "The house in Varn has 2 rooms."']),
+        ("In the afternoon, I think.", [NONE]),
+        ("Yes, that is correct.", []),
+        ("它在早上离开。", []),
     ],
 )
-def test_below_an_answer_about_a_file_stands_its_sentence_or_that_the_file_does_not_say_so(
-    asked: list[str], tmp_path: Path, answer: str, line: str, monkeypatch: pytest.MonkeyPatch
+def test_below_an_answer_about_a_file_stands_its_sentence_or_that_no_word_is_in_it(
+    asked: list[str], tmp_path: Path, answer: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text(NOTES, "utf-8")
     file = ("-f", str(tmp_path / "notes.txt"))
@@ -309,7 +311,7 @@ def test_below_an_answer_about_a_file_stands_its_sentence_or_that_the_file_does_
         monkeypatch.setattr(Sampler, "pick", saying(answer))
         done = run("ask", *file, "When does the ferry leave?", "--server", server)
         assert done.stdout == f"{answer}\n"
-        assert done.stderr == (f"{line}\n" if line else "")
+        assert done.stderr.splitlines() == lines
     assert asked == ANSWERED
 
 
@@ -317,9 +319,9 @@ def test_what_a_text_does_not_say_is_told_only_of_answers_to_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Sampler, "pick", saying("Eine Fähre nach Ilm."))
-    assert "does not say" not in run("ask", "Translate this to German.", text="A boat.").stderr
+    assert NONE not in run("ask", "Translate this to German.", text="A boat.").stderr
     monkeypatch.setattr(Sampler, "pick", saying("Eine Fähre nach Ilm."))
-    assert "does not say" in run("ask", "What does it say?", text="A boat.").stderr
+    assert NONE in run("ask", "What does it say?", text="A boat.").stderr
 
 
 def test_a_quote_is_one_line_of_a_pipe_or_a_file_and_not_in_json(
