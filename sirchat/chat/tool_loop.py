@@ -50,6 +50,7 @@ class ChatTool:
     parameters: dict[str, Any]
     run: Callable[[dict[str, Any], Interrupted], str] = field(compare=False)
     origin: tuple[str, str] = ("", "")  # its server, and its name there
+    about: str = ""  # what the server says of all its tools
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> ChatTool:
@@ -92,8 +93,12 @@ class Toolbox:
         """The tools as JSON, as the model is told of them; "" if there are none."""
         if not self.tools:
             return ""
-        written = json.dumps([tool.message for tool in self.tools.values()], ensure_ascii=False)
-        return without_surrogates(written)
+        told, said = list[dict[str, Any]](), {""}
+        for tool in self.tools.values():
+            about = "" if tool.about in said else f"\n\n{tool.about}"
+            told.append(replace(tool, description=tool.description + about).message)
+            said.add(tool.about)
+        return without_surrogates(json.dumps(told, ensure_ascii=False))
 
 
 class Conversation(Protocol):
@@ -313,7 +318,7 @@ def _run(
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         text, is_error = f"error: {'; '.join(problems)}", True
     except Exception as error:  # whatever a tool raises
-        text, is_error = f"error: {error}", True
+        text, is_error = f"error: {str(error) or type(error).__name__}", True
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:

@@ -387,7 +387,7 @@ class Evictor:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {division.total} allows only "
                 f"{division.most_pins}",
-                hint="raise the budget, unpin something, or set pin_system to false",
+                hint="raise the budget, unpin something, turn off tools, or set pin_system false",
             )
 
     def undo(self, to: CacheCheckpoint, round: int, *, keep_pins: bool) -> CacheUpdate:

@@ -3,34 +3,71 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sirchat.errors import UsageError, format_value
+from sirchat.errors import SirchatError, UsageError, format_value
+
+_TEXT = r'("(?:\\.|[^"\\])*")'  # in JSON; what is left out stands outside of these
+_LEFT_OUT = (rf"(?s){_TEXT}|//[^\n]*|/\*.*?\*/", rf"{_TEXT}|,(?=\s*[}}\]])")
+_PLACES = ("mcpServers", "servers", "mcp_servers")  # Claude and Cursor, VS Code, codex
+_ALIASES = {"serverUrl": "url", "httpUrl": "url", "http_headers": "headers"}
+_NAME = r"input:[\w-]+|[A-Za-z_]\w*"
+_VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*))?\}}")
 
 
 class ServerFields(BaseModel):
     """One server in the JSON that other programs have, too: a command, or the URL of one."""
 
-    model_config = ConfigDict(extra="ignore")  # others have fields of their own
+    # Others have fields of their own, and numbers among the variables.
+    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
+    type: str = ""
     command: str = ""
     args: list[str] = []
     env: dict[str, str] = {}
     cwd: str | None = None
-    url: Annotated[str, Field(pattern=r"^(https?://.*)?$")] = ""
+    url: Annotated[str, Field(pattern=r"^(https?://.*|.*\$\{.*)?$")] = ""
     headers: dict[str, str] = {}
+    disabled: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_named_here(cls, given: Any) -> Any:
+        """Fields under the names that other programs give them; null is as if left out."""
+        one = {_ALIASES.get(name, name): each for name, each in given.items() if each is not None}
+        one["disabled"] = one.get("disabled") or not one.get("enabled", True)
+        if variable := one.get("bearer_token_env_var"):
+            one["headers"] = one.get("headers", {}) | {"Authorization": f"Bearer ${{{variable}}}"}
+        return one
+
+    def filled(self) -> ServerFields:
+        """The fields with values for each `${NAME}`; SirchatError names one that is not set."""
+        known = {"userHome": str(Path.home()), "workspaceFolder": os.getcwd(), **os.environ}
+
+        def value(found: re.Match[str]) -> str:
+            name, default = found["name"], found["default"]
+            if default is None and name not in known:
+                raise SirchatError(f"the variable {name} is not set")
+            return json.dumps(known.get(name, ""))[1:-1] or default or ""
+
+        return self.model_construct(**json.loads(_VARIABLE.sub(value, self.model_dump_json())))
 
 
 def read_servers(path: str) -> dict[str, ServerFields]:
-    """The servers in a file `{"mcpServers": {NAME: {...}}}`; UsageError if it is none."""
+    """The servers in a file of this or another program (JSON or TOML); UsageError if it is none."""
     try:
-        written = json.loads(Path(path).expanduser().read_text("utf-8"))
-        servers = written["mcpServers"]
+        text = Path(path).expanduser().read_text("utf-8-sig")
+        written = tomllib.loads(text) if path.endswith(".toml") else _json(text)
+        places = {**written, **written.get("mcp", {})}  # the latter in VS Code's settings
+        servers = places[next((name for name in _PLACES if name in places), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
     except OSError as error:
         raise UsageError(f"--tools {path} cannot be read: {error.strerror}") from None
@@ -38,14 +75,22 @@ def read_servers(path: str) -> dict[str, ServerFields]:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise UsageError(f"--tools {path}: {where}: {problem['msg']}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        where = f": {error}" if isinstance(error, ValueError) else ""  # with line and column
         hint = 'it is JSON: {"mcpServers": {"NAME": {"command": "...", "args": []}}}'
-        raise UsageError(f"--tools {path} is no list of servers", hint=hint) from None
+        raise UsageError(f"--tools {path} is no list of servers{where}", hint=hint) from None
     for name, server in found.items():
         if bool(server.command) == bool(server.url):
-            need = f"server {format_value(name)} needs a command or a url"
+            need = f"server {format_value(name)} needs a command or a url, and not both"
             raise UsageError(f"--tools {path}: {need}")
-    return found
+    return {name: server for name, server in found.items() if not server.disabled}
+
+
+def _json(text: str) -> Any:
+    """JSON that may have comments and trailing commas; all else stays at its line and column."""
+    for pattern in _LEFT_OUT:
+        text = re.sub(pattern, lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    return json.loads(text)
 
 
 @dataclass(frozen=True)

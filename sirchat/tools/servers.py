@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,14 +26,25 @@ from sirchat.chat.turn import Interrupted
 from sirchat.errors import SirchatError, UsageError
 from sirchat.tools import guard
 from sirchat.tools.config import ServerFields
+from sirchat.tools.messages import mended
 
 _END = 6.0  # seconds that a server may take to end
 _LIST = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
 _LOOK = 0.1  # seconds between two looks whether the user stops a call
 _MOST_HANGS = 2  # without an answer in between, after which only the user starts a server again
 _LONGEST_NAME = 64
-_SHOWN = 80  # characters of a line that is no message
+_SHOWN = 80  # characters of a line that is no message, or of progress
+_NEWS = 1.0  # seconds between two notes of progress
+_STOPPED = "the user stopped this"
+# More would take the memory, or the disk, that the chat needs.
+_MOST_PAGES = 100  # of tools that a server lists
+_LONGEST = 4_000_000  # characters of a result
+_MOST_ERRORS = 1 << 20  # bytes that are kept of a server's standard error
+# What is probably wrong, by the number with which a server refuses a request.
+_KEY, _URL = 'is the key in its "headers" right?', 'are its "url" and "type" right?'
+_REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
 _CLOSED = -32000  # the code of an error of a connection that has ended
+_FORGOTTEN = "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
 
 
 class ToolServers:
@@ -52,8 +64,11 @@ class ToolServers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[str, _Running] = {}
         self._hangs: dict[str, int] = {}
+        self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
-    def tools(self, name: str, *, by_user: bool = False) -> list[ChatTool]:
+    def tools(
+        self, name: str, interrupted: Interrupted = lambda: False, *, by_user: bool = False
+    ) -> list[ChatTool]:
         """The tools of a server as it lists them now; it is started if need be.
 
         SirchatError if that fails, or if it hung before and nobody asks for it but the model.
@@ -63,19 +78,23 @@ class ToolServers:
         running = self._running.get(name)
         if running is not None and not running.ended.done():
             try:
-                self._wait(running, running.list_tools(), min(_LIST, self._limit()))
+                limit = min(_LIST, self._limit())
+                self._wait(running, running.list_tools(), limit, interrupted)
             except _HangsError:
                 self._hangs[name] -= 1  # nothing was called, so it can start again at once
-                running = self._start(name)
+                running = self._start(name, interrupted)
         else:
-            running = self._start(name)
+            running = self._start(name, interrupted)
+        if by_user and running.is_cut:
+            self._note(f"the server {name} lists more than {len(running.listed):,} tools: no more")
         return [
             ChatTool(
-                re.sub(r"[^\w-]", "_", f"{name}__{tool.name}", flags=re.ASCII)[:_LONGEST_NAME],
+                self._full_name((name, tool.name)),
                 tool.description or "",
                 dict(tool.input_schema),
                 partial(self._call, running, tool.name),
                 (name, tool.name),
+                running.instructions,
             )
             for tool in running.listed
         ]
@@ -96,7 +115,14 @@ class ToolServers:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    def _start(self, name: str) -> _Running:
+    def _full_name(self, origin: tuple[str, str]) -> str:
+        """What a model calls a tool by; numbers tell apart what would be called the same."""
+        plain = plain_name("__".join(origin))
+        ends = chain([""], map("_{}".format, count(2)))
+        names = (plain[: _LONGEST_NAME - len(end)] + end for end in ends)
+        return next(name for name in names if self._origins.setdefault(name, origin) == origin)
+
+    def _start(self, name: str, interrupted: Interrupted) -> _Running:
         try:
             import mcp  # noqa: F401
         except ImportError:
@@ -111,14 +137,16 @@ class ToolServers:
         self._running[name] = running
         try:
             running.ended = self._submit(running.serve())
-            self._wait(running, running.begin(), self._limit())
+            self._wait(running, running.begin(), self._limit(), interrupted)
         except BaseException as error:
             running.ended.cancel()
             self._running.pop(name, None)
             if not isinstance(error, SirchatError):
                 raise
-            why = running.last_words() or str(error)
-            raise SirchatError(f"the server {name} can't be started: {why}") from None
+            why = str(error) if str(error) == _STOPPED else running.last_words() or str(error)
+            is_line = "No such file" in why and " " in self.servers[name].command
+            hint = 'what follows the first word of "command" belongs into "args"' if is_line else ""
+            raise SirchatError(f"the server {name} can't be started: {why}", hint=hint) from None
         return running
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -138,13 +166,16 @@ class ToolServers:
         """What a server answers; SirchatError if that is an error, or does not come in time."""
         name, running.heard = running.name, time.monotonic()
         self._note_strange(running)
-        request, begun = self._submit(work), running.begun.done()
+        request, begun, noted = self._submit(work), running.begun.done(), running.heard
         try:
             while not wait((request,), _LOOK).done:
                 if what := self._note_strange(running):
                     raise SirchatError(what)
                 if interrupted():
-                    raise SirchatError("the user stopped this call")
+                    raise SirchatError(_STOPPED)
+                if running.news and time.monotonic() > noted + _NEWS:
+                    self._note(f"{name}: {running.news}")
+                    running.news, noted = "", time.monotonic()
                 if begun and running.ended.done():
                     break
                 if time.monotonic() > running.heard + limit:
@@ -156,9 +187,12 @@ class ToolServers:
         except SirchatError:
             raise
         except Exception as error:
-            root = _root(error)
-            if not begun or (getattr(root, "code", None) != _CLOSED and not running.ended.done()):
+            root, status = _root(error), running.status
+            is_gone = getattr(root, "code", None) == _CLOSED or str(root) == _FORGOTTEN
+            if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
+                if status >= 400:
+                    why += f", HTTP {status}: {_REFUSALS.get(status, 'a fault there')}"
                 raise SirchatError(why) from None
         finally:
             request.cancel()
@@ -192,12 +226,11 @@ class ToolServers:
             self._note(f"the server {running.name} is ended: {error}")
             raise
         self._hangs.pop(running.name, None)
-        text = "\n".join(map(_written, result.content))
-        structured = getattr(result, "structured_content", None)
-        if not text and structured is not None:
-            text = json.dumps(structured, ensure_ascii=False)
+        text: str = result.content[0].text
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}\n[cut: the result has {len(text):,} characters]"
         if result.is_error:
-            raise SirchatError(text)
+            raise RuntimeError(text or "the tool does not say why")  # in all its lines
         return text
 
 
@@ -209,7 +242,8 @@ class _Running:
     """A server that was started; its coroutines run in the thread of the servers.
 
     `begun` and `ended` say when, `listed` are its tools, `strange` has lines that are no messages,
-    each with whether it is JSON, and `heard` is when the wait for an answer began anew.
+    each with whether it is JSON, `heard` is when the wait for an answer began anew, and `news` what
+    was told of its progress. `status` is that of the last answer over HTTP.
     """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
@@ -217,23 +251,29 @@ class _Running:
         self.begun: Future[None] = Future()
         self.ended: Future[None] = Future()
         self.listed: list[Any] = []
+        self.is_cut = False  # the list is not whole
+        self.instructions = self.news = ""
+        self.status = 0
         self.strange = deque[tuple[str, bool]](maxlen=8)
         self.is_strange = False  # and a line has said so
         self.heard = 0.0
         self._client: Any = None
-        self._errors: Any = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Event | None = None
+        self._errors: Any = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ends = False
 
     async def serve(self) -> None:
         """Start the server, and keep the connection until `end`."""
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
                 self._client = await stack.enter_async_context(self._connection())
+                self.instructions = self._client.instructions or ""
                 await self.list_tools()
                 self.begun.set_result(None)
-                await self._end.wait()
+                while not self._ends:
+                    if os.fstat(self._errors.fileno()).st_size > _MOST_ERRORS:
+                        self._errors.seek(0)  # the server's place in it, too
+                        self._errors.truncate()
+                    await asyncio.sleep(_LOOK)
         except BaseException as error:
             if not self.begun.done():
                 self.begun.set_exception(_root(error))
@@ -245,50 +285,68 @@ class _Running:
     async def list_tools(self) -> None:
         """Let the server list its tools anew."""
         listed, cursor = list[Any](), None
-        while True:
+        for _ in range(_MOST_PAGES):
             page = await self._client.list_tools(cursor=cursor)
             listed += page.tools
-            cursor = page.next_cursor
-            if not cursor:
+            if not (cursor := page.next_cursor):
                 break
-        self.listed = listed
+        self.listed, self.is_cut = listed, bool(cursor)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; returns the SDK's result."""
 
-        async def progress(*_: object) -> None:
+        async def progress(done: float, total: float | None, message: str | None) -> None:
             self.heard = time.monotonic()
+            self.news = f"{done:g}{f' of {total:g}' if total else ''} {message or ''}"[:_SHOWN]
 
         return await self._client.call_tool(tool, arguments, progress_callback=progress)
 
     def end(self) -> None:
-        """Let the server end; any thread may call this."""
-        if self._loop is not None and self._end is not None:
-            self._loop.call_soon_threadsafe(self._end.set)
+        """Let the server end."""
+        self._ends = True
 
     def last_words(self) -> str:
         """The last line that the server has written to its standard error."""
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.readlines()]
-        return next((line for line in reversed(lines) if line), "")
+        size = os.fstat(self._errors.fileno()).st_size
+        self._errors.seek(max(0, size - _MOST_ERRORS))
+        lines = self._errors.read(_MOST_ERRORS).decode(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _connection(self) -> Any:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        fields = self._fields
+        fields = self._fields.filled()
         if fields.url:
-            transport = _http(fields)
+            transport = self._http(fields)
         else:
-            command = [fields.command, *fields.args]
+            command = [os.path.expanduser(fields.command), *fields.args]
             if sys.platform != "win32":
                 command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *command]
+            cwd = fields.cwd and os.path.expanduser(fields.cwd)
             parameters = StdioServerParameters(
-                command=command[0], args=command[1:], env=fields.env, cwd=fields.cwd
+                command=command[0], args=command[1:], env=fields.env, cwd=cwd
             )
             transport = stdio_client(parameters, errlog=self._errors)
         # The tools are listed to see whether they have changed, so nothing is kept.
-        return Client(transport, message_handler=self._receive, cache=None)
+        return Client(mended(transport), message_handler=self._receive, cache=None)
+
+    def _http(self, fields: ServerFields) -> Any:
+        from mcp.client.sse import sse_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        if fields.type == "sse" or fields.url.endswith("/sse"):
+            return sse_client(fields.url, fields.headers, sse_read_timeout=86_400)
+
+        async def note_status(response: Any) -> None:
+            if response.request.method == "POST":
+                self.status = response.status_code
+
+        client = create_mcp_http_client(headers=fields.headers)
+        client.event_hooks = {"response": [note_status]}
+        size = 4 * _LONGEST
+        return streamable_http_client(fields.url, http_client=client, max_sse_event_size=size)
 
     async def _receive(self, message: object) -> None:
         if isinstance(message, ValidationError):
@@ -304,12 +362,9 @@ class _Running:
             self.strange.append((line[:_SHOWN], is_json))
 
 
-def _http(fields: ServerFields) -> Any:
-    from mcp.client.streamable_http import streamable_http_client
-    from mcp.shared._httpx_utils import create_mcp_http_client
-
-    client = create_mcp_http_client(headers=fields.headers)
-    return streamable_http_client(fields.url, http_client=client)
+def plain_name(name: str) -> str:
+    """A name with the characters alone that calls may have; of the same length."""
+    return re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -317,18 +372,3 @@ def _root(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _written(part: Any) -> str:
-    """A part of a result as text; what is no text is named, not fetched."""
-    match part.type:
-        case "text":
-            return str(part.text)
-        case "resource_link":
-            return f"[link, not fetched: {part.uri} {part.name}]"
-        case "resource":
-            text = getattr(part.resource, "text", None)
-            return f"[resource, not shown: {part.resource.uri}]" if text is None else str(text)
-        case kind:
-            size = len(getattr(part, "data", "")) * 3 // 4
-            return f"[{kind}, not shown: {getattr(part, 'mime_type', '?')}, {size:,} bytes]"

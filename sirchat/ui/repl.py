@@ -88,6 +88,7 @@ class Chat:
             self._ask_for_key,
             self._prompt.edit,
             lambda: self._session.profile.tool_timeout,
+            self._keyboard.escape_pressed,
         )
         self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._switch_to(session)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
+from sirchat.chat.turn import Interrupted
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
-from sirchat.tools.servers import ToolServers
+from sirchat.tools.servers import ToolServers, plain_name
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable_line, shorten
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
 _REFUSED = "the user refuses this call"
 _SHOWN = 1000  # characters of a call; of a result, a tenth
+_HIDDEN = {*map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))}  # beside controls
 _NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
 
 Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
@@ -35,7 +37,7 @@ class ToolUse(Toolbox):
     Tools that match the patterns in `flags` are on, and are called without asking, as long as their
     servers describe them as they did. Of others each call is shown; `ask` gets the user's key, and
     `edit` the changed arguments. Without them nobody can be asked, and such calls are refused.
-    `limit` is as in `ToolServers`.
+    `limit` is as in `ToolServers`, and `stops` says whether the user stops the start of a server.
     """
 
     def __init__(
@@ -45,21 +47,25 @@ class ToolUse(Toolbox):
         ask: Ask | None = None,
         edit: Callable[[str], str] = lambda text: text,
         limit: Callable[[], float] = lambda: 60.0,
+        stops: Interrupted = lambda: False,
     ) -> None:
         super().__init__(decide=self._decide)
         self._servers, self._screen = ToolServers(flags.servers, screen.note, limit), screen
         self._ask, self._edit = ask, edit
+        self._stops: Interrupted = lambda: False
+        self._stops_later = stops  # at first the keys are for the prompt
         self._patterns = flags.allow
         self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
         self._changed = set[str]()  # tools that were turned on, and are now something else
         self.is_stopped = False  # by Esc at a question
-        self._names = list(flags.servers)
+        self._names, self._is_script = list(flags.servers), False
 
     def begin(self, *, is_script: bool = False) -> None:
         """Turn on what the flags allow; a server that can't be started is a line.
 
         In a script, a pattern that turns on no tool is an error.
         """
+        self._is_script = is_script
         for pattern in self._patterns:
             servers = [name for name in self._names if self._may_match(pattern, name)]
             errors: list[SirchatError] = []
@@ -75,6 +81,7 @@ class ToolUse(Toolbox):
                 raise errors[0]
             for problem in errors:
                 self._screen.note(str(problem))
+        self._stops = self._stops_later
 
     def close(self) -> None:
         """End all servers."""
@@ -94,42 +101,55 @@ class ToolUse(Toolbox):
         elif verb in ("on", "off") and name.strip():
             self._turn(session, verb == "on", name.strip())
         else:
-            self._list(self._server_of(rest.strip()))
+            self._list(rest.strip())
 
     def _turn(self, session: Session, on: bool, name: str) -> None:
         if on:
-            server = self._server_of(name)
-            count = self._turn_on(server, f"{server}__*" if name == server else name)
-            tokens = len(session.template.as_text(self.told))
+            count, tokens = self._turn_on(self._server_of(name), name, session)
             size = f"the model reads about {tokens:,} tokens of them with your next message"
             self._screen.note(f"{counted(count, 'tool')} turned on; {size}")
             if tokens > session.budget // 2:
                 self._screen.note(f"that is more than half of the budget of {session.budget:,}")
         else:
-            pattern = f"{name}__*" if name in self._names else name
-            gone = [full for full in self.tools if self._matches(pattern, full)]
+            tools = self.tools.values()
+            gone = [tool.name for tool in tools if tool.origin[0] == name]
+            gone = gone or [tool.name for tool in tools if self._matches(name, tool.name, tool)]
             if not gone:
                 raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
             for tool in gone:
                 del self.tools[tool]
             self._screen.note(f"{counted(len(gone), 'tool')} turned off")
 
-    def _turn_on(self, server: str, pattern: str) -> int:
-        listed = {tool.name: tool for tool in self._servers.tools(server, by_user=True)}
-        tools = {full: tool for full, tool in listed.items() if self._matches(pattern, full, tool)}
+    def _listed(self, server: str, *, by_user: bool = True) -> list[ChatTool]:
+        if not (self._is_script or self._servers.is_running(server)):
+            self._screen.note(f"starting the server {server}")
+        return self._servers.tools(server, self._stops, by_user=by_user)
+
+    def _turn_on(
+        self, server: str, pattern: str, session: Session | None = None
+    ) -> tuple[int, int]:
+        """Turn on tools that a pattern matches, or the user means; returns their and all's size."""
+        listed, is_all = self._listed(server), session is not None and pattern == server
+        tools = {one.name: one for one in listed if is_all or self._matches(pattern, one.name, one)}
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
+        told = Toolbox((self.tools | tools).values()).told
+        tokens = session.size_of_tools(told) if session else 0  # or it raises an error
         self._changed |= {
             full for full in tools if self.tools.get(full, tools[full]) != tools[full]
         }
         self.tools |= tools
-        return len(tools)
+        return len(tools), tokens
 
-    def _list(self, server: str) -> None:
-        for tool in self._servers.tools(server, by_user=True):
+    def _list(self, name: str) -> None:
+        server = self._server_of(name)
+        for tool in self._listed(server):
             sign = "on " if tool.name in self.tools else "off"
             about = shorten(displayable_line(" ".join(tool.description.split())), 100)
-            self._screen.note(f"{sign} {tool.name}: {about}")
+            if name == server:
+                self._screen.note(f"{sign} {tool.name}: {about}")
+            elif self._matches(name, tool.name, tool):
+                self._screen.note(f"{sign} {_readable(Toolbox([tool]).told)}")
 
     def _server_of(self, name: str) -> str:
         server = name if name in self._names else self._named(name) or name.partition("__")[0]
@@ -149,7 +169,7 @@ class ToolUse(Toolbox):
             and any(self._matches(pattern, call.name, tool) for pattern in self._patterns)
         )
         while True:
-            written = shorten(displayable_line(call.arguments), _SHOWN)
+            written = shorten(_readable(call.arguments), _SHOWN)
             if written.endswith("…"):  # nobody says yes to what is not seen
                 written += f" (of {len(call.arguments):,} characters; e shows all)"
             self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
@@ -175,8 +195,9 @@ class ToolUse(Toolbox):
         if (before := self.tools.get(name)) is None or not before.origin[0]:
             return before
         server = before.origin[0]
-        now = {tool.name: tool for tool in self._servers.tools(server)}.get(name)
+        now = {tool.name: tool for tool in self._listed(server, by_user=False)}.get(name)
         if now is None:
+            del self.tools[name]
             raise SirchatError(f"the server {server} has no tool {before.origin[1]} any more")
         if now != before:
             self._changed.add(name)
@@ -187,16 +208,17 @@ class ToolUse(Toolbox):
 
     def _named(self, pattern: str) -> str | None:
         """The server whose name a pattern begins with; None if it begins with none."""
-        begun = (name for name in self._names if pattern.startswith(f"{name}__"))
-        return max(begun, key=len, default=None)
+        begun = [name for name in self._names if pattern.startswith(f"{name}__")]
+        plain = [name for name in self._names if pattern.startswith(f"{plain_name(name)}__")]
+        return max(begun or plain, key=len, default=None)
 
-    def _matches(self, pattern: str, name: str, tool: ChatTool | None = None) -> bool:
+    def _matches(self, pattern: str, name: str, tool: ChatTool | None) -> bool:
         """Whether a pattern means a tool; one that begins with a server's name means only its."""
-        tool = tool or self.tools.get(name)
         server, own = tool.origin if tool is not None else ("", "")
-        if self._named(pattern) not in (None, server):
+        if (named := self._named(pattern)) not in (None, server):
             return False
-        return any(fnmatchcase(full, pattern) for full in (name, f"{server}__{own}"))
+        is_own = named is not None and fnmatchcase(own, pattern[len(named) + 2 :])
+        return is_own or any(fnmatchcase(full, pattern) for full in (name, f"{server}__{own}"))
 
     def _may_match(self, pattern: str, server: str) -> bool:
         """Whether a tool of the server may match."""
@@ -205,7 +227,10 @@ class ToolUse(Toolbox):
         return named == server or (named is None and f"{server}__".startswith(begun))
 
     def _edited(self, arguments: str) -> str:
-        changed = self._edit(arguments).strip() or arguments
+        shown = _readable(arguments)
+        changed = self._edit(shown).strip()
+        if changed in ("", shown):
+            return arguments
         try:
             if not isinstance(json.loads(changed), dict):
                 raise ValueError("no object")
@@ -213,6 +238,13 @@ class ToolUse(Toolbox):
             self._screen.note(f"arguments must be a JSON object: {error}")
             return arguments
         return changed
+
+
+def _readable(text: str) -> str:
+    """JSON with its letters as they are; what nobody sees is escaped."""
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(text), ensure_ascii=False)
+    return "".join(c if c.isprintable() and c not in _HIDDEN else json.dumps(c)[1:-1] for c in text)
 
 
 def run_tools_command(session: Session, rest: str) -> None:

@@ -37,6 +37,8 @@ def weather(city: str, days: int = 1) -> str:
     """The weather in a city."""
     if city == "Nowhere":
         raise LookupError("there is no such city")
+    if city == "Nothing":
+        raise RuntimeError
     return f"It snows in {city} for {days} days." * max(1, days - 10)
 
 
@@ -100,6 +102,7 @@ def test_a_chat_with_calls_reads_what_the_template_writes(monkeypatch: pytest.Mo
     ("written", "error"),
     [
         (call(city="Nowhere"), "error: there is no such city"),
+        (call(city="Nothing"), "error: RuntimeError"),
         (call(city="Oslo", days="many"), "error: days: Input should be a valid integer"),
         (call(town="Oslo"), "error: city: Missing required argument; town: Unexpected"),
         (call(city="Oslo").replace("weather", "wether"), "error: there is no tool wether; there"),

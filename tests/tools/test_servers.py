@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from sirchat.errors import SirchatError, UsageError
 from sirchat.tools import guard
 from sirchat.tools.config import ServerFields, ToolFlags, read_servers
 from sirchat.tools.servers import ToolServers
-from tool_server import OverHttp, servers_file
+from tool_server import OverHttp, scripted, servers_file
 
 KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 
@@ -36,6 +37,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServers]:
 
 
 notes: list[str] = []
+KEY = {"Authorization": "Bearer key"}
 
 
 def named(servers: ToolServers, name: str) -> ChatTool:
@@ -46,9 +48,14 @@ def named(servers: ToolServers, name: str) -> ChatTool:
     ("written", "problem"),
     [
         ("", "no list of servers"),
-        ('{"servers": {}}', "no list of servers"),
+        ("[]", "no list of servers"),
+        ('{"time": {}}', "no list of servers"),
+        ('{"mcpServers":\n {"a" 1}}', "no list of servers: .* line 2 column 7"),
         ('{"mcpServers": {"a": {}}}', 'server "a" needs a command or a url'),
-        ('{"mcpServers": {"a": {"command": "b", "url": "http://c"}}}', "a command or a url"),
+        (
+            '{"mcpServers": {"a": {"command": "b", "url": "http://c"}}}',
+            "a command or a url, and not both",
+        ),
         ('{"mcpServers": {"a": {"url": "c"}}}', "url: String should match"),
         ('{"mcpServers": {"a": {"command": ["b"]}}}', "command: Input should be a valid string"),
     ],
@@ -65,6 +72,134 @@ def test_a_file_that_names_no_servers_is_an_error(
         ToolFlags.of(None, ["a"])
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (
+            "claude.json",
+            '{"mcpServers": {"a": {"command": "b", "env": {"PORT": 80}, "args": null}}}',
+        ),
+        ("cursor.json", '\ufeff{"mcpServers": {"a": {"command": "b", "env": {"PORT": "80"}},}}'),
+        (
+            "vscode.json",
+            """{"inputs": [], // none
+            /* two "lines
+            */ "servers": {"a": {"type": "stdio", "command": "b", "url": "", "env": {"PORT": 80,
+            }}, "off": {"command": "c", "disabled": true} /* , */ , } }""",
+        ),
+        ("settings.json", '{"mcp": {"servers": {"a": {"command": "b", "env": {"PORT": 80}}}}}'),
+        ("codex.toml", '[mcp_servers.a]\ncommand = "b"\n[mcp_servers.a.env]\nPORT = "80"'),
+    ],
+)
+def test_files_of_other_programs_are_taken_as_they_are(
+    tmp_path: Path, name: str, written: str
+) -> None:
+    (tmp_path / name).write_text(written, "utf-8")
+    one = {"a": ServerFields(command="b", env={"PORT": "80"})}
+    found = read_servers(str(tmp_path / name))
+    assert {name: fields.model_copy(update={"type": ""}) for name, fields in found.items()} == one
+
+
+def test_the_url_and_its_headers_are_found_under_the_names_of_other_programs() -> None:
+    for name in ("url", "serverUrl", "httpUrl"):
+        assert ServerFields.model_validate({name: "http://c"}).url == "http://c"
+    codex = {"bearer_token_env_var": "KEY", "http_headers": {"X-Team": "a"}}
+    wanted = {"X-Team": "a", "Authorization": "Bearer ${KEY}"}
+    assert ServerFields.model_validate(codex).headers == wanted
+
+
+def test_variables_are_filled_in_and_one_that_is_not_set_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", 'a"b\\c')
+    monkeypatch.setenv("HOST", "example.com")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("MISSING", raising=False)
+    fields = ServerFields(
+        args=["${EMPTY:-x} ${MISSING:-y z} ${EMPTY}", "$KEY ${1} ${a%b}", "${userHome}"],
+        env={"A": "${KEY}", "B": "<${env:KEY}>"},
+        url="https://${HOST}/mcp",
+        headers={"Authorization": "Bearer ${KEY}"},
+    ).filled()
+    assert fields.args == ["x y z ", "$KEY ${1} ${a%b}", str(Path.home())]
+    assert fields.env == {"A": 'a"b\\c', "B": '<a"b\\c>'}
+    assert fields.url == "https://example.com/mcp"
+    assert fields.headers == {"Authorization": 'Bearer a"b\\c'}
+    for written in ("${MISSING}", "${env:MISSING}", "${input:MISSING}"):
+        servers = ToolServers({"a": ServerFields(command="b", env={"A": written})}, print)
+        with pytest.raises(SirchatError, match=r"can't be started: the variable .*MISSING is"):
+            servers.tools("a")
+
+
+def test_a_home_folder_is_filled_in_and_a_command_line_in_one_text_gets_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = read_servers(str(scripted(tmp_path, results={"one": {}})))["snow"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").symlink_to(sys.executable)
+    at_home = fields.model_copy(update={"command": "~/python", "cwd": "~"})
+    servers = ToolServers({"snow": at_home}, print)
+    assert named(servers, "one").run({}, bool) == ""
+    servers.close()
+    servers = ToolServers({"a": ServerFields(command="npx -y time")}, print)
+    with pytest.raises(SirchatError, match=r'npx -y time. .*belongs into "args"'):
+        servers.tools("a")
+    servers.close()
+
+
+def returned(folder: Path, result: dict[str, Any]) -> str:
+    """What a real server's call comes to if it returns this."""
+    servers = ToolServers(read_servers(str(scripted(folder, results={"one": result}))), print)
+    try:
+        return named(servers, "one").run({}, bool)
+    except RuntimeError as error:
+        return f"error: {error}"
+    finally:
+        servers.close()
+
+
+def text(written: str) -> dict[str, str]:
+    return {"type": "text", "text": written}
+
+
+ITEMS = {"items": ["alpha", "beta"]}
+SAID = '{"items": ["alpha", "beta"]}'
+IMAGE = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ({"content": [text("2 items.")], "structuredContent": ITEMS}, f"2 items.\n{SAID}"),
+        ({"content": [text(' {"items":["alpha","beta"]}')], "structuredContent": ITEMS}, None),
+        ({"content": [text("Oslo")], "structuredContent": {"result": "Oslo"}}, "Oslo"),
+        ({"content": [text("5")], "structuredContent": {"result": 5}}, "5"),
+        ({"content": [text("a"), text("b")], "structuredContent": {"result": ["a", "b"]}}, "a\nb"),
+        (
+            {"content": [IMAGE], "structuredContent": ITEMS},
+            f"[image, not shown: image/png, 3 bytes]\n{SAID}",
+        ),
+        ({"structuredContent": [1, "Zürich"]}, '[1, "Zürich"]'),
+        (
+            {"content": [text("no")], "structuredContent": ITEMS, "isError": True},
+            f"error: no\n{SAID}",
+        ),
+        ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
+        ({"content": [], "isError": True}, "error: the tool does not say why"),
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": "plain"}, "plain"),
+        ({"content": [text("kept"), {"type": "video", "data": "A" * 100}]}, "kept\n[video, not"),
+        ({"content": [text("kept"), {"type": "image"}]}, "kept\n[image, not shown: ?, 0 bytes]"),
+    ],
+)
+def test_no_part_of_a_result_is_lost_and_none_ends_the_server(
+    tmp_path: Path, result: dict[str, Any], told: str | None
+) -> None:
+    found = returned(tmp_path, result)
+    assert found.startswith(told) if told else found == "" or found.count("alpha") == 1
+
+
 def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
     assert not servers.is_running("snow")
     assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
@@ -72,7 +207,7 @@ def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
     parts = "[image, not shown: image/png, 3 bytes]\n[link, not fetched: file:///a a]\nthe text"
     assert named(servers, "parts").run({}, bool) == parts
     assert len(named(servers, "many").run({"size": 400_000}, bool)) == 2_000_000
-    with pytest.raises(SirchatError, match="it can't"):
+    with pytest.raises(RuntimeError, match="it can't"):
         named(servers, "fail").run({}, bool)
 
 
@@ -80,13 +215,13 @@ def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
     http = ThreadingHTTPServer(("127.0.0.1", 0), OverHttp)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{http.server_port}/mcp"
-    known = ServerFields(url=url, headers={"Authorization": "Bearer key"})
+    known = ServerFields(url=url, headers=KEY)
     ended = list[str]()
     servers = ToolServers({"snow": known, "closed": ServerFields(url=url)}, ended.append)
     assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
-    with pytest.raises(SirchatError, match="it can't"):
+    with pytest.raises(RuntimeError, match="it can't"):
         named(servers, "fail").run({}, bool)
-    with pytest.raises(SirchatError, match="closed can't be started: Server returned"):
+    with pytest.raises(SirchatError, match=r"closed can't be started: .* HTTP 401: is the key"):
         servers.tools("closed")
     weather = named(servers, "weather")
     http.shutdown()
@@ -95,6 +230,53 @@ def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
         weather.run({"city": "Oslo"}, bool)
     assert ended == ["the server snow has ended; the next call starts it again"]
     servers.close()
+
+
+@pytest.fixture(scope="module")
+def over_http() -> Iterator[str]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), OverHttp)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+    http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (403, r'is the key in its "headers" right\?'),
+        (404, r'are its "url" and "type" right\?'),
+        (429, "too many requests"),
+        (503, "a fault there"),
+    ],
+)
+def test_a_refusal_over_http_has_its_number_and_what_is_probably_wrong(
+    over_http: str, status: int, meaning: str
+) -> None:
+    servers = ToolServers({"snow": ServerFields(url=f"{over_http}/{status}")}, print)
+    with pytest.raises(SirchatError, match=rf"can't be started: .*, HTTP {status}: {meaning}$"):
+        servers.tools("snow")
+    servers.close()
+
+
+@pytest.mark.parametrize("kind", ["", "sse"])
+def test_a_server_that_speaks_http_by_sse_alone_is_used_too(over_http: str, kind: str) -> None:
+    fields = ServerFields(url=f"{over_http}/sse", type=kind, headers=KEY)
+    servers = ToolServers({"snow": fields}, print)
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    servers.close()
+    OverHttp.answers.put("")  # ends the stream
+
+
+def test_a_server_over_http_that_has_forgotten_the_chat_is_started_anew(over_http: str) -> None:
+    servers = ToolServers({"snow": ServerFields(url=f"{over_http}/mcp", headers=KEY)}, notes.append)
+    weather = named(servers, "weather")
+    OverHttp.sessions.clear()
+    with pytest.raises(SirchatError, match="the server snow has ended"):
+        weather.run({"city": "Oslo"}, bool)
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    servers.close()
+    notes.clear()
 
 
 def test_a_server_that_cannot_start_says_why(servers: ToolServers) -> None:
@@ -112,9 +294,100 @@ def test_a_dead_server_is_a_line_and_starts_again(servers: ToolServers) -> None:
 
 def test_a_stopped_call_ends_at_once(servers: ToolServers) -> None:
     start, wait = time.monotonic(), named(servers, "wait")
-    with pytest.raises(SirchatError, match="the user stopped this call"):
+    with pytest.raises(SirchatError, match="the user stopped this"):
         wait.run({}, lambda: time.monotonic() > start + 0.3)
     assert time.monotonic() < start + 20
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken"),
+    [
+        ({"type": "object", "properties": {"city": True}}, {"city": {}}),
+        ({"type": "object", "properties": None, "required": None}, {}),
+        ({}, {}),
+        (None, {}),
+        (
+            {
+                "properties": {
+                    "a": {"enum": [None]},
+                    "b": {"properties": {"c": True}},
+                }
+            },
+            {"a": {"enum": [None]}, "b": {"properties": {"c": {}}}},
+        ),
+    ],
+)
+def test_a_schema_that_says_little_is_taken_and_loses_no_other_tool(
+    tmp_path: Path, schema: Any, taken: dict[str, Any]
+) -> None:
+    odd = {"name": "odd", "inputSchema": schema, "annotations": 5, "icons": "none"}
+    missing = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+    whole = {"name": "one", "inputSchema": missing, "outputSchema": missing}
+    made = scripted(tmp_path, tools=[odd, whole, 5, {}], results={"one": {"content": [text("so")]}})
+    servers = ToolServers(read_servers(str(made)), print)
+    first, second = servers.tools("snow")
+    assert first.parameters == {"type": "object", "properties": taken}
+    assert second.parameters == missing
+    assert second.run({}, bool) == "so"  # although it does not keep to its own schema
+    servers.close()
+
+
+def test_tools_whose_names_look_alike_are_told_apart(tmp_path: Path) -> None:
+    long = "a" * 64
+    names = ["read file", "read_file", "read/file", f"{long}1", f"{long}2"]
+    results = {name: {"content": [text(name)]} for name in names}
+    servers = ToolServers(read_servers(str(scripted(tmp_path, results=results))), print)
+    tools = servers.tools("snow")
+    assert [tool.run({}, bool) for tool in tools] == names
+    assert [tool.name for tool in tools[:3]] == [
+        f"snow__read_file{end}" for end in ("", "_2", "_3")
+    ]
+    assert len({tool.name for tool in tools}) == 5
+    assert max(len(tool.name) for tool in tools) == 64
+    assert servers.tools("snow") == tools  # in the same words
+    servers.close()
+
+
+def test_what_a_server_sends_without_end_is_cut_and_a_line_says_so(tmp_path: Path) -> None:
+    noise, said = 30_000_000, list[str]()
+    endless = scripted(tmp_path, results={"one": {}}, cursor="more", noise=noise)
+    servers = ToolServers(read_servers(str(endless)), said.append)
+    assert len(servers.tools("snow", by_user=True)) == 100  # pages
+    assert said == ["the server snow lists more than 100 tools: no more"]
+    errors = servers._running["snow"]._errors
+    deadline = time.monotonic() + 20
+    while os.fstat(errors.fileno()).st_size > 1 << 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    servers.close()
+
+
+def test_a_result_of_many_megabytes_is_cut_and_the_model_is_told(
+    servers: ToolServers,
+) -> None:
+    found = named(servers, "many").run({"size": 900_000}, bool)
+    assert found.endswith("\n[cut: the result has 4,500,000 characters]")
+    assert len(found) < 4_000_100
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+
+
+def test_the_start_of_a_server_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    servers = ToolServers(read_servers(str(scripted(tmp_path, pid=str(pid), sleep=60))), print)
+    with pytest.raises(SirchatError, match="snow can't be started: the user stopped this"):
+        servers.tools("snow", pid.exists)
+    _await_end(int(pid.read_text()))
+    pid.unlink()
+
+    def ctrl_c() -> bool:
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        servers.tools("snow", ctrl_c)
+    _await_end(int(pid.read_text()))
+    servers.close()
 
 
 @pytest.fixture
@@ -150,6 +423,8 @@ def test_a_server_may_write_its_log_where_messages_go_and_a_line_says_so(
 def test_news_of_progress_renew_the_time_of_a_call(hasty: ToolServers) -> None:
     named(hasty, "pid")
     assert named(hasty, "steps").run({}, bool) == "done"
+    assert notes  # one a second
+    assert set(notes) < {f"snow: {step} of 5 step {step}" for step in range(5)}
 
 
 def test_a_hung_server_is_started_again_once_and_then_only_by_the_user(hasty: ToolServers) -> None:
@@ -171,7 +446,7 @@ def test_a_hung_server_is_started_again_once_and_then_only_by_the_user(hasty: To
 
 def test_a_call_after_a_stopped_one_does_not_wait_for_it(hasty: ToolServers) -> None:
     wait, start = named(hasty, "wait"), time.monotonic()
-    with pytest.raises(SirchatError, match="the user stopped this call"):
+    with pytest.raises(SirchatError, match="the user stopped this"):
         wait.run({}, lambda: True)
     assert named(hasty, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
     assert time.monotonic() < start + 20

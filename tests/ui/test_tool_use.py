@@ -18,7 +18,7 @@ from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
 from sirchat.ui.tool_use import ToolUse, run_tools_command, tools_of
 from template_shapes import script, tool_tiny
-from tool_server import HOSTILE, servers_file
+from tool_server import HOSTILE, named_servers, scripted, scripted_server, servers_file, tool
 
 CALL = ToolCall("call00000", "snow__weather", '{"city": "Oslo"}')
 SNOWS = "It snows in Oslo."
@@ -144,6 +144,7 @@ def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None
     each.call("listless")
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
+    assert "snow__weather" not in each.use.told
 
 
 def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path) -> None:
@@ -206,7 +207,91 @@ def test_ask_takes_the_budget_that_its_tools_need(tmp_path: Path, own_home: Path
         assert turns[-1]["resident"] == turns[-1]["seen"]
     code, said = refused("ask", "--budget", "1024", *flags, *more, "hi")
     assert code == 2
-    assert "raise the budget, unpin something" in said
+    assert "raise the budget, unpin something, turn off tools" in said
+
+
+@pytest.mark.parametrize("name", ["my server", "github.com/x/y", "@mcp/fs", "Zeit ü", "a[1]"])
+def test_servers_and_tools_may_have_any_name(tmp_path: Path, name: str) -> None:
+    file = named_servers(tmp_path, **{name: scripted_server(results={"do it": {}, "see": {}})})
+    asked = Asked("", "", f"{name}__s*", file=file)
+    asked.use.begin()
+    (shown,) = asked.use.tools  # as calls are shown
+    assert asked.use.decide(ToolCall("call00000", shown, "{}")) != "the user refuses this call"
+    for line, count in (
+        (f"off {name}", 0),
+        (f"on {name}", 2),
+        (f"off {name}__do it", 1),
+        (f"on {shown}", 1),
+        (f"off {shown}", 0),
+        (f"on {name}__do it", 1),
+    ):
+        run_tools_command(asked.chat, line)
+        assert len(asked.use.tools) == count
+    asked.use.close()
+
+
+def test_a_question_shows_letters_as_they_are_and_escapes_what_nobody_sees() -> None:
+    asked = Asked("en")
+    hidden = r'"b": "x\u200b\u202e\udb40\udc41y\u001b[2J"}'
+    written = r'{"a": "\u6771\u4eac M\u00fcnchen \ud83d\ude00", ' + hidden
+    asked.use.decide(ToolCall("call00000", "snow__weather", written))
+    said = " ".join(asked.out.getvalue().split())
+    shown = '{"a": "東京 München 😀", ' + hidden
+    assert said.count(shown) == 2
+    assert json.loads(shown) == json.loads(written)
+
+
+def test_a_command_shows_all_that_the_model_reads_of_a_tool(tmp_path: Path) -> None:
+    about = "It tells " + "much, " * 100 + "and this."
+    one = {"name": "one", "description": about, "inputSchema": {"properties": {"city": True}}}
+    file = scripted(tmp_path, tools=[one, tool("two")], instructions="Call one before two.")
+    asked = Asked("", file=file)
+    run_tools_command(asked.chat, "snow__one")
+    said = " ".join(asked.out.getvalue().split())
+    assert "starting the server snow" in said
+    assert about in said
+    assert '"properties": {"city": {}}' in said
+    assert "snow__two" not in said
+    run_tools_command(asked.chat, "on snow")
+    for names in (["snow__one", "snow__two"], ["snow__two"]):  # the first that is on tells of all
+        assert asked.use.told.count("Call one before two.") == 1
+        told = json.loads(asked.use.told)
+        assert [each["function"]["name"] for each in told] == names
+        assert told[0]["function"]["description"].endswith("\n\nCall one before two.")
+        if len(names) == 2:
+            run_tools_command(asked.chat, "off snow__one")
+    asked.use.close()
+
+
+def test_a_tool_with_an_odd_schema_breaks_no_message(tmp_path: Path) -> None:
+    odd = [
+        {"name": "a", "inputSchema": {"properties": {"city": True}, "required": None}},
+        {"name": "b", "inputSchema": {"type": "object", "properties": None}},
+        {"name": "c", "inputSchema": {}},
+    ]
+    asked = Asked("n" * 9, file=scripted(tmp_path, tools=odd))
+    for chat in (asked.chat, session(policy="full", budget=4096)):
+        chat.switch("test", max_new_tokens=5)
+        chat.toolbox = asked.use
+        run_tools_command(chat, "on snow")
+        assert len(asked.use.tools) == 3
+        for _ in chat.ask("Hello!"):
+            pass
+        assert "Hello!" in [turn.text for turn in chat.turns]
+    asked.use.close()
+
+
+def test_more_tools_than_fit_are_not_turned_on(tmp_path: Path) -> None:
+    file = scripted(tmp_path, results={f"tool{number}": {} for number in range(100)})
+    asked = Asked("", file=file)
+    asked.chat = session(tool_tiny(), policy="entropy", budget=1024)
+    asked.chat.toolbox = asked.use
+    with pytest.raises(UsageError, match=r"budget 1024 allows only 512 .*turn off tools"):
+        run_tools_command(asked.chat, "on snow")
+    assert not asked.use.tools
+    run_tools_command(asked.chat, "on snow__tool7")
+    assert [*asked.use.tools] == ["snow__tool7"]
+    asked.use.close()
 
 
 @pytest.mark.parametrize("allow", [[], ["snow__*"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from sirchat.saved.session_list import open_saved_file
 from sirchat.tools.config import read_servers
 from sirchat.tools.servers import ToolServers
 from terminal import Terminal
-from tool_server import servers_file
+from tool_server import scripted, servers_file
 
 SHAPE = SHAPES["qwen3"]
 _KEYS = "e edits:"  # the end of the question, which is gone once it is answered
@@ -137,6 +138,31 @@ def test_keys_of_the_next_message_answer_no_question(terminal: Terminal) -> None
     terminal.until(lambda: f"> {typed}" in terminal.shown, 20)
     assert "snow__weather failed: the user refuses this call" in " ".join(terminal.shown.split())
     terminal.send("\x15")
+
+
+def test_esc_and_ctrl_c_end_the_start_of_a_server_and_its_process(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    file = scripted(tmp_path, pid=str(pid), sleep=60)
+    with Terminal("--tools", str(file), home=tmp_path) as chat:
+        for key, said in (
+            ("\x1b", "the server snow can't be started: the user stopped this"),
+            ("\x03", "stopped"),
+        ):
+            chat.say("/tools on snow")
+            chat.until(lambda: pid.exists() and "starting the server snow" in chat.shown, 20)
+            chat.send(key)
+            chat.wait_prompt(20)
+            assert said in " ".join(chat.shown.split())
+            chat.until(lambda: not _lives(int(pid.read_text())), 20)
+            pid.unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_chat_that_is_killed_within_the_loop_has_the_results_until_then(
