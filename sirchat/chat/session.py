@@ -201,14 +201,6 @@ class Session:
         chat = self.engine, self._texts, self.model.encoder, self.state, self._vectors
         yield from pin_rules(*chat, is_wanted=wanted)
 
-    def size_of_tools(self, told: str) -> int:
-        """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
-        template = template_for(self.model, told, self.template.ends)
-        size = len(template.system(self.profile.system or "").ids)
-        if self.profile.pin_system:
-            self.engine.evictor.check_pins(size - len(self.state.system))
-        return size
-
     def _tell_tools(self, told: str) -> list[Event]:
         """Let the model read of the tools `told`, in place of those that it was told before."""
         template, is_told = self.template, told == self.state.tools

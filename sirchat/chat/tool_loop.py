@@ -135,6 +135,15 @@ def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> 
         return PromptedTools(model.tokenizer, model.anchors, tools, ends)
 
 
+def size_of_tools(chat: Conversation, told: str) -> int:
+    """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
+    template = template_for(chat.model, told, chat.template.ends)
+    size = len(template.system(chat.profile.system or "").ids)
+    if chat.profile.pin_system:
+        chat.engine.evictor.check_pins(size - len(chat.state.system))
+    return size
+
+
 def reply_format(
     chat: Conversation, box: Toolbox, begun: Reply | None = None, *, goes_on: bool = False
 ) -> Generator[Event, None, Allowed | None]:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import ChatTool, Toolbox
+from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
 from sirchat.chat.turn import Interrupted
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.text.tool_calls import ToolCall
@@ -134,7 +134,7 @@ class ToolUse(Toolbox):
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
         told = Toolbox((self.tools | tools).values()).told
-        tokens = session.size_of_tools(told) if session else 0  # or it raises an error
+        tokens = size_of_tools(session, told) if session else 0  # or it raises an error
         self._changed |= {
             full for full in tools if self.tools.get(full, tools[full]) != tools[full]
         }
