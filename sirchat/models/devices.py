@@ -16,6 +16,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
+from sirchat.models import background
 from sirchat.models.shape import free_memory, hides_avx512
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -186,7 +187,8 @@ def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
         now = int(loadavg.read_text("ascii").split()[3].partition("/")[0]) - 1
     except (OSError, ValueError, LookupError):  # not Linux
         return load
-    return max(0.0, min(load, now))
+    # What compiles in the background has the lowest priority, and gives way.
+    return max(0.0, min(load, now) - background.is_running())
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:

@@ -10,6 +10,7 @@ import errno
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.cli.models import models_prepared
 from sirchat.config.profile import Profile
 from sirchat.models import load, prepared
+from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
@@ -258,7 +260,7 @@ def test_a_full_or_read_only_disk_costs_only_time(
     assert not prepared_files()
 
 
-def test_a_process_that_ends_stops_the_writer_and_a_later_one_writes_the_file(
+def test_a_process_that_ends_stops_the_writer_and_another_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that still writes while Python ends could abort the process."""
@@ -291,9 +293,13 @@ def test_a_process_that_ends_stops_the_writer_and_a_later_one_writes_the_file(
     (end,) = (one for one in ends if one.__module__ == contents.__name__)
     end()
     assert not writer.is_alive()
-    assert not list(prepared_dir().iterdir())
-    assert torch.equal(logits(loaded(path)), wanted)
-    assert len(prepared_files()) == 1
+    if sys.platform == "linux":
+        deadline = time.monotonic() + 120  # it gives way to all others
+        while not prepared_files() or is_running():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert torch.equal(logits(loaded(path)), wanted)
+    assert len(list(prepared_dir().iterdir())) == (sys.platform == "linux")
 
 
 def test_the_longest_unused_go_first_and_what_a_killed_writer_left(

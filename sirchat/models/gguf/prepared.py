@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import secrets
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sirchat.models import packed
+from sirchat.models import background, packed
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
 from sirchat.models.packed import Int8Linear, PackedLinear, SharedEmbedding
 from sirchat.models.packing import PackedExperts
@@ -66,47 +68,86 @@ def write_prepared(
     said = {"values": values, "tokenizer": tokenizer, **stored.said}
     if not stored.said["layers"]:
         return None
-    ends = Event()
-    work = (path, model, said, stored.parts, ends)
-    writer = Thread(target=_write, args=work, daemon=True, name=WRITER)
+    writing = _Writing(path, model, said, stored.parts)
+    writer = Thread(target=writing.run, daemon=True, name=WRITER)
 
     # The end of the process waits for no more than a piece. A daemon that is left to the end of
     # Python can abort it: "terminate called without an active exception".
     def end() -> None:
-        ends.set()
+        writing.ends.set()
         writer.join(_LAST)
+        if not writer.is_alive():
+            writing.go_on_in_background()
 
     atexit.register(end)
     writer.start()
     return writer
 
 
-def _write(
-    path: Path, model: Path, said: Mapping[str, Any], weights: Sequence[Tensor], ends: Event
-) -> None:
-    """Write the file, unless the process `ends` before: then a later start does."""
-    text = json.dumps(said).encode()
-    if json.loads(text) != said:
-        return
-    text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
-    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *weights]
-    size = sum(map(len, weights))
-    new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
-    with suppress(OSError):  # full or read-only: then the next start loads as this one did
-        if ends.is_set() or not make_room(path, len(text) + size):
+class _Writing:
+    """A prepared file that is written in a thread, until `ends`, and perhaps in a process then."""
+
+    def __init__(
+        self, path: Path, model: Path, said: Mapping[str, Any], weights: Sequence[Tensor]
+    ) -> None:
+        self._path, self._model, self._said, self._weights = path, model, said, weights
+        self.ends, self._lock = Event(), -1
+
+    def run(self) -> None:
+        """Write the file, once no other process writes one, unless that `ends`."""
+        while (lock := background.lock()) is None:
+            if self.ends.wait(1):
+                return
+        self._lock = lock
+        if self._write():
+            os.close(lock)
+            self._lock = -1
+
+    def go_on_in_background(self) -> None:
+        """Write what was begun in a process that outlives this one, where it can be forked."""
+        if self._lock < 0 or sys.platform != "linux":
             return
-        header = Header(str(model), len(text), size, _checksum(path, parts))
-        try:
-            with open_private(new, "xb") as file:
-                file.write(header.written())
-                for part in (one.numpy() for one in parts):
-                    for start in range(0, len(part), _PIECE):
-                        if ends.is_set():
-                            raise InterruptedError  # an OSError
-                        file.write(part[start : start + _PIECE])
-            os.replace(new, path)
-        except OSError:
-            new.unlink(missing_ok=True)
+        with warnings.catch_warnings(), suppress(OSError):
+            warnings.simplefilter("ignore")  # of a fork beside threads, which this needs none of
+            if os.fork():
+                os.close(self._lock)
+                return
+            try:
+                background.leave_parent(self._lock)
+                torch.set_num_threads(1)  # the others are not there
+                self.ends.clear()
+                self._write()
+            finally:
+                os._exit(0)
+
+    def _write(self) -> bool:
+        """Write the file; False if that `ends` too early."""
+        path, text = self._path, json.dumps(self._said).encode()
+        if json.loads(text) != self._said:
+            return True
+        text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
+        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self._weights]
+        size = sum(map(len, self._weights))
+        new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
+        with suppress(OSError):  # full or read-only: then the next start loads as this one did
+            if self.ends.is_set():
+                return False
+            if not make_room(path, len(text) + size):
+                return True
+            header = Header(str(self._model), len(text), size, _checksum(path, parts))
+            try:
+                with open_private(new, "xb") as file:
+                    file.write(header.written())
+                    for part in (one.numpy() for one in parts):
+                        for start in range(0, len(part), _PIECE):
+                            if self.ends.is_set():
+                                raise InterruptedError  # an OSError
+                            file.write(part[start : start + _PIECE])
+                os.replace(new, path)
+            except OSError as error:
+                new.unlink(missing_ok=True)
+                return not isinstance(error, InterruptedError)
+        return True
 
 
 def _checksum(path: Path, parts: Iterable[Tensor]) -> str:

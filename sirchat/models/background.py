@@ -1,0 +1,59 @@
+"""A prepared file may be written by a process that outlives its command, one at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from sirchat.paths import private_dir, state_dir
+
+if sys.platform != "win32":
+    import fcntl
+
+_LOWEST = 19  # niceness
+
+
+def lock() -> int | None:
+    """Lock a file in the folder of states; None if another process has it, or if it can't be made.
+
+    It is free once the returned descriptor is closed, here and where it was inherited by a fork.
+    """
+    with suppress(OSError):
+        path = private_dir(state_dir()) / "background.lock"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
+
+
+def is_running() -> bool:
+    """Whether a process in the background works now."""
+    if (descriptor := lock()) is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def leave_parent(lock: int) -> None:
+    """Become, after a fork, a process of low priority that has only memory and a lock of it."""
+    if sys.platform == "win32":  # which has no fork
+        return
+    os.setsid()
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # else who reads its output would wait for this process, too
+        os.dup2(null, number)
+    os.closerange(3, lock)
+    os.closerange(lock + 1, 1 << 16)
+    os.nice(_LOWEST)  # so that a chat's replies stay fast
+    if os.path.exists("/proc/self/autogroup"):
+        # Linux shares processors among sessions first, each with a priority of its own.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(_LOWEST), encoding="ascii")
