@@ -33,6 +33,9 @@ class _Keyboard:
 
     def mark_pastes(self, on: bool) -> None: ...
 
+    def escape_pressed(self) -> bool:
+        return False
+
 
 class _Presses:
     """Stands for a prompt: in round N, Ctrl-C comes at the Nth line that runs after `read`."""
@@ -42,7 +45,7 @@ class _Presses:
         self.rounds = self._left = 0
         self.has_ended = False  # the last round had fewer lines
 
-    as_typed = ask_for_key = edit = str
+    as_typed = ask_for_key = edit = use_editing = str
 
     def redraw(self) -> None: ...
 

@@ -27,12 +27,10 @@ def chat(own_home: Path) -> Chat:
 
 def test_recall_takes_words_without_quotes(chat: Chat) -> None:
     shown = chat.do("/recall Pelican")
-    assert re.match(r"pinned: “.*The Pelican is grey\..*”\n", shown)
-    assert re.search(
-        r"\n\d+ tokens, \d+ of them restored; .*\d+ evicted to make room; holds ", shown
-    )
-    assert all("pinned" in rank.row.flags for rank in chat.session.why("Pelican"))
-    assert "all of this is pinned already; holds" in chat.do("/recall Pelican")
+    assert shown.startswith("restored for your next message: “The Pelican is grey.”\n")
+    assert re.search(r"\n\d+ tokens, \d+ of them were evicted; .*; holds ", shown)
+    rows = {rank.row.position: rank for rank in chat.session.why("Pelican")}
+    assert all(rank.state == "held" for rank in rows.values())
     assert chat.session.profile.recall == "off"
 
 
@@ -42,7 +40,7 @@ def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> N
     assert "did you mean words?" in refusal(chat, "/recall wrods")
     assert '"Ostrich": these words are not in this chat' in refusal(chat, "/recall Ostrich")
     chat.say("I like wrods.")
-    assert "pinned" in chat.do("/recall wrods")
+    assert "restored for your next message: “I like wrods.”" in chat.do("/recall wrods")
     assert chat.session.profile.recall == "mips"
     chat = Chat(policy="sink", archive="off")
     chat.say(*SAID)
