@@ -93,8 +93,8 @@ class OutputOptions(Fields):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    has_type = isinstance(tool, HostedTool) or (isinstance(tool, dict) and "type" in tool)
-    return "hosted" if has_type and "input_schema" not in tool else "custom"
+    is_hosted = isinstance(tool, dict) and "type" in tool and "input_schema" not in tool
+    return "hosted" if is_hosted else "custom"
 
 
 class CountRequest(Fields):
@@ -154,7 +154,7 @@ class MessagesRequest(CountRequest):
 class MessageShape(Shape):
     """The JSON of one reply as a message of Anthropic's, whole or as events."""
 
-    def __init__(self, asked: MessagesRequest, model: str) -> None:
+    def __init__(self, model: str) -> None:
         self._message = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",

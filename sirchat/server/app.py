@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 _REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
     "/v1/chat/completions": (ChatRequest, CompletionShape),
     "/v1/completions": (TextRequest, CompletionShape),
-    "/v1/messages": (MessagesRequest, MessageShape),
+    "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
     "/api/chat": (OllamaRequest, OllamaShape),
     "/api/generate": (OllamaTextRequest, OllamaShape),
 }

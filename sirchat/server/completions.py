@@ -54,7 +54,7 @@ class Shape:
 
     def begun(self) -> Iterable[str]:
         """The first events."""
-        return ()
+        raise NotImplementedError
 
     def told(self, part: ReplyText) -> Iterable[str]:
         """The events that tell a part."""

@@ -161,19 +161,19 @@ def _number(text: str) -> float:
     return number
 
 
-def make_request(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """Make a request of this kind from its fields; RequestError names the first wrong field."""
+def make_request(kind: type[Request], fields: dict[str, Any], *place: str | int) -> Request:
+    """Make a request, or its part at `place`; RequestError names the first wrong field."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, place) from None
     request.check()
     return request
 
 
-def _refusal(error: ValidationError) -> RequestError:
+def _refusal(error: ValidationError, within: tuple[str | int, ...]) -> RequestError:
     first = error.errors(include_url=False)[0]
-    names = [str(name) for name in first["loc"] if not str(name).startswith("literal[")]
+    names = [str(n) for n in (*within, *first["loc"]) if not str(n).startswith("literal[")]
     place, value = ".".join(names), format_value(first["input"])
     if first["type"] == "extra_forbidden":
         values = TAKEN.get(("request", names[-1])) if len(names) < 3 else None

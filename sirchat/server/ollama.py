@@ -24,12 +24,12 @@ from sirchat.server.fields import (
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
-    FunctionCall,
     ReplyRequest,
     RequestMemory,
     SamplingFields,
     TextRequest,
     Tool,
+    ToolName,
 )
 from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import call_id
@@ -41,12 +41,18 @@ class OllamaOptions(SamplingFields):
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
 
 
+class OllamaFunction(ToolName):
+    """The field `function` of a tool call: here, the arguments are an object."""
+
+    arguments: Json = Field(default={})
+
+
 class OllamaCall(Fields):
     """A tool call in a message; without an id, its result is found by order and by name."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: OllamaFunction
 
 
 class OllamaMessage(Fields):
@@ -126,7 +132,7 @@ class OllamaRequest(OllamaAsk):
             fields["tool_calls"] = []
             for call in message.tool_calls:
                 ident, name = call.id or next(ids), call.function.name
-                fields["tool_calls"].append({"id": ident, "function": call.function})
+                fields["tool_calls"].append({"id": ident, "function": call.function.model_dump()})
                 waiting.append((name, ident))
             if message.role == "tool":
                 fits = [pair for pair in waiting if message.tool_name in (None, pair[0])]

@@ -332,12 +332,14 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
     asked = model.tokenizer, model.anchors, history.tools, template.ends
     with _refuse_template_errors("tools"):
         try:
-            session.template = tools = ToolTemplate(*asked)
+            tools = ToolTemplate(*asked)
             if history.tools and tools.note:
                 options.notes.append(tools.note)
+            session.template = tools
         except NoToolsError as error:
-            session.template = told = PromptedTools(*asked)
+            told = PromptedTools(*asked)
             size = sum(len(part.ids) for part in told.opening("") if part is not None)
+            session.template = told
             if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
                 options.notes.append(f"tools are left out: {error}, and a text is too long")
                 session.template = template_for(model, None, template.ends)

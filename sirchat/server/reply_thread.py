@@ -85,6 +85,7 @@ class ReplyThread:
                     headers={"Retry-After": "1"},
                 )
             self._replies.add(reply)
+            self._may_begin = True  # those that wait longer are tried before it
             self.call(partial(self._begin, reply)).add_done_callback(partial(self._refuse, reply))
 
     def cancel(self, reply: WaitingReply) -> None:

@@ -48,13 +48,15 @@ _NO_RESULT = "no result"
 _IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
 
 
+def _as_text(given: Any) -> Any:
+    return json.dumps(refuse_deep_nesting(given)) if isinstance(given, dict) else given
+
+
 class FunctionCall(Fields):
     """The field `function` of a tool call; `arguments` is JSON text."""
 
     name: FunctionName
-    arguments: Annotated[
-        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
-    ] = "{}"
+    arguments: Annotated[str, BeforeValidator(_as_text)]
 
 
 class CallFields(Fields):
@@ -133,6 +135,15 @@ class NamedTool(Fields):
     function: ToolName
 
 
+def mark_images(content: Any) -> Any:
+    """The content of what a tool returned, with a mark in place of each image."""
+    if not isinstance(content, list):
+        return content
+    kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
+    pairs = zip(content, kinds, strict=True)
+    return [_IMAGE if "image" in str(kind) else part for part, kind in pairs]
+
+
 class ChatMessage(Fields):
     """One message in the field `messages` of a chat request."""
 
@@ -148,12 +159,7 @@ class ChatMessage(Fields):
     @field_validator("content", mode="before")
     @classmethod
     def _with_marks(cls, content: Any, info: ValidationInfo) -> Any:
-        """Of what a tool returned, a mark in place of each image."""
-        if info.data.get("role") != "tool" or not isinstance(content, list):
-            return content
-        kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
-        pairs = zip(content, kinds, strict=True)
-        return [_IMAGE if "image" in str(kind) else part for part, kind in pairs]
+        return mark_images(content) if info.data.get("role") == "tool" else content
 
     @property
     def text(self) -> str:
@@ -251,7 +257,7 @@ class MemorySettings(Fields):
 
     def given(self) -> dict[str, Any]:
         """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True, exclude={"reuse", "conversation"})
+        return self.model_dump(exclude_none=True, include={*MemorySettings.model_fields})
 
 
 ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
@@ -532,15 +538,15 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
         turns[-1].results.append((ident, name or tools.get(ident), text))
         waiting.remove(ident)
 
-    for message in messages or [ChatMessage(role="user", content="")]:
+    for number, message in enumerate(messages or [ChatMessage(role="user", content="")]):
         role, text = "user" if message.role == "system" else message.role, message.text
         was_system, is_system = is_system, message.role == "system"
         if role == "tool" and any(turn.role != "user" for turn in turns):
             if (ident := message.tool_call_id or "") not in waiting:
+                results = sum(one.role == "tool" for one in messages[: number + 1])
                 raise RequestError(
-                    f"turn {len(turns) + 1} after the system message answers the call "
-                    f"{format_value(ident)}, but the reply before has no such call, or "
-                    "it is answered already",
+                    f"tool result {results} answers the call {format_value(ident)}, but the reply "
+                    "before has no such call, or it is answered already",
                     param="messages",
                 )
             add_result(ident, message.name, text)

@@ -12,18 +12,20 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from sirchat.errors import format_value
 from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
     MOST_MESSAGES,
+    CallId,
     Fields,
     FunctionName,
     Json,
     ModelFields,
     Name,
     RequestError,
+    join_text_parts,
     make_request,
 )
 from sirchat.server.pieces import ReplyEnd, ReplyText
@@ -36,6 +38,7 @@ from sirchat.server.requests import (
     HostedTool,
     RequestMemory,
     ToolName,
+    mark_images,
     tools_of,
 )
 from sirchat.server.rule import MANY
@@ -137,37 +140,90 @@ class ReasoningOptions(Fields):
     effort: Effort | None = None
 
 
-def _without_reasoning(given: Any) -> Any:
-    """The field `input`, as a list, without what is not read: reasoning, and calls of hosts."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+class InputMessage(Fields):
+    """A message in the field `input` of a request."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(join_text_parts)]
+
+    def message(self) -> dict[str, Any]:
+        """This item as a message of a chat request."""
+        return {"role": self.role, "content": self.content}
+
+
+class CalledFunction(Fields):
+    """A tool call in the field `input` of a request."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    namespace: Name | None = None
+    name: FunctionName
+    arguments: str
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _in_its_namespace(cls, name: Any, info: ValidationInfo) -> Any:
+        return _within(info.data.get("namespace"), name) if isinstance(name, str) else name
+
+    def message(self) -> dict[str, Any]:
+        """This item as a message of a chat request."""
+        call = ToolCall(self.call_id, self.name, self.arguments)
+        return {"role": "assistant", "tool_calls": [call.message()]}
+
+
+class CalledCustom(Fields):
+    """A call of a tool that takes a text, in the field `input` of a request."""
+
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: FunctionName
+    input: str
+
+    def message(self) -> dict[str, Any]:
+        """This item as a message of a chat request."""
+        given = json.dumps({_TEXT: self.input}, ensure_ascii=False)
+        call = ToolCall(self.call_id, self.name, given)
+        return {"role": "assistant", "tool_calls": [call.message()]}
+
+
+class CallOutput(Fields):
+    """The result of one tool call, in the field `input` of a request."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: CallId
+    output: Annotated[str, BeforeValidator(join_text_parts), BeforeValidator(mark_images)]
+
+    def message(self) -> dict[str, Any]:
+        """This item as a message of a chat request."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class ItemReference(Fields):
+    """An item of an earlier response, by its id; `KeptResponses` has it in its place."""
+
+    id: str
+    type: Literal["item_reference"] = "item_reference"
+
+
+_ITEMS: dict[str, Any] = {"function_call": CalledFunction, "custom_tool_call": CalledCustom}
+
+
+def _as_messages(given: Any) -> Any:
+    """The field `input` as messages, without what is not read: reasoning, and calls of hosts."""
     if not isinstance(given, list):
-        return given
-    unread = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)]
-    return [item for item in given if not (isinstance(item, dict) and item.get("type") in unread)]
-
-
-def _as_message(item: Any) -> Any:
-    """An item of the field `input` with the fields of a message of a chat request."""
-    if not isinstance(item, dict):
-        return item
-    said = {name: value for name, value in item.items() if name != "type"}
-    match item.get("type"):
-        case "function_call" | "custom_tool_call":
-            name = _within(said.pop("namespace", None), said.pop("name", None))
-            text = json.dumps({_TEXT: said.pop("input", None)}, ensure_ascii=False)
-            function = {"name": name, "arguments": said.pop("arguments", text)}
-            call = {"id": said.pop("call_id", None), "function": function}
-            return said | {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output" | "custom_tool_call_output":
-            about = {"tool_call_id": said.pop("call_id", None), "content": said.pop("output", None)}
-            return said | {"role": "tool", **about}
-        case None | "message":
-            return said
-    return item
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    unread, messages = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)], list[Any]()
+    for number, item in enumerate(given):
+        kind = str(item.get("type")) if isinstance(item, dict) else ""
+        if kind not in unread and len(messages) <= MOST_MESSAGES:  # one more is refused
+            own = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)
+            messages.append(make_request(own, item, "input", number).message())
+    return messages
 
 
 def _kind_of_tool(tool: Any) -> str:
+    # A tool is an object when the response repeats it.
     kind = str(tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", ""))
     is_hosted = any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED)
     return "hosted" if is_hosted else kind
@@ -182,8 +238,8 @@ class ResponsesRequest(ModelFields):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(_as_message)]],
-        BeforeValidator(_without_reasoning),
+        list[ChatMessage],
+        BeforeValidator(_as_messages),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     instructions: str | None = None
@@ -275,13 +331,14 @@ class KeptResponses:
     def with_items(self, given: dict[str, Any]) -> dict[str, Any]:
         """The fields of a request, with kept items in place of references to them by their ids.
 
-        RequestError if one is not kept.
+        RequestError if a reference is wrong, or if its item is not kept.
         """
         items: Any = given.get("input")
         for number, item in enumerate(items if isinstance(items, list) else ()):
             kind = item.get("type") if isinstance(item, dict) else "message"
-            if kind == "item_reference" or (not kind and item.keys() - {"type"} == {"id"}):
-                if (ident := str(item.get("id"))) not in self._items:
+            if kind == "item_reference" or (kind is None and item.keys() - {"type"} == {"id"}):
+                ident = make_request(ItemReference, item, "input", number).id
+                if ident not in self._items:
                     problem = f"there is no item {format_value(ident)}; it may be dropped"
                     raise RequestError(problem, param="input")
                 items[number] = self._items[ident]
@@ -307,7 +364,7 @@ class ResponsesShape(Shape):
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._response = dict[str, Any]()  # when it has ended
-        self._number = 0  # of the next event
+        self._number, self._is_whole = 0, False  # of the next event; whether there are none
         self._customs = {tool.name for tool in asked.tools if isinstance(tool, CustomTool)}
         self._named = {  # how clients name the functions of namespaces
             _within(space.name, tool.name): {"name": tool.name, "namespace": space.name}
@@ -333,7 +390,9 @@ class ResponsesShape(Shape):
 
     def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
-        deque((*self.told(replies[0]), *self.ended(end)), maxlen=0)
+        self._is_whole = True
+        deque(self.told(replies[0]), maxlen=0)
+        self.ended(end)
         return self._response
 
     def begun(self) -> Iterable[str]:
@@ -355,14 +414,14 @@ class ResponsesShape(Shape):
         self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
 
     def ended(self, end: ReplyEnd) -> Iterable[str]:
-        """The last events; the response is kept for later requests."""
-        status, cut = "completed", None
+        """The last events; the response is kept for later requests before the first is sent."""
+        status, cut, last = "completed", None, list[str]()
         if end.finish == "length":
             status, cut = "incomplete", {"reason": "max_output_tokens"}
         if not self._items:  # the reply is empty
-            yield from self._write("output_text", "")
+            last += self._write("output_text", "")
         for kind in tuple(self._open):
-            yield from self._end_text(kind, status)
+            last += self._end_text(kind, status)
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         self._response = self._shown(status) | more
         if self._asked.store:
@@ -370,7 +429,7 @@ class ResponsesShape(Shape):
             said = {"content": self._said.text or (None if calls else ""), "tool_calls": calls}
             reply = ChatMessage.model_validate({"role": "assistant", **said})
             self._kept.add(self._before, [*self._asked.input, reply], self._response)
-        yield self._event(f"response.{status}", response=self._response)
+        return [*last, self._event(f"response.{status}", response=self._response)]
 
     def failed(self, error: RequestError) -> Iterable[str]:
         """The last event, if the reply fails: a response without output."""
@@ -425,6 +484,8 @@ class ResponsesShape(Shape):
         return {**self._common, "status": status, "output": [*self._items]}
 
     def _event(self, kind: str, **fields: Any) -> str:
+        if self._is_whole:  # nobody gets it
+            return ""
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return server_sent_event(numbered, kind)

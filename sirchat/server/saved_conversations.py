@@ -199,7 +199,7 @@ class SavedConversations:
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
         """Write what is new in a conversation; after an error, its next turn tries again."""
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
-        about = _KNOWN.dump_python(KnownConversation(**conversation.known()), mode="json")
+        about = _KNOWN.dump_python(conversation, mode="json")
         saving.more = {_FIELD: about | {"turns": len(conversation.session.turns)}}
         try:
             if conversation.saving is None:

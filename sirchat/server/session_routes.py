@@ -40,7 +40,7 @@ class MemoryChange(MemorySettings):
 
     def check(self) -> None:
         """Raise RequestError if the request changes nothing."""
-        if not self.given():
+        if not self.model_fields_set:
             allowed = ", ".join(MemoryChange.model_fields)
             raise RequestError(f"the request changes nothing; allowed: {allowed}")
 
@@ -50,8 +50,7 @@ class MemoryChange(MemorySettings):
         Raises SettingError or UsageError if a part is not possible; those before it stay applied.
         """
         session, events = conversation.session, list[Event]()
-        settings = {k: v for k, v in self.given().items() if k in MemorySettings.model_fields}
-        if settings:
+        if settings := self.given():
             events += session.switch("the request", **settings)
             names = {*settings, *(("policy_options",) if "policy" in settings else ())}
             conversation.settings |= {name: getattr(session.profile, name) for name in names}

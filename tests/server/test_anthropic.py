@@ -39,6 +39,9 @@ CALLED: list[Any] = [
 ]
 
 
+NO_INPUT = {name: value for name, value in USE.items() if name != "input"}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
@@ -206,6 +209,11 @@ def test_counted_tokens_are_those_that_are_read(messages: list[Any], fields: Any
         ({"model": "other"}, 404, "not_found_error"),
         ({"max_tokens": 0}, 400, "invalid_request_error"),
         ({"top_k": "many"}, 400, "invalid_request_error"),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "content": [NO_INPUT]}, CALLED[-1]]},
+            400,
+            None,
+        ),
         ({"tools": [{"type": "日本", "name": "a"}]}, 400, "invalid_request_error"),
         ({"tools": [{"type": "a\r\nSet-Cookie: b", "name": "a"}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, None),

@@ -12,8 +12,9 @@ import torch
 from chatting import tiny
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.fields import RequestError
+from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatMessage
-from sirchat.server.responses import KeptResponses, ResponsesRequest
+from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from template_shapes import WEATHER, script, tool_tiny
 
 RESPONSES = "/v1/responses"
@@ -292,6 +293,46 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
     last = with_tools.send(RESPONSES, input=[*history, use, done], tools=tools)
     assert cached(last) == events[-1]["response"]["sirchat"]["seen"]
+
+
+def test_an_image_that_a_tool_returned_is_a_mark_in_a_response_too(
+    with_tools: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, ["A dog.", "A dog."])
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    mark = {"type": "input_text", "text": "[an image, which can't be seen]"}
+    first, second = (
+        with_tools.send(RESPONSES, input=[user(ASKED), call, returned(call) | {"output": [part]}])
+        for part in (image, mark)
+    )
+    assert first["output"][0]["content"][0]["text"] == "A dog."
+    assert cached(second) == second["usage"]["input_tokens"] == first["usage"]["input_tokens"]
+
+
+def test_a_response_is_kept_before_its_last_events_are_sent() -> None:
+    """A client that stops at the end of the text can go on with it."""
+    kept, usage = KeptResponses(), {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    asked = ResponsesRequest.model_validate({"input": ASKED, "stream": True})
+    shape = ResponsesShape(asked, [], "tiny", kept)
+    first = [json.loads(event.partition("data: ")[2]) for event in shape.begun()]
+    list(shape.told(ReplyText("Hello.")))
+    details: dict[str, Any] = {"prompt_tokens_details": {}, "completion_tokens_details": {}}
+    event = next(iter(shape.ended(ReplyEnd("stop", usage | details, {}))))
+    assert "response.output_text.done" in event
+    assert kept.find(first[0]["response"]["id"])["status"] == "completed"
+
+
+def test_a_response_that_is_not_streamed_writes_no_events(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[str]()
+    monkeypatch.setattr(
+        "sirchat.server.responses.server_sent_event",
+        lambda content, name: written.append(name) or "",  # type: ignore[func-returns-value]
+    )
+    assert server.send(RESPONSES, input=ASKED, max_output_tokens=3)["status"] == "incomplete"
+    assert written == []
 
 
 def test_tools_of_unknown_kinds_or_nested_deeply_are_refused(with_tools: Served) -> None:

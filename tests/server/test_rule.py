@@ -359,6 +359,94 @@ def test_what_can_t_be_had_is_refused_and_said(
     assert words in refused(server, path, fields)
 
 
+def nested(kind: type[list[Any] | dict[str, Any]]) -> Any:
+    """A list or object in which others are, one within another."""
+    deep: Any = kind()
+    for _ in range(400):
+        deep = [deep] if kind is list else {"a": deep}
+    return deep
+
+
+CALLED: dict[str, Any] = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "weather",
+    "arguments": "{}",
+}
+CUSTOM: dict[str, Any] = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "a"}
+NO_TEXTS: list[Any] = [{}, nested(dict), nested(list)]
+OUTPUT: dict[str, Any] = {"type": "function_call_output", "call_id": "c", "output": "a"}
+
+
+@pytest.mark.parametrize(
+    ("item", "lacks", "place"),
+    [
+        (CALLED, "arguments", "arguments"),
+        (CALLED | {"input": "a"}, "", "input"),
+        (CALLED, "name", "name"),
+        (CALLED, "call_id", "call_id"),
+        (CALLED | {"call_id": "a b"}, "", "call_id"),
+        *((CALLED | {"namespace": name}, "", "namespace") for name in (5, "", "a.b/c")),
+        (CALLED | {"namespace": "n", "name": "a" * 127}, "", "name"),
+        (CALLED | {"arguments": {}}, "", "arguments"),
+        (CALLED | {"role": "assistant"}, "", "role"),
+        (CUSTOM, "input", "input"),
+        *((CUSTOM | {"input": value}, "", "input") for value in NO_TEXTS),
+        (CUSTOM | {"arguments": "{}"}, "", "arguments"),
+        (OUTPUT, "output", "output"),
+        (OUTPUT, "call_id", "call_id"),
+        (OUTPUT | {"output": [{"type": "input_file", "file_id": "a"}]}, "", "output"),
+        (returned("c"), "", "role"),
+        (user("a") | {"tool_calls": [CALL]}, "", "tool_calls"),
+        (assistant("a") | {"tool_calls": [CALL]}, "", "tool_calls"),
+        (user("a") | {"name": "Anna"}, "", "name"),
+        (assistant("a"), "content", "content"),
+        (user("a") | {"type": ""}, "", "type"),
+        (user("a") | {"type": []}, "", "type"),
+        (user("a") | {"type": "nosuch"}, "", "type"),
+        ({"type": "item_reference"}, "", "id"),
+        ({"type": "item_reference", "id": 5}, "", "id"),
+        ({"id": None}, "", "id"),
+        ({"type": "item_reference", "id": "msg_1", "role": "user"}, "", "role"),
+        (5, "", ""),
+    ],
+)
+def test_a_wrong_item_of_a_response_is_refused_by_its_place_and_field(
+    server: Served, item: Any, lacks: str, place: str
+) -> None:
+    """As the client counts the items: those that are not read, too."""
+    given = {k: v for k, v in item.items() if k != lacks} if isinstance(item, dict) else item
+    unread = {"type": "reasoning", "id": "rs_1", "summary": []}
+    problem = refused(server, RESPONSES, {"input": [user("a"), unread, given]})
+    assert problem.startswith(f"input.2.{place}".rstrip(".") + ": ")
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "words"),
+    [
+        (CHAT, {"name": "weather"}, "arguments: Field required"),
+        (CHAT, {"name": "weather", "arguments": nested(dict)}, "nested too deeply"),
+        *((OLLAMA, {"name": "weather", "arguments": text}, "arguments") for text in ("zz", "{}")),
+        (OLLAMA, {"name": "weather", "arguments": nested(dict)}, "nested too deeply"),
+    ],
+)
+def test_a_call_has_the_arguments_of_its_api(
+    server: Served, path: str, call: dict[str, Any], words: str
+) -> None:
+    calling = CALLING | {"tool_calls": [{"id": "a", "function": call}]}
+    assert words in refused(server, path, {"messages": [user("a"), calling, returned("a")]})
+
+
+def test_a_result_that_answers_no_call_is_refused_by_its_number_among_the_results(
+    server: Served,
+) -> None:
+    calls = [CALL, CALL | {"id": "b"}]
+    said = [user("a"), user("b"), CALLING | {"tool_calls": calls}, returned("a"), returned("b")]
+    for more in ([], [assistant("c"), user("d"), user("e")]):
+        problem = refused(server, CHAT, {"messages": [*said, *more, returned("a")]})
+        assert 'tool result 3 answers the call "a"' in problem
+
+
 def test_another_model_is_refused(server: Served) -> None:
     assert "llama3" in refused(server, OLLAMA, {"model": "llama3"}, 404)
 

@@ -236,6 +236,36 @@ def test_what_is_busy_is_tried_again_when_it_is_free_although_a_call_runs_meanwh
         assert waits.result(timeout=20) == 5
 
 
+def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(babbler(), budget=64) as server:
+        assert server.pool is not None
+        thread, take, tried = server.server.replies, server.pool.take, list[str]()
+        is_free, waits, ends = threading.Event(), threading.Event(), SimpleQueue[Sent]()
+
+        def busy(history: History) -> Any:
+            tried.append(history.messages[-1][1])
+            if not is_free.is_set():
+                waits.set()
+                raise BusyError
+            return take(history)
+
+        monkeypatch.setattr(server.pool, "take", busy)
+
+        def submit(text: str) -> None:
+            options = ReplyOptions({"max_new_tokens": 2})
+            thread.submit(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
+
+        submit("first")
+        assert waits.wait(20)
+        is_free.set()  # by another thread, which has not yet said so
+        submit("second")
+        while len(tried) < 2 or "second" not in tried:
+            ends.get(timeout=20)
+        assert tried == ["first", "first", "second"]
+
+
 def test_forks_of_one_conversation_do_not_wait_for_each_other(passes: list[int]) -> None:
     """Each goes on in a copy of it, also of one that is answering; its reply is the usual one."""
     begun = [("user", TEXTS[1]), ("assistant", "Hello, Tom.")]

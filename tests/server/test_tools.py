@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from chatting import hub_tokenizer, tiny
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
+from sirchat.errors import ModelError
 from sirchat.models.model import wrap_model
-from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
 from template_shapes import WEATHER, script, tool_tiny, tool_tokenizer
 
@@ -173,6 +174,25 @@ def test_a_model_whose_template_takes_no_tools_is_told_of_them_by_a_text_if_it_i
         response = small.post(ASKED, tools=[WEATHER] * 9)
         assert response.json()["usage"]["prompt_tokens"] == usual["usage"]["prompt_tokens"]
         assert said(response.json()) == said(usual)
+        assert "tools are left out" in response.headers["x-sirchat-note"]
+
+
+def test_tools_that_can_t_be_read_do_not_change_how_the_next_request_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fails, usual = [ModelError("a tool can't be read")], PromptedTools.opening
+
+    def opening(self: PromptedTools, content: str, system: str | None = None) -> Any:
+        if fails:
+            raise fails.pop()
+        return usual(self, content, system)
+
+    monkeypatch.setattr(PromptedTools, "opening", opening)
+    asked: dict[str, Any] = {"tools": [WEATHER] * 9, "sirchat": {"conversation": "a"}}
+    with served(policy="sink", budget=256) as small:
+        small.ask(ASKED, sirchat=asked["sirchat"])
+        assert refusal(small.post(ASKED, **asked))["param"] == "tools"
+        response = small.post(ASKED, **asked)
         assert "tools are left out" in response.headers["x-sirchat-note"]
 
 
