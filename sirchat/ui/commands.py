@@ -307,7 +307,7 @@ class Commands:
             screen.page(Group(table, Text(), draw_recalled(rows, shown, theme)))
         if held:
             more = counted(len(held), "more token") if recall.scores else "all of this"
-            screen.note(f"held anyway, and found for your message, too: {more}")
+            screen.note(f"held anyway, without recall: {more}")
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
         return bool(shown)

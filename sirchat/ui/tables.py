@@ -98,7 +98,7 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
         "when": [ago(fact.time, now) for fact in facts],
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
-            + ", a rule" * fact.is_rule
+            + ", pinned as a rule" * fact.is_rule
             + f'; newer: "{text}"' * bool(text)
             for fact, text in zip(facts, newer, strict=True)
         ],

@@ -231,4 +231,4 @@ def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
     screen = Screen(out, notes)
     Commands(one, screen, InMemory(), SavedChat(one, screen)).run("/recall")
     assert "Quixbert" in out.getvalue()
-    assert "held anyway, and found for your message, too: all of this" in notes.getvalue()
+    assert "held anyway, without recall: all of this" in notes.getvalue()
