@@ -176,8 +176,7 @@ class CallParser:
     def _find(self, tags: tuple[str, ...]) -> None:
         """Seek these tags; blanks may stand before the JSON of the last ones."""
         self._tags = tags
-        found = "|".join(re.escape(tag).replace("\\\n", r"\n\s*") for tag in tags)
-        self._tag = re.compile(found)
+        self._tag = re.compile("|".join(map(re.escape, tags)).replace("\\\n", r"\n\s*"))
 
     def _next(self) -> str | None:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
