@@ -93,7 +93,8 @@ def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
     values = {name: given[name] for name in SAMPLING_PARAMETERS if given.get(name) is not None}
     if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
-    if 0 < values.get("temperature", 0) < LEAST_TEMPERATURE:  # as some write the likeliest
+    least = values.get("temperature")
+    if isinstance(least, float) and 0 < least < LEAST_TEMPERATURE:  # as some write the likeliest
         values["temperature"] = 0.0
     wrong = {name for name, value in values.items() if not _is_allowed(name, value)}
     if "temperature" in wrong:
@@ -107,4 +108,4 @@ def _is_allowed(name: str, value: object) -> bool:
         Profile.model_validate({name: value})
     except ValueError:
         return False
-    return True
+    return isinstance(value, int | float)  # the profile would take a text, too

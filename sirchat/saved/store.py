@@ -165,7 +165,9 @@ class SessionStore:
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
             check_format(connection, path)
-            if format_of(connection) < FORMAT:
+            before = path.stat()
+            is_older = format_of(connection) < FORMAT
+            if is_older:
                 convert(connection)
             check_contents(connection, path)
             drop_gone_column(connection)
@@ -173,6 +175,9 @@ class SessionStore:
             store = cls(path, connection)
             store.kv.drop_unfinished()
             store._finish_erasing()
+            if is_older:  # the chat is no newer than it was
+                with suppress(OSError):  # another user's file
+                    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
 
     @property

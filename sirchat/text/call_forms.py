@@ -9,12 +9,13 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 _MOST_NESTED = 1000  # brackets that Python's parser gets
 FUNCTION = "<function="  # how a call may begin without tags around it
+RECIPIENT = ">>>"  # before the name of a called tool, where JSON follows in the next line
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
 # What stands around calls: tags, which some models have as control tokens.
@@ -98,7 +99,7 @@ def other_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
             at = call.end()
         if calls and at == len(text):
             return calls
-    return _python_calls(text)
+    return _python_calls(text, tools)
 
 
 def marked_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
@@ -162,8 +163,8 @@ def _may_be_text(schema: Any) -> bool:
     return is_text or any(isinstance(one, str) for one in values) or any(map(_may_be_text, others))
 
 
-def _python_calls(text: str) -> list[dict[str, Any]]:
-    """The calls in a list of Python (LFM2), such as `[weather(city="Oslo")]`, or in lines."""
+def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
+    """The calls in lists of Python (LFM2), such as `[weather(city="Oslo")]`, or in lines."""
     lines = _CODE.fullmatch(text)
     if not (lines or text[:1] == "[") or sum(map(text.count, "[({")) > _MOST_NESTED:
         return []
@@ -174,9 +175,10 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
         return part[1] or (f"n{len(names) - 1}" if part[2] else str(json.loads(part[3])))
 
     try:
-        made: Any = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
-        calls = [line.value for line in made] if lines else made[0].value.elts
-        return [
+        body = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
+        values: list[Any] = [line.value for line in body if isinstance(line, ast.Expr)]
+        calls = values if lines else [call for each in values for call in each.elts]
+        found = [
             {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
             for call in calls
         ]
@@ -185,6 +187,8 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
         *(RecursionError, MemoryError),
     ):
         return []
+    is_all = len(values) == len(body) and all(call["name"] in tools for call in found)
+    return found if is_all else []  # other code is not done in part
 
 
 def _keywords(call: Any, names: Sequence[str]) -> Any:

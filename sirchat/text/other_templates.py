@@ -84,6 +84,7 @@ class ToolTemplate(Template):
         if ANSWER in tools:  # it would be taken for the reply that stands for the history
             raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
+        self._numbers = dict[str, int]()  # of calls, by id
         self._take_tools()
 
     def _take_tools(self) -> None:
@@ -224,12 +225,15 @@ class ToolTemplate(Template):
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
         """The calls, with ids and arguments as the template wants them."""
-        found, marks = list[Message](), self.marks
-        for at, call in enumerate(calls):
+        found, marks, numbers = list[Message](), self.marks, self._numbers
+        for call in calls:
             ident, function = call["id"], call["function"]
-            if marks.has_named_ids and not ident.startswith("functions."):
-                own = re.fullmatch(r"call(\d+)", ident)
-                ident = NAMED_ID.format(function["name"], int(own[1]) if own else at)
+            if marks.has_named_ids:  # the calls of the whole conversation are counted
+                own = re.fullmatch(r"(?:call|functions\..*:)(\d{1,9})", ident)
+                number = int(own[1]) if own else max(numbers.values(), default=-1) + 1
+                number = numbers.setdefault(ident, number)
+                is_named = ident.startswith("functions.")
+                ident = ident if is_named else NAMED_ID.format(function["name"], number)
             if marks.has_text_arguments and not isinstance(function["arguments"], str):
                 text = json.dumps(function["arguments"], ensure_ascii=False)
                 function = function | {"arguments": text}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sirchat.text.call_forms import RECIPIENT
 from sirchat.text.control_tokens import END, START
 
 # Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
@@ -64,7 +65,9 @@ class Marks:
         kept: all that the template writes before an answer in a history.
         call: before calls of tools.
         call_end: the control token that ends a reply after its calls.
-        call_lead: what stands before the name of a called tool; empty if the name is in JSON.
+        call_lead: what stands before the name of a called tool; empty if the name is in JSON. A
+            new line if JSON is in the next line (GLM 4), also where a template with tools leaves
+            calls out.
         call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
         has_named_ids: whether it writes the id of a call alone, which has the tool's name (Kimi).
         has_text_arguments: whether it takes arguments only as a text (Functionary).
@@ -195,7 +198,8 @@ def find_marks(
         closing = closing.removesuffix(answer).rstrip()
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
-    call = _find_call(header, rendered, (opening, closing, answer, first))
+    others = opening, closing, answer, first
+    call = _find_call(header, rendered, others, takes_tools="tools" in source)
     if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
         call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
@@ -217,7 +221,7 @@ def _text_at_end(between: str) -> str:
 
 
 def _find_call(
-    header: list[str], rendered: Callable[..., str], others: Sequence[str]
+    header: list[str], rendered: Callable[..., str], others: Sequence[str], *, takes_tools: bool
 ) -> tuple[str, str, str, str, bool, bool]:
     """The fields of `Marks` about calls, in their order; `others` may precede a call."""
     message, sample = {"role": "assistant", "content": ""}, SAMPLE_CALL["name"]
@@ -230,15 +234,17 @@ def _find_call(
         if name:
             break
     else:
-        return "", "", "", one, False, False
+        return "", "", "\n" if takes_tools else "", one, False, False
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
-    begun = CONTROL.match(before.strip())
+    begun, told = CONTROL.match(before.strip()), plain(lead[0]) if lead else ""
+    if not before.strip() and after.startswith("\n"):
+        told = RECIPIENT if "".join(header).endswith(RECIPIENT) else "\n"
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    return begun[0] if begun else "", end, plain(lead[0]) if lead else "", one, is_named, is_text
+    return begun[0] if begun else "", end, told, one, is_named, is_text
 
 
 def _units(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from sirchat.text.call_forms import (
     FUNCTION,
     JSON,
+    RECIPIENT,
     TAGS,
     Schemas,
     begins_call,
@@ -29,7 +30,7 @@ _INSIDE = {
 }
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
-_HALF_TAG = re.compile(r"(?:<[^<>\s]*|>{1,3}(?:[\w.-]+\n?)?)\Z")
+_HALF_TAG = re.compile(r"(?:<[^<>\s]*|>{1,3}(?:[\w.-]+(?:\n\s*)?)?)\Z")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
 
@@ -57,7 +58,8 @@ class CallParser:
 
     Either calls stand in `TAGS`, as Hermes and Qwen write each, or the whole reply consists of
     calls, as with Llama; then it may stand between the fences of a code block. Those of
-    Functionary begin with `>>>`, a name and a new line, and end with the reply.
+    Functionary begin with `>>>`, a name and JSON in a new line, and end with the reply; those of
+    GLM 4 do without `>>>`.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
     `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
@@ -78,9 +80,9 @@ class CallParser:
         if isinstance(names, Mapping):
             self._schemas = names
         self._known = known or {}
-        self._bare = (*_BARE, *(f"[{name}(" for name in names), *(f"{name}\n" for name in names))
-        self._tags = (*TAGS, *(f">>>{name}\n" for name in names))
-        self._tag = re.compile("|".join(map(re.escape, self._tags)))
+        self._bare = (*_BARE, *(f"[{name}(" for name in names))
+        self._lines = tuple(f"{name}\n{{" for name in names)
+        self._find((*TAGS, *(RECIPIENT + line for line in self._lines)))
         self._number = number
         self._only_one = only_one
         self.is_cut = False
@@ -99,8 +101,8 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        openings = ("{", PYTHON, _FENCE, *self._bare)
-        if not self._has_begun and any(_begins(start, opening) for opening in openings):
+        openings = ("{", PYTHON, _FENCE, *self._bare, *self._lines)
+        if not self._has_begun and _begins(start, openings):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
         before = len(self.calls)
@@ -116,14 +118,19 @@ class CallParser:
         return self._marked is not None
 
     def rest(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that were held back, at the reply's end; `lead` as in `read`.
+        """The text and the calls that were held back, at the reply's end.
 
+        `lead` stands before the names of calls; which calls without tags there are depends on it.
         `is_short`: the reply was cut there, and half a call is not a part of its text.
         """
-        before, left = len(self.calls), self._waiting
+        before = len(self.calls)
         if self.has_ended:
-            self.is_cut = bool(left.strip())
+            self.is_cut = bool(self._waiting.strip())
             return "", []
+        if lead != RECIPIENT:
+            self._find((*TAGS,))
+        self._lines = self._lines if lead in (RECIPIENT, "\n") else ()
+        shown, left = self.push("")[0], self._waiting
         tag, is_call = self._tag.match(left.lstrip()), False
         if tag and tag[0] in TAGS:
             is_call = self._add(left.lstrip()[tag.end() :])
@@ -135,11 +142,11 @@ class CallParser:
             left += self._marked
         begun = left.strip()
         written = begun.removeprefix(PYTHON).strip()
-        bare = (one for one in self._bare if one[-1] != "\n" or written.startswith(one))
-        is_bare = not self._has_begun and any(_begins(written, one) for one in bare)
-        if is_short and begun and (is_bare or any(_begins(begun, one) for one in self._tags)):
+        is_bare = _flat(written).startswith(self._lines) or _begins(written, self._bare)
+        is_bare = is_bare and not self._has_begun
+        if is_short and begun and (is_bare or _begins(begun, self._tags)):
             left = ""
-        return left, self.calls[before:]
+        return shown + left, self.calls[before:]
 
     def read(self, marked: str, lead: str) -> list[ToolCall]:
         """The calls in `marked`, a text with control tokens; none if it has others.
@@ -147,7 +154,10 @@ class CallParser:
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
         calls: list[Any] = marked_calls(marked, self._schemas)
-        before = len(self.calls)
+        before, marked = len(self.calls), marked.lstrip()
+        if marked.startswith(PYTHON):  # code, or JSON that stands alone
+            self._add(marked)
+            return self.calls[before:]
         at = done = len(marked) if calls else 0
         while found := re.compile(r"[{\[]").search(marked, at):
             try:
@@ -162,6 +172,11 @@ class CallParser:
             at = done = end
         self._add("\n".join(map(json.dumps, calls)))
         return self.calls[before:]
+
+    def _find(self, tags: tuple[str, ...]) -> None:
+        """Seek these tags; blanks may stand before the JSON of the last ones."""
+        self._tags = tags
+        self._tag = re.compile("|".join(map(re.escape, tags)).replace("\\\n", r"\n\s*"))
 
     def _next(self) -> str | None:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
@@ -188,7 +203,7 @@ class CallParser:
             self._waiting = text[end:].lstrip()
             return ""
         half = _HALF_TAG.search(text)  # blanks before a call are not shown
-        is_tag = half and any(one.startswith(half[0]) for one in self._tags)
+        is_tag = half and any(one.startswith(_flat(half[0])) for one in self._tags)
         return self._take(len(text[: half.start() if half and is_tag else None].rstrip())) or None
 
     def _take(self, size: int) -> str:
@@ -324,8 +339,15 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-def _begins(text: str, opening: str) -> bool:
-    return text.startswith(opening) or opening.startswith(text)
+def _flat(text: str) -> str:
+    """The text without the blanks after its first line."""
+    return re.sub(r"\n\s+", "\n", text, count=1)
+
+
+def _begins(text: str, openings: tuple[str, ...]) -> bool:
+    """Whether the text, or what may follow it, begins with one of the openings."""
+    text = _flat(text)
+    return text.startswith(openings) or any(one.startswith(text) for one in openings)
 
 
 def _parse_arguments(arguments: str) -> Any:

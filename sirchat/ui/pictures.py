@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -31,7 +32,9 @@ def picture(draw: Callable[[Any], None], kind: str, title: str) -> bytes:
         hint = "pip install 'sirchat[plots]'"
         raise UsageError("a picture needs the package matplotlib", hint=hint) from None
     file = BytesIO()
-    with rc_context({"svg.hashsalt": title, "svg.fonttype": "none", "text.parse_math": False}):
+    values = {"svg.hashsalt": title, "svg.fonttype": "none", "text.parse_math": False}
+    with rc_context(values), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as of characters that the font lacks
         figure = Figure(figsize=(9, 6), layout="constrained")
         axes = figure.subplots()
         axes.set_title(displayable_line(title), fontsize="medium")
@@ -77,7 +80,7 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
         starts = np.searchsorted(rows["turn"], [turn.index for turn in shown]) - 0.5
         names = [f"{turn.role} {turn.index}" for turn in shown]
         axes.set_yticks(starts, names, fontsize="x-small", va="top")
-        axes.set(xlim=(-0.5, end), ylim=(len(rows) - 0.5, -0.5), xlabel="turn")
+        axes.set(xlim=(-0.5, end), ylim=(max(1, len(rows)) - 0.5, -0.5), xlabel="turn")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="lower left", fontsize="small")  # where no token is read yet
 
@@ -92,6 +95,7 @@ def _marks(
     Turn t is from t - 0.5 to t + 0.5. What is held at the end of a round is drawn for all of it.
     """
     turn, end, before = rows["turn"].astype(np.float64), -0.5, np.zeros(0, np.int64)
+    is_held, read = np.zeros(len(rows), bool), 0
     is_pinned, is_erased = (rows["flags"] & int(f) > 0 for f in (Flag.PINNED, Flag.ERASED))
     rounds = np.maximum(rows["round"], 1)  # the system prompt is before the first one
     since, was_evicted = turn - 0.5, np.zeros(len(rows), bool)
@@ -102,16 +106,20 @@ def _marks(
         marks.setdefault(state, []).append(new)
 
     for last, cached in held_after.items():
-        is_read, held = turn <= last, cached[~is_erased[cached]]
-        of_round = is_read & (rounds == rounds[is_read][-1:].sum())
-        start = max(end, turn[of_round].min(initial=last) - 0.5)
+        begun, read = read, int(np.searchsorted(turn, last, "right"))
+        held = cached[~is_erased[cached]]
+        round = np.searchsorted(rounds, rounds[:read][-1:].sum())
+        start = max(end, turn[round:read].min(initial=last) - 0.5)
         unknown += [(end, start)] if start > end else []
-        new = np.setdiff1d(held, before)
-        left, came = (before, held) if start > end else (np.setdiff1d(before, held), new)
+        new = held[~is_held[held]]
+        is_held[before], is_held[held] = False, True
+        gone = before[~is_held[before]]
+        left, came = (before, held) if start > end else (gone, new)
         mark("held", left, end)
         since[came] = np.maximum(start, turn[came] - 0.5)
         mark("restored", new[was_evicted[new]], start)
-        was_evicted[np.setdiff1d(np.flatnonzero(is_read), held)] = True
+        was_evicted[gone] = True
+        was_evicted[begun:read] |= ~is_held[begun:read]
         before, end = held, last + 0.5
     mark("held", before, end)
     since, last_end = turn - 0.5, turn.max(initial=0) + 0.5

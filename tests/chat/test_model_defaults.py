@@ -54,7 +54,8 @@ def test_sampling_follows_the_models_files(
 def test_one_value_that_is_not_allowed_leaves_the_others_of_the_files(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 7.0, "min_p": 0.05}
+    said: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 7.0}
+    said |= {"min_p": 0.05, "repetition_penalty": "1.1"}
     monkeypatch.setattr(model.module, "generation_config", ConfigValues(said))
     assert drawing(with_model_defaults(profile(), model)) == {"temperature": 0.6, "min_p": 0.05}
 
@@ -68,7 +69,12 @@ def test_a_temperature_just_above_zero_in_the_files_is_the_likeliest(
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}]
+    "said",
+    [
+        {},
+        {"do_sample": False, "temperature": 0.7},
+        *({"do_sample": True, "temperature": given} for given in (-3.0, "0.7", "warm", [0.7])),
+    ],
 )
 def test_without_sound_settings_in_the_files_sampling_is_sound(
     said: dict[str, Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch

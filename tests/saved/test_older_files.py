@@ -8,6 +8,7 @@ program was killed; that of `babbler` has keys and values.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import zipfile
 from contextlib import closing
@@ -65,6 +66,19 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
     assert session.profile.policy != "learned"
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
     assert session.save().held.tolist() == expected["held_after"]
+
+
+def test_an_older_chat_that_is_only_looked_at_is_no_newer(folder: Path) -> None:
+    paths = [folder / f"{chat['id']}.sqlite" for chat in CHATS.values()]
+    for age, path in enumerate(paths):
+        os.utime(path, ns=(0, 10**18 - age * 10**9))
+    newest = [entry.id for entry in list_sessions(folder).sessions]
+    for path in paths:
+        SessionStore.open(path).close()
+    assert [entry.id for entry in list_sessions(folder).sessions] == newest
+    with SessionStore.open(paths[-1]) as store:
+        store.rename("boat")
+    assert list_sessions(folder).sessions[0].id == paths[-1].stem
 
 
 def test_an_older_chat_is_saved_on_with_its_pins(folder: Path) -> None:

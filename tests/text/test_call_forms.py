@@ -189,10 +189,10 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     ),
     "deepseek 3.2": (dsml, marks()),
     "functionary": (functionary, marks()),
-    "functionary 3.2": (each(">>>", "\n", ""), marks()),
+    "functionary 3.2": (each(">>>", "\n", ""), marks(call_lead=">>>")),
     "functionary 3.2, whose prompt has the first mark": (
         lambda *calls: each(">>>", "\n", "\n")(*calls).removeprefix(">>>"),
-        replace(marks(), answer="all\n"),
+        replace(marks(call_lead=">>>"), answer="all\n"),
     ),
     "kimi": (
         lambda *calls: spelled(_SECTION) + each(_KIMI, f":0{_GIVEN}", "<|tool_call_end|>")(*calls),
@@ -294,7 +294,7 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
     [
         ("<function=time>\n</function>", [("time", {})]),  # without tags, of a tool that there is
         ("<function=other>\n</function>", []),
-        ('weather\n{"city": "Oslo"}', [("weather", {"city": "Oslo"})]),  # GLM 4 has no other mark
+        ('weather\n {"city": "Oslo"}', [("weather", {"city": "Oslo"})]),
         ('other\n{"city": "Oslo"}', []),
         ("time\nis short", []),
         ("time", []),
@@ -319,9 +319,39 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
 )  # fmt: skip
 def test_what_is_a_call_and_what_is_text(reply: str, calls: Any) -> None:
     parser = CallParser(SCHEMAS, 0)
-    shown = parser.push(reply)[0] + parser.rest()[0]
+    shown = parser.push(reply)[0] + parser.rest(">>>")[0]
     assert found(parser) == calls
     assert shown == ("" if calls else reply)
+
+
+_LINE = 'weather\n{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize(
+    ("lead", "reply", "count"),
+    [
+        ("\n", _LINE, 1),  # GLM 4 has no other mark
+        ("\n", f">>>{_LINE}", 0),
+        ("", _LINE, 0),
+        ("", _LINE[:-3], 0),
+        ("", f"So:\n>>>{_LINE}", 0),
+        ("", f"So:\n>>>{_LINE[:-3]}", 0),
+        ("functions.", f">>>{_LINE}\n<tool_call>{{}}</tool_call>", 0),
+    ],
+)
+def test_a_name_and_json_in_the_next_line_are_a_call_only_where_the_template_writes_it_so(
+    lead: str, reply: str, count: int, is_short: bool
+) -> None:
+    parser = CallParser(SCHEMAS, 0)
+    shown = parser.push(reply)[0] + parser.rest(lead, is_short=is_short)[0]
+    assert (shown, len(parser.calls)) == ("" if count else reply, count)
+
+
+def test_a_call_after_a_line_that_is_none_is_found() -> None:
+    parser = CallParser(SCHEMAS, 0)
+    shown = parser.push(f">>>{_LINE}\n" + xml("time", {}))[0] + parser.rest("")[0]
+    assert (shown, found(parser)) == (f">>>{_LINE}", [("time", {})])
 
 
 def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
@@ -341,24 +371,29 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
 )
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == ""
+    assert parser.push(reply)[0] + parser.rest(">>>", is_short=True)[0] == ""
     assert not parser.calls
 
 
-@pytest.mark.parametrize("reply", ["we", "weather", "time"])
-def test_a_reply_that_was_cut_in_the_name_of_a_tool_is_text(reply: str) -> None:
+@pytest.mark.parametrize("reply", ["we", "weather", "time", "time\n", "time\nThe tool", "see time"])
+def test_a_reply_that_was_cut_in_or_after_the_name_of_a_tool_is_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == reply
+    assert parser.push(reply)[0] + parser.rest(">>>", is_short=True)[0] == reply
 
 
 @pytest.mark.parametrize(
-    "reply", ["[1, 2] is a list", "[weather] is fine", "[a](b)", ">>> weather(1)", "time is >>>x"]
+    "reply",
+    [
+        *("[1, 2] is a list", "[weather] is fine", "[a](b)", ">>> weather(1)", "time is >>>x"),
+        *("time\nis short", "time\n\n is short", "a\n>>>time\nb"),
+    ],
 )
 def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
     shown = [parser.push(char)[0] for char in reply]
     assert "".join(shown) == reply
     assert shown[:9].count("") < 9
+    assert parser.rest(">>>") == ("", [])
 
 
 @pytest.mark.parametrize(
@@ -417,8 +452,41 @@ def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
         "[weather(**{'a': 1})]",
         "[weather(",
         "",
+        "[weather(city='Oslo')]\nDone",
+        "[weather(city='Oslo')]; x = 3",
+        "[weather(city='Oslo'), other(city='Oslo')]",
+        *(f"```python\n{code}\n```" for code in (
+            "x = weather(city='Oslo')",
+            "return weather(city='Oslo')",
+            "weather(city='Oslo')\nprint(1)",
+            "weather(city='Oslo')\nx: int",
+            "other(city='Oslo')",
+        )),
+        '<|python_tag|>cfg = {"name": "time", "parameters": {}}\nprint(cfg)',
+        '<|python_tag|>{"name": "time", "parameters": {}}\nprint(1)',
     ],
-)
-def test_python_that_is_no_list_of_calls_is_none(marked: str) -> None:
+)  # fmt: skip
+def test_python_that_is_not_only_calls_of_tools_is_none(marked: str) -> None:
     parser = CallParser(SCHEMAS, 0)
     assert parser.read(marked, "") == []
+    shown = parser.push(marked)[0] + parser.rest()[0]
+    assert (shown, parser.calls) == (marked, [])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "[weather(city='Oslo')]\n[weather(city='Rome')]",
+        "[weather(city='Oslo')]; [weather(city='Rome')]",
+        *(f"<|python_tag|>{first}; {second}" for first, second in [[
+            '{"name": "weather", "parameters": {"city": "Oslo"}}',
+            '{"name": "weather", "parameters": {"city": "Rome"}}',
+        ]]),
+    ],
+)  # fmt: skip
+def test_no_call_of_several_vanishes(reply: str) -> None:
+    calls = [("weather", {"city": city}) for city in ("Oslo", "Rome")]
+    parser, marked = CallParser(SCHEMAS, 0), CallParser(SCHEMAS, 0)
+    assert parser.push(reply)[0] + parser.rest()[0] == ""
+    marked.read(reply, "")
+    assert found(parser) == found(marked) == calls

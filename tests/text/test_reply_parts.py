@@ -116,7 +116,10 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
             "call_lead": "to=functions.",
         },
     ),
-    "gemma": (template("gemma4"), {"opening": "<|channel>thought", "closing": "<channel|>"}),
+    "gemma": (  # its template leaves calls out
+        template("gemma4"),
+        {"opening": "<|channel>thought", "closing": "<channel|>", "call_lead": "\n"},
+    ),
     "deepseek": (
         template("deepseek"),
         THINK
@@ -139,7 +142,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
         template("functionary"),
         THINK
         | {"answer": "all\n", "kept": "all\n", "call_end": "<|eot_id|>"}
-        | {"has_text_arguments": True},
+        | {"call_lead": ">>>", "has_text_arguments": True},
     ),
     "minicpm": (
         template("minicpm"),

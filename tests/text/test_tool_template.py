@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -139,6 +140,15 @@ def test_a_call_is_read_with_the_id_and_the_arguments_that_the_template_wants(
     assert own.note == ""
 
 
+def test_results_in_another_order_are_tied_to_their_calls_and_later_numbers_go_on() -> None:
+    own, it = ToolTemplate(writing_as("kimi"), None, TOOLS), writing_as("kimi")
+    own.calls("", [call("Oslo", "toolu_b"), call("Rome", "toolu_a")])
+    own.calls("", [call("Lima", "toolu_c"), call("Bern", "call00007"), call("Pisa", "d")])
+    for idents, numbers in ((("toolu_a", "toolu_b"), (1, 0)), (("d", "toolu_c"), (8, 2))):
+        told = it.decode(own.results([result("It is cold.", ident) for ident in idents]).ids)
+        assert re.findall(r"Return of functions.weather:(\d+)", told) == [*map(str, numbers)]
+
+
 def test_what_functionary_says_to_all_is_text_and_a_tool_may_be_named_so_too() -> None:
     it = writing_as("functionary")
     own, parser = ToolTemplate(it, None, TOOLS), CallParser(["weather", "allow"], 0)
@@ -146,10 +156,25 @@ def test_what_functionary_says_to_all_is_text_and_a_tool_may_be_named_so_too() -
     for one in it.encode('all\nHere.\n>>>weather\n{"city": "Oslo"}\n>>>allow\n{}'):
         shown += [parser.push(piece.text)[0] for piece in stream.push_id(one)]
     shown += [parser.push(piece.text)[0] for piece in stream.flush()]
-    assert ("".join(shown), parser.rest()[0]) == ("Here.", "")
+    assert ("".join(shown), parser.rest(own.marks.call_lead)[0]) == ("Here.", "")
     assert [one.name for one in parser.calls] == ["weather", "allow"]
     said = own.reply_stream().push("allow\n{}", is_end=True)
     assert [piece.text for piece in said] == ["allow\n{}"]
+
+
+@pytest.mark.parametrize(
+    ("form", "lead"),
+    [
+        ("{{ call.name }}\n{{ call.arguments | tojson }}", "\n"),
+        ("", "\n"),  # it says nothing of calls
+        ('{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}', ""),
+    ],
+)
+def test_what_stands_before_a_name_says_whether_json_is_in_the_next_line(
+    form: str, lead: str
+) -> None:
+    assert writing_calls(form).marks.call_lead == lead
+    assert ToolTemplate(writing_as("functionary"), None, TOOLS).marks.call_lead == ">>>"
 
 
 def writing_calls(form: str, prompt: str = "") -> ToolTemplate:

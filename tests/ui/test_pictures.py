@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
+import warnings
 from collections import Counter
 from contextlib import closing
 from itertools import groupby
@@ -20,6 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
+from sirchat.ui.pictures import picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 SAID = "Anna has a red boat near the old lake, and it is green now."
@@ -96,6 +98,20 @@ def test_the_marks_are_those_of_what_was_held_after_each_round(
     assert f"{chat.resident} of {chat.seen} tokens held" in text
     assert "Anna" not in file.read_text("utf-8")
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_drawing_says_nothing_else(tmp_path: Path) -> None:
+    """A chat without turns has no height, and the fonts of matplotlib lack some characters."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "data" / "sessions"
+    folder.mkdir(parents=True)
+    SessionStore.create(folder, {}).close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        words = ("sessions", "map", "last", "--out", str(tmp_path / "a.svg"))
+        assert run(*words, SIRCHAT_HOME=str(tmp_path)).stderr == f"wrote {tmp_path}/a.svg\n"
+        picture(lambda axes: None, "png", "會話")
+    assert not caught
 
 
 def test_what_is_not_saved_is_not_drawn_but_said(tmp_path: Path) -> None:

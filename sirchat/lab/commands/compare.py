@@ -1,7 +1,8 @@
 """The `sirchat compare` command, which replays one transcript under several settings."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -57,40 +58,35 @@ def compare(
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format, settings, trusted_policies(flags))
-    if html is not None:
-        _write("--html", html, "", "a")  # an unwritable path fails before the run
-    if out is not None:
-        _write("--out", out / "compare.json", "", "a")
-    model = load(profile, trust_remote_code)
-    found, interrupted = _run(model, settings, transcript, name, own)
-    if not found.transcript.rounds:
-        raise KeyboardInterrupt
-    found = with_notes(found)
-    from sirchat.lab.studies.report import provenance
-    from sirchat.lab.studies.side_by_side.report import record_of
+    with _tried("--html", html), _tried("--out", out and out / "compare.json"):
+        model = load(profile, trust_remote_code)
+        found, interrupted = _run(model, settings, transcript, name, own)
+        if not found.transcript.rounds:
+            raise KeyboardInterrupt
+        found = with_notes(found)
+        from sirchat.lab.studies.report import provenance
+        from sirchat.lab.studies.side_by_side.report import page_of, record_of, write_files
 
-    record = record_of(found, provenance(model, "compare", command_line()))
-    if html is not None:
-        from sirchat.lab.studies.side_by_side.report import page_of
+        record = record_of(found, provenance(model, "compare", command_line()))
+        if json:
+            from json import dumps
 
-        _write("--html", html, page_of(record))
-    if out is not None:
-        from sirchat.lab.studies.side_by_side.report import write_files
-
-        try:
-            write_files(found, record, out)
-        except UsageError as error:
-            typer.echo(f"sirchat: no plots: {error}", err=True)
-    if json:
-        from json import dumps
-
-        typer.echo(dumps(record))
-    else:
-        _print(found, whole)
-    for note in found.notes:
-        typer.echo(displayable_line(f"sirchat: {note}"), err=True)
-    if interrupted:
-        raise KeyboardInterrupt
+            typer.echo(dumps(record))
+        else:
+            _print(found, whole)
+        for note in found.notes:
+            typer.echo(displayable_line(f"sirchat: {note}"), err=True)
+        if html is not None:
+            with _in_one_line("--html", html), open_private(html, "w") as page:
+                page.write(page_of(record))
+        if out is not None:
+            with _in_one_line("--out", out):
+                try:
+                    write_files(found, record, out)
+                except UsageError as error:
+                    typer.echo(f"sirchat: no plots: {error}", err=True)
+        if interrupted:
+            raise KeyboardInterrupt
 
 
 _NOTHING_EVICTED = (
@@ -132,20 +128,21 @@ def _settings(
 def _transcript(
     file: Path, format: str, settings: tuple[Profile, ...], trusted: Collection[str]
 ) -> "tuple[Rounds, str]":
-    """Read the transcript in `file`, `-` for standard input; its switches must suit `settings`."""
+    """Read the transcript in `file`, `-` for standard input; its name can be displayed."""
     from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
-    from sirchat.text.text_file import read_regular
+    from sirchat.text.text_file import read_regular, without_surrogates
     from sirchat.text.transcript import iter_turns, one_conversation
 
-    name = "standard input" if str(file) == "-" else str(file)
+    path = displayable_line(without_surrogates(str(file)))
+    name = "standard input" if path == "-" else path
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
-    for profile in settings:  # the values that are parsed are the same for each
-        checked = list(checked_switches(turns, name, profile, trusted))
+    # That they suit the other settings, too, is checked with the model.
+    checked = list(checked_switches(turns, name, settings[0], trusted))
     return rounds_of(checked, name), name
 
 
@@ -185,13 +182,31 @@ def _print(found: "Comparison", is_whole: bool) -> None:
         console.print(part)
 
 
-def _write(flag: str, path: Path, text: str, mode: str = "w") -> None:
-    """Write a file that the value of a flag names, or one in the folder that it names."""
-    try:
+@contextmanager
+def _tried(flag: str, path: Path | None) -> Iterator[None]:
+    """Fail before a run whose result can't be written; one that fails leaves no empty file."""
+    if path is None:
+        yield
+        return
+    with _in_one_line(flag, path):
         if flag == "--out":
             private_dir(path.parent)
-        with open_private(path, mode) as file:
-            file.write(text)
+        is_new = not path.exists()
+        open_private(path, "a").close()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if is_new and not path.stat().st_size:
+                path.unlink()
+        raise
+
+
+@contextmanager
+def _in_one_line(flag: str, path: Path) -> Iterator[None]:
+    """Errors while a file is written that the value of a flag names, or files in that folder."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(
             f"{flag} {path} cannot be written: {error.strerror}",

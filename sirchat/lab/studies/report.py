@@ -30,7 +30,9 @@ from sirchat.models.captured_step import CapturedStep
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
+from sirchat.paths import private_dir, write_private
 from sirchat.saved.saved_state import fingerprint
+from sirchat.text.text_file import without_surrogates
 
 Record = dict[str, Any]  # the results of one unit of a study, or another JSON object
 
@@ -172,14 +174,17 @@ def _widths(columns: list[list[str]], room: int | None) -> list[int]:
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> None:
-    """Write a report into a folder: JSON, Markdown, and a CSV file for each table."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a report into a folder: JSON, Markdown, and a CSV file for each table.
+
+    Only their owner can read the files, which may quote a conversation.
+    """
+    private_dir(folder)
     record = json.dumps(record_of(report, head), indent=2)
-    (folder / f"{name}.json").write_text(record + "\n", "utf-8")
-    (folder / f"{name}.md").write_text(markdown(report, head), "utf-8")
+    texts = {f"{name}.json": record + "\n", f"{name}.md": markdown(report, head)}
     for number, table in enumerate(report.tables):
-        numbered = f"{name}-{number + 1}" if number else name
-        (folder / f"{numbered}.csv").write_text(_csv(table), "utf-8")
+        texts[f"{name}-{number + 1}.csv" if number else f"{name}.csv"] = _csv(table)
+    for file, text in texts.items():  # a path in it need not be UTF-8
+        write_private(folder / file, without_surrogates(text), replaces=True)
 
 
 def markdown(report: Report, head: Record) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -26,7 +27,7 @@ from chatting import answer, babbler, session, tiny
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.errors import SettingError, TranscriptError
+from sirchat.errors import ModelError, SettingError, TranscriptError
 from sirchat.lab.commands.compare import has_evicted, with_notes
 from sirchat.lab.studies.report import provenance
 from sirchat.lab.studies.side_by_side.compare import (
@@ -423,6 +424,13 @@ def test_the_interval_of_the_divergence_draws_whole_rounds() -> None:
     assert min(means) < mean.low < mean.value < mean.high < max(means)
 
 
+def test_the_tokens_of_a_system_prompt_count_to_the_first_round() -> None:
+    asked = replace(transcript(TALK[:2]), system="Be brief.")
+    result = compare(tiny(), BRIEF, asked).settings[1]
+    assert result.tokens[0].role == "template"
+    assert mean_divergence(result).value == pytest.approx(result.nats)
+
+
 ROLES = ("user", "assistant")
 
 
@@ -451,6 +459,49 @@ def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     assert 1 <= rounds < 3_000
     assert [len(one["turns"]) for one in result["settings"]] == [rounds, rounds]
     assert result["notes"] == [f"stopped after {rounds} of 3000 user turns"]
+
+
+def refuse(*_: object) -> None:
+    raise ModelError("damaged")
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> list[str]:
+    """The words to compare a transcript whose name is not UTF-8."""
+    file = tmp_path / os.fsdecode(b"talk-\xe4.txt")
+    file.write_text("USER: hello\n", "utf-8")
+    return ["compare", str(file), "--policies", "sink", "--budget", "32", "--max-new-tokens", "4"]
+
+
+def test_any_name_may_be_compared_and_all_files_are_private(
+    strange: list[str], tmp_path: Path
+) -> None:
+    out, page = tmp_path / "out", tmp_path / "talk.html"
+    done = run(*strange, "--out", str(out), "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    files = [*out.iterdir(), page]
+    assert {"compare.json", "compare.md", "compare-2.csv"} <= {file.name for file in files}
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert "talk-\ufffd.txt" in json.loads((out / "compare.json").read_text("utf-8"))["file"]
+
+
+def test_a_run_that_fails_leaves_no_empty_file_and_what_it_found_is_printed_before_it_is_written(
+    strange: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, page = tmp_path / "out", tmp_path / "talk.html"
+    words = (*strange, "--out", str(out), "--html", str(page))
+    with monkeypatch.context() as broken:
+        broken.setattr("sirchat.lab.commands.compare.load", refuse)
+        assert run(*words).stderr == "sirchat: damaged\n"
+    assert not page.exists()
+    assert not any(out.iterdir())
+    (out / "compare.md").mkdir()
+    done = run(*words)
+    note, error = done.stderr.splitlines()
+    assert "could not differ" in note
+    assert re.match("sirchat: --out .* cannot be written: Is a directory", error)
+    assert (done.returncode, "1. USER: hello" in done.stdout) == (2, True)
+    assert sorted(file.name for file in out.iterdir()) == ["compare.json", "compare.md"]
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sirchat.lab.studies import report
 from sirchat.lab.studies.intervals import clustered_mean, share
 from sirchat.lab.studies.report import Record, value_text
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
+from sirchat.paths import write_private
 from sirchat.ui.pictures import picture
 from sirchat.ui.text import shorten
 
@@ -122,7 +123,7 @@ def mean_divergence(result: SettingResult) -> report.Estimate:
     by_round: list[list[float]] = [[] for _ in result.rounds]
     for token in result.tokens:
         if token.nats is not None:
-            by_round[of[token.turn]].append(token.nats)
+            by_round[of.get(token.turn, 0)].append(token.nats)  # 0: the system prompt
     return clustered_mean(by_round)
 
 
@@ -141,7 +142,7 @@ def write_files(found: Comparison, record: Record, folder: Path) -> None:
             axes.legend(fontsize="small")
 
         image = picture(draw, "svg", f"{found.file}: {label}")
-        (folder / f"compare-{name}.svg").write_bytes(image)
+        write_private(folder / f"compare-{name}.svg", image, replaces=True)
 
 
 def _same(after: RoundResult) -> str:
