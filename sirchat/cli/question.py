@@ -28,6 +28,8 @@ def read_question(
     than words. Remarks go to `note`. UsageError if all are empty, or one is no text or too long.
     """
     is_named = "-" in (*question[:1], *files)
+    if is_named and sys.stdin is None:
+        raise UsageError("- is standard input, which is closed")
     words = " ".join(question[1:] if "-" in question[:1] else question)
     blocks = list[str]()
     for name in dict.fromkeys(file for file in files if file != "-"):
@@ -36,7 +38,7 @@ def read_question(
         if (names := [file.name for file in attached]) != [name]:
             note(shorten(f"{name}: {counted(len(names), 'file')}, {', '.join(names)}", _LISTED))
     has_question = bool(words.strip() or files) and not is_named
-    is_read = is_named or (has_input and not sys.stdin.isatty())
+    is_read = is_named or (has_input and sys.stdin is not None and not sys.stdin.isatty())
     given = _read_input(has_question, note) if is_read else ""
     parts = [part for part in (*blocks, given, words) if part.strip()]
     if not parts:
@@ -53,8 +55,9 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
     says_more = has_question and _is_shared_pipe()
-    if has_question and not _comes_soon():
-        note(f"waiting for {_NAME} to end; < /dev/null, or --no-input, asks without it")
+    if not (sys.stdin.isatty() or _comes_soon()):
+        without = "; < /dev/null, or --no-input, asks without it" * has_question
+        note(f"waiting for {_NAME} to end{without}")
         says_more = False
     data = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

@@ -9,7 +9,8 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from glob import escape, has_magic, iglob
+from fnmatch import fnmatch
+from glob import has_magic, iglob
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,7 @@ from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20  # of a file that can be put into a message
 MOST_FILES = 100  # of a folder or a pattern that can be put into a message
+_MOST_NAMES = 20_000  # that are looked at for a pattern with `**`
 MOST_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
 _FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
@@ -71,9 +73,9 @@ def load_text_file(name: str) -> str:
 
 
 def load_text_files(name: str) -> dict[str, str]:
-    """Read the text file `name`, or, by path, those of a folder or a pattern that are not blank.
+    """Read the text file `name`, or, by path, those of a folder or a pattern that have text.
 
-    Raises UsageError if one is no text, or if they are too many or too large.
+    Raises UsageError if none has, or if they are too many or too large.
     """
     if not (os.path.isdir(expand_path(name)) or (is_missing(name) and has_magic(name))):
         return {name: load_text_file(name)}
@@ -84,18 +86,37 @@ def load_text_files(name: str) -> dict[str, str]:
     if size > MOST_FILE_BYTES:
         told = f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}"
         raise UsageError(told, hint=hint)
-    texts = {path: text for path in found if (text := _read_text(path))}
+    texts = dict[str, str]()
+    for path in found:
+        with suppress(UsageError):  # such as an image beside the texts
+            texts |= {path: text} if (text := _read_text(path)) else {}
     if not texts:
         raise UsageError(f"there is no file with text in {name}")
     return texts
 
 
 def matching_files(name: str) -> Iterator[str]:
-    """The files that a pattern matches, or that a folder has at any depth; no hidden ones."""
+    """The files that a pattern matches, or that a folder has at any depth; no hidden ones.
+
+    Links to folders are not followed below `**`, where no more than 20,000 names are looked at.
+    """
     pattern = os.path.expanduser(name)
+    folder, any_depth, last = pattern.partition("**")
     if os.path.isdir(pattern):
-        pattern = os.path.join(escape(pattern), "**")
-    return filter(os.path.isfile, iglob(pattern, recursive=True))
+        folder, any_depth, last = pattern, "**", ""
+    if not any_depth:
+        yield from filter(os.path.isfile, iglob(pattern))
+        return
+    last, left = last.strip("/") or "*", _MOST_NAMES
+    for path, folders, files in os.walk(folder or "."):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        for file in sorted(files):
+            whole = os.path.join(path, file)
+            if not file.startswith(".") and fnmatch(f"/{whole}", f"*/{last}"):
+                yield whole if folder else os.path.relpath(whole)
+        left -= len(files) + len(folders)
+        if left < 0:
+            return
 
 
 def _read_text(name: str) -> str:

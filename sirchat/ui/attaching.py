@@ -175,13 +175,14 @@ def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, st
     word, quoted = mention["word"] or "", mention["double"] or mention["single"]
     if mention["escape"]:
         return "", mention[0][1:]
-    if quoted and _is_there(quoted):
+    if quoted and (not is_missing(quoted) or _matches(quoted)):
         return quoted, quoted
     plain = _ESCAPED.sub(r"\1", word)
-    for name in dict.fromkeys((word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING))):
-        is_plain_folder = "/" not in name and os.path.isdir(name)
-        if name and not is_plain_folder and _is_there(name):
-            return name, word if word.startswith(name) else plain
+    names = [*filter(None, (word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING)))]
+    there = [one for one in names if not is_missing(one) and ("/" in one or not os.path.isdir(one))]
+    # A question mark behind a name is seldom a part of a pattern.
+    if found := there or [one for one in names if "*" in one and _matches(one)]:
+        return found[0], word if word.startswith(found[0]) else plain
     bare = quoted or word.rstrip(_CLOSING)
     if quoted or _LIKE_A_PATH.search(bare):
         is_address = "://" in bare
@@ -190,10 +191,9 @@ def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, st
     return "", mention[0]
 
 
-def _is_there(name: str) -> bool:
-    """Whether a file has this name, or matches it, if it is a pattern with a dot or a slash."""
-    is_pattern = re.search(r"[./]", name) is not None
-    return not is_missing(name) or (is_pattern and next(matching_files(name), None) is not None)
+def _matches(pattern: str) -> bool:
+    """Whether a file matches a pattern, which has a dot or a slash."""
+    return re.search(r"[./]", pattern) is not None and any(matching_files(pattern))
 
 
 def _as_path(text: str) -> str:

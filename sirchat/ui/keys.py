@@ -31,9 +31,12 @@ SILENT_SECONDS = 1.0
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _CTRL_C = "\x03"
 _LONGEST_KEY = 8  # characters; a key sends no more
-_STRING = r"\x1b[]P_^][^\x00-\x1f]*"  # OSC, DCS, APC and PM, by which a terminal answers programs
-_SEQUENCE = re.compile(rf"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|{_STRING}(?:\x07|\x1b\\)")
-_BEGUN = re.compile(rf"\x1b(?:O|\[\[?|\[[0-?]+[ -/]*)?\Z|{_STRING}\x1b?\Z")
+# OSC, DCS, APC and PM, by which a terminal answers programs; and how answers begin that have not
+# ended yet, unlike what is typed after Esc.
+_STRING = r"\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
+_ANSWER = r"\x1b(?:\]\d+;|P[\d>!$+]|_G)[^\x00-\x1f]*\x1b?"
+_SEQUENCE = re.compile(rf"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|{_STRING}")
+_BEGUN = re.compile(rf"\x1b(?:O|\[\[?|\[[0-?]+[ -/]*|\]\d*|P|_)?\Z|{_ANSWER}\Z")
 _MODIFIED = re.compile(
     r"\x1b\[(\d+)(?::\d*)*(?:;(\d*)(?::(\d+))?(?:;[\d:]*)?)?u|\x1b\[27;(\d+);(\d+)~"
 )
@@ -58,6 +61,7 @@ class KeyParser(Vt100Parser):
         self._was_cut = False  # a paste was ended before its end came
         self._is_flushing = False
         self.on_background: Callable[[bool], object] = bool  # gets whether the background is light
+        self.is_asked = False  # the terminal was asked for its background, and has not answered
 
     @property
     def waits(self) -> bool:
@@ -130,6 +134,7 @@ class KeyParser(Vt100Parser):
         elif match := _BACKGROUND.match(sequence):
             # Shares of red, green and blue, each with as many digits as the terminal likes.
             red, green, blue = (int(share, 16) / (16 ** len(share) - 1) for share in match.groups())
+            self.is_asked = False
             self.on_background(0.3 * red + 0.6 * green + 0.1 * blue > 0.5)
             return
         elif sequence not in ANSI_SEQUENCES and not _REPORT.fullmatch(sequence):
@@ -194,9 +199,14 @@ if sys.platform != "win32":
 
         def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
             """Ask the terminal `out` whether it is light; nobody waits for an answer, if any."""
-            self._parser.on_background = on_answer
+            self._parser.on_background, self._parser.is_asked = on_answer, True
             out.write(_ASK_BACKGROUND)
             out.flush()
+
+        @property
+        def is_asked(self) -> bool:
+            """Whether the terminal has not answered `ask_background` yet."""
+            return self._parser.is_asked
 
         def attach(self, input_ready_callback: Callable[[], None]) -> AbstractContextManager[None]:
             self._ready = input_ready_callback

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from functools import cache
+from itertools import takewhile
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, blockquote, heading, list_block, table
@@ -193,7 +194,8 @@ def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
     text = _line(state, start)
     if state.level > _DEEPEST or not text.startswith(">") or _NO_QUOTE.match(text):
         return False
-    count, last, lines = len(state.tokens), state.lineMax, range(start + 1, end)
+    count, last = len(state.tokens), state.lineMax
+    lines = takewhile(lambda line: not state.isEmpty(line), range(start + 1, end))
     state.lineMax = next((line for line in lines if _NO_QUOTE.match(_line(state, line))), last)
     is_quote = blockquote(state, start, min(end, state.lineMax), silent)
     state.lineMax = last

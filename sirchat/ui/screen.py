@@ -65,6 +65,11 @@ class Screen:
         self.use_theme(self._named)
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the terminal's background chooses the theme."""
+        return self._named == "auto"
+
+    @property
     def has_colours(self) -> bool:
         """Whether the present theme uses colours."""
         return self.theme.name != "none"

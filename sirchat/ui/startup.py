@@ -100,6 +100,7 @@ def chat(
                     _EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader)
                 )
                 entry.keyboard.keep_typed()
+                prompt.use_editing(profile.editing)
                 try:
                     with entry.ctrl_c.raises():
                         line = prompt.read(meanwhile=begin_above_the_prompt)

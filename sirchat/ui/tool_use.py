@@ -70,7 +70,7 @@ class ToolUse(Toolbox):
             servers = [name for name in self._names if self._may_match(pattern, name)]
             errors: list[SirchatError] = []
             if not servers:
-                hint = f"there are: {', '.join(self._names)}"
+                hint = f"there are: {', '.join(self._names) or 'none; give --tools FILE'}"
                 errors = [UsageError(f"--tools-allow {pattern} matches no server", hint=hint)]
             for name in servers:
                 try:

@@ -68,7 +68,7 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
 
 def ask_background(keys: Input, screen: Screen) -> None:
     """Ask the terminal whether it is light, if no variable tells; inside a `Keyboard`."""
-    is_told = os.environ.get("COLORFGBG") or screen.console.no_color
+    is_told = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.is_auto
     # Old consoles of Linux print the question.
     if is_told or screen.terminal is None or os.environ.get("TERM") == "linux":
         return
@@ -163,6 +163,7 @@ class Keyboard:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if sys.platform != "win32":
             signal.signal(signal.SIGTSTP, self._suspended)
+        self._take_answer()
         self._restore()
         if kind is not None:  # a signal may have come while a prompt was being drawn
             with suppress(OSError):
@@ -171,11 +172,19 @@ class Keyboard:
     @contextmanager
     def lend_terminal(self) -> Iterator[None]:
         """Context manager: inside, the terminal is in its usual mode, for example for an editor."""
+        self._take_answer()
         self._restore()
         try:
             yield
         finally:
             self._quiet()
+
+    def _take_answer(self) -> None:
+        """Wait a moment for an answer of the terminal, which another program would take as keys."""
+        end = time.monotonic() + _SILENCE
+        while getattr(self._keys, "is_asked", False) and time.monotonic() < end:
+            self._typed += self._keys.read_keys()
+            time.sleep(_SILENCE / 20)
 
     def mark_pastes(self, on: bool) -> None:
         """Switch bracketed paste on or off; while it is on, pasted text stays one message."""

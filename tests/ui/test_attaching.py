@@ -112,7 +112,7 @@ def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
         ("@x.pdf", "x.pdf is a PDF, not text (pdftotext writes its text)"),
         ("@x.png", "x.png is an image, not text"),
         ("@x.docx", "x.docx is an archive or an office document, not text"),
-        ("@./src", "src/pic.jpg is an image, not text"),
+        ("@./pics", "there is no file with text in ./pics"),
         ("@many/", "many/ has more than 100 files (name a part, such as 'src/*.py')"),
         ("@big/", "big/ has 1,048,578 bytes; allowed: up to 1,048,576 (name a part"),
     ],
@@ -122,7 +122,8 @@ def test_what_can_not_be_read_is_called_by_its_name(folder: Path, words: str, to
     (folder / "x.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3\n1 0 obj")
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (folder / "x.docx").write_bytes(b"PK\x03\x04\x14\0")
-    (folder / "src" / "pic.jpg").write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
+    (folder / "pics").mkdir()
+    (folder / "pics" / "pic.jpg").write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
     for name, count, size in (("many", 101, 1), ("big", 2, 2**19 + 1)):
         (folder / name).mkdir()
         for i in range(count):
@@ -263,3 +264,18 @@ def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
     _, files = attach_files("@n.txt @Makefile", print)
     assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
+
+
+def test_a_name_is_taken_before_a_pattern_and_links_to_folders_are_not_followed(
+    folder: Path,
+) -> None:
+    for name in ("App.js", "App.jsx", "deep/one.txt", "deep/two.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(name.encode() + b"\0" * name.endswith("png"))
+    for name in "xy":
+        (folder / "deep" / name).symlink_to("..", target_is_directory=True)
+    assert [one.name for one in attach_files("What is in @App.js?", print)[1]] == ["App.js"]
+    for mention in ("@./deep", "@deep/**/*.txt", "@**/one.txt"):
+        (file,) = attach_files(mention, print)[1]
+        assert file.text == "deep/one.txt"
+    assert not attach_files("see @App.j? and @./?pp.js", print)[1]

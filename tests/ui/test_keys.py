@@ -85,6 +85,8 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
         (["\x1b_Gi=1;OK\x1b\\\x1b^é\x07\x1b]\x07x"], ["x"]),
         (["\x1b]11;rgb:", 1.1, "x"], ["x"]),
         (["\x1b]"], ["Alt", "]"]),
+        (["\x1bPlease"], ["Alt", *"Please"]),
+        (["\x1b^", "a"], ["Alt", "^", "a"]),
         (["\x1b_", 0.06, "x"], ["Alt", "_", "x"]),
         (["\x1bPa\r"], ["Alt", "P", "a", "c-m"]),
         (["a\udcffb"], ["a", "\ufffd", "b"]),

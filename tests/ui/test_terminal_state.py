@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -106,6 +107,27 @@ def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_col
             chat.wait_prompt()
             chat.submit("a" + _ANSWERS + "b\r")
             chat.wait_screen("(?m)^> ab$")
+
+
+def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(shell: _Shell) -> None:
+    shell.wait_prompt()
+    shell.send("\x04")
+    time.sleep(0.15)
+    shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
+    shell.wait_screen("READY#$")
+    shell.command("echo no difference")
+    shell.wait_screen("no difference")
+    assert "rgb" not in shell.everything
+
+
+def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, endless: str) -> None:
+    flags = ("--model", endless, "--max-new-tokens", "3", "--editing", "vi")
+    with Terminal(*flags, home=tmp_path) as chat:
+        chat.wait_prompt()
+        for keys in ("xhello", "\x1b", "0x\r"):
+            chat.send(keys)
+            time.sleep(0.1)
+        chat.wait_screen("(?m)^> hello$")
 
 
 @pytest.mark.slow
