@@ -11,6 +11,7 @@ from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import undone_at_end, updated_profile
 from sirchat.chat.state import CUT, UndoPoint, reply_at_end
+from sirchat.chat.tool_loop import reply_format
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -62,9 +63,18 @@ def retry_differing(
         yield from session.retry(interrupted)
         # What tools do can't be undone.
         while is_same() and not (is_greedy or session.toolbox.tools or draws > _FURTHER):
+            if session.turns[-1].finish == "interrupt" or interrupted():
+                break
             yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
             draws += 1
-            yield from session.retry(interrupted)
+            try:
+                session.undo_reply()
+            except LookupError:  # without an archive, the message is read again
+                yield from session.retry(interrupted)
+                continue
+            session.state.attempt += 1
+            allowed = yield from reply_format(session, session.toolbox)
+            yield from session.begin_reply(interrupted, allowed=allowed, is_undoable=True).events()
     why = f"drawn {draws} times" if draws > 1 else "drawn once"
     if is_greedy:
         why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"

@@ -222,11 +222,11 @@ class Session:
         """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
 
         The caller generates it by `OpenReply.events`, or by `step` with those of other sessions. If
-        it `is_undoable`, `undo_reply` can take it back.
+        it `is_undoable`, or retried, `undo_reply` can take it back.
         """
         profile, closing = self.profile, self.template.closing
-        can_go_back = is_undoable and profile.archive != "off" and self.undo_points
-        before = state_now(self.state, self.engine) if can_go_back else None
+        is_kept = (is_undoable or self.state.attempt) and profile.archive != "off"
+        before = state_now(self.state, self.engine) if is_kept and self.undo_points else None
         turn = turn or self._open_turn("assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(

@@ -86,7 +86,7 @@ class ConversationState:
     tools: str = ""  # the tools that the model was told of, as JSON
     # Positions of the beginnings of results that are pinned until the next reply is complete.
     heads: list[int] = field(default_factory=list)
-    # Positions of tokens that the user has restored until the next reply is complete; not saved.
+    # Positions of tokens that the user has restored until the next reply is complete.
     asked: list[int] = field(default_factory=list)
     reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
@@ -170,8 +170,11 @@ class UndoPoint:
     ) -> ConversationState:
         """The conversation's state at this point; its turns are the first turns of `now`.
 
-        With `keep_pins`, what the user unpinned since then stays unpinned.
+        What the user restored since then is still asked for; with `keep_pins`, what the user
+        unpinned stays unpinned.
         """
         unpinned = now.unpinned if keep_pins else self.state.unpinned
         turns, saved = now.turns[: self.turns], min(now.saved, self.turns)
-        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned)
+        later = (at for at in now.asked if at < self.checkpoint.cache.seen)
+        asked = sorted({*self.state.asked, *later})
+        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned, asked=asked)

@@ -228,8 +228,7 @@ def _facts_in(
         for text, positions in _sentences(ledger, texts, index)
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
-    stated, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
-    facts = set(stated) if len(encoder.kinds) else set[int]()  # else by what corrects alone
+    stated, newer, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
     found, states = list[StatedFact](), ledger.column("state")
     flags, of_rule = ledger.column("flags"), np.uint8(Flag.PINNED | Flag.RULE)
     for place, number in enumerate(stated):
@@ -237,33 +236,34 @@ def _facts_in(
         if not wanted <= set(words_of(text)) or (flags[at] & of_rule == of_rule).any():
             continue
         is_held = states[at] == State.HELD
-        near = (is_near[place, number + 1 :].nonzero()[:, 0] + number + 1).tolist()
-        later = (
-            said[other][:2]
-            for other in reversed(near)
-            if other in facts or _CORRECTS.search(said[other][1])
-        )
-        newer = next((one for one in later if _may_replace(text, one[1])), (None, ""))
+        later = [said[other][:2] for other in newer[is_near[place] & (newer > number)].tolist()]
+        last = next((one for one in reversed(later) if _may_replace(text, one[1])), (None, ""))
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
-        found.append(StatedFact(index, text, when, size, held, newer[0], newer[1], left))
+        found.append(StatedFact(index, text, when, size, held, last[0], last[1], left))
     return found
 
 
 def _facts_among(
     said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
-) -> tuple[list[int], Tensor]:
-    """The numbers of the k facts among n sentences; which [k, n] are near each, or of its form."""
+) -> tuple[list[int], Tensor, Tensor]:
+    """The numbers of the k facts among sentences; of n facts that may be newer, or corrections.
+
+    Also which of these [k, n] are near each fact, or of its form.
+    """
+    corrects = torch.tensor([bool(_CORRECTS.search(text)) for text in said], dtype=torch.bool)
     if said and len(encoder.kinds):
         vectors = torch.stack([vector_of(text) for text in said]).float()
-        stated = encoder.is_kind("fact", vectors).nonzero()[:, 0].tolist()
-        return stated, vectors[stated] @ vectors.T >= _SAME_THING
+        is_fact = encoder.is_kind("fact", vectors)
+        facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
+        return facts.tolist(), newer, vectors[facts] @ vectors[newer].T >= _SAME_THING
     stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
     # A form is all words but the last one, without those by which it corrects another.
     words = (words_of(_CORRECTS.sub("", text))[:-1] for text in said)
     forms = torch.tensor([hash(tuple(one)) for one in words])
-    return stated, forms[stated][:, None] == forms
+    newer = corrects.nonzero()[:, 0]
+    return stated, newer, forms[stated][:, None] == forms[newer]
 
 
 def _may_replace(older: str, newer: str) -> bool:

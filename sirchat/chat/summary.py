@@ -33,8 +33,8 @@ _NAMED = 6  # most facts that are named as left out, the newest ones
 _LENGTH = 4  # tokens that are added to a sentence's length
 
 
-def make_summary(session: Session) -> str:
-    """A summary of the whole chat, evicted text included; empty if no sentence fits.
+def make_summary(session: Session, facts: Sequence[StatedFact]) -> str:
+    """A summary of the whole chat, without corrected `facts`; empty if no sentence fits.
 
     It has at most a quarter of the budget and a third of the chat's tokens, but may always have 64.
     Raises UsageError if the chat has no messages, and SettingError if the budget is too small.
@@ -51,13 +51,13 @@ def make_summary(session: Session) -> str:
         )
     size = sum(len(message.rows) for message in messages)
     most = min(most, frame + max(_SHORT, size // 3))
-    return _extract(session, messages, most)
+    return _extract(session, messages, facts, most)
 
 
-def left_out_of(session: Session, summary: str) -> Iterator[Notice]:
+def left_out_of(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
     """Names the rules and facts that are not in a summary, if there are some."""
-    facts = [one for one in session.facts() if one.text not in summary + one.newer_text]
-    named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in facts]
+    out = [one for one in facts if one.text not in summary + one.newer_text]
+    named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in out]
     more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
     if named:
         listed = ", ".join(named[-_NAMED:]) + more
@@ -108,14 +108,22 @@ class _Sentence:
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
 
-def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
+def _extract(
+    session: Session, messages: Sequence[_Message], facts: Sequence[StatedFact], most: int
+) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
-    distinct, facts = dict[str, _Sentence](), session.facts()
+    distinct = dict[str, _Sentence]()
+    older = (one for one in facts if one.newer is not None)
+    pairs = [(words_of(one.text), set(words_of(one.newer_text)) | STOP_WORDS) for one in older]
+    corrected = [(said, set(said) - now, (set(said) & now) - STOP_WORDS) for said, now in pairs]
     for message in messages:
         for sentence in _sentences(message):
-            if any(_is_corrected(message, sentence.text, fact) for fact in facts):
-                continue
-            distinct.setdefault(" ".join(words_of(sentence.text)), sentence)
+            has = words_of(sentence.text)
+            if not any(
+                (has == said or message.role != "user") and _repeats(has, gone, kept)
+                for said, gone, kept in corrected
+            ):
+                distinct.setdefault(" ".join(has), sentence)
     sentences = list(distinct.values())
     told, chosen, left = set[str](), list[int](), most - summary_size(session, "")
     queue = [(-sentence.score(told), at) for at, sentence in enumerate(sentences)]
@@ -139,11 +147,13 @@ def _extract(session: Session, messages: Sequence[_Message], most: int) -> str:
     return ""
 
 
-def _is_corrected(message: _Message, text: str, fact: StatedFact) -> bool:
-    """Whether a sentence of a message is a fact that was corrected, or repeats it."""
-    said, now, has = words_of(fact.text), set(words_of(fact.newer_text)), words_of(text)
-    gone = set(said) - now - STOP_WORDS if now else set[str]()
-    return not gone.isdisjoint(has) and (message.role != "user" or has == said)
+def _repeats(has: Sequence[str], gone: set[str], kept: set[str]) -> bool:
+    """Whether a sentence of the words `has` repeats a corrected fact.
+
+    It has two of its words that are `gone`, or one beside one that was `kept`, or the only one.
+    """
+    found = len(gone & set(has))
+    return found > 0 and found + (not kept.isdisjoint(has)) >= min(2, len(gone))
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:

@@ -76,12 +76,16 @@ def tokens_asked(
 ) -> Positions:
     """Positions of the tokens that are to be held for the next reply, those asked for before, too.
 
-    What the model wrote is left out if others said it; of too much, all but the newest.
+    What the model wrote is left out if others said it; of too much, all but the newest. Raises
+    UsageError if nothing matches, or there is no room.
     """
     among = engine.store.recallable()
     at = positions_of(target, engine.ledger, texts, now.roles, among, around)
     told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
     at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
+    if not len(at) or room < 1:
+        why = "it is no longer archived, or sinks and pins leave no room"
+        raise UsageError(f"nothing is restored: {why}", hint="/unpin makes room")
     both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 

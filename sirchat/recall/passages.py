@@ -72,7 +72,7 @@ class Passages:
         if seen < self._until:
             count = int(np.searchsorted(self.rows["end"], seen, side="right"))
             self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
-            self.torn = self.torn[:seen]
+        self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Let the passages follow their tokens, whose new stream positions are `rank` [seen].

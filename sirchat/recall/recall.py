@@ -152,8 +152,10 @@ class Recall:
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
-        by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
-        by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+        by_hand = _NONE
+        if len(asked):
+            by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
+            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
         if recall is None and not len(by_hand):
             self.undo()
             return None

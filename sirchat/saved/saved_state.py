@@ -84,6 +84,7 @@ def make_head(
             "prompt": conversation.prompt,
             "tools": conversation.tools,
             "heads": conversation.heads,
+            "asked": conversation.asked,
             "reply": asdict(conversation.reply),
             "pending_ids": conversation.pending_ids,
             "totals": asdict(conversation.totals),
@@ -112,7 +113,7 @@ def decode_state(
         require(chat.system[0] <= chat.system[1] <= head.seen)
         require(head.logits is None or len(head.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
-        require(max(chat.heads, default=-1) < head.seen)
+        require(max([*chat.heads, *chat.asked], default=-1) < head.seen)
         require(chat.round == fields.round)
         saved = EngineState(
             rows=rows,
@@ -131,6 +132,7 @@ def decode_state(
             prompt=chat.prompt,
             tools=chat.tools,
             heads=chat.heads,
+            asked=chat.asked,
             reply=TurnStats(**chat.reply.model_dump()),
             pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
@@ -306,6 +308,7 @@ class _Conversation(BaseModel):
     prompt: str | None
     tools: str
     heads: list[_Count]
+    asked: list[_Count] = []
     reply: _TurnStats
     pending_ids: list[_Count]
     totals: _TurnStats

@@ -246,9 +246,10 @@ class Chat:
 
         def made(stops: Interrupted) -> Iterator[Event]:
             nonlocal text
-            text = make_summary(self._session)
+            facts = self._session.facts()
+            text = make_summary(self._session, facts)
             yield Delta(text)
-            yield from left_out_of(self._session, text)
+            yield from left_out_of(facts, text)
 
         self._turn(made)
         if text and self._screen.terminal is not None:

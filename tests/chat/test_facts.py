@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatting import session, tiny
 from sirchat.chat.session import Session
 from sirchat.models.load import load_model
+from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -129,6 +133,28 @@ def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_
     monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
     monkeypatch.setattr("sirchat.chat.statements._SAME_THING", -2.0)
     assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
+
+
+@pytest.mark.parametrize("model", [telling(), tiny()])
+def test_facts_are_compared_with_facts_and_corrections_alone(model: LoadedModel) -> None:
+    chat, sizes = session(model, policy="sink", budget=96, pin_instructions=False), list[int]()
+    for text in (*FACTS, *OTHERS, "I see.", f"Actually, {FACTS[1]}"):
+        list(chat.read_user(text))
+        list(chat.read_reply("Okay."))
+
+    class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, Tensor) and made.dtype == torch.bool and made.dim() == 2:
+                sizes.append(made.numel())
+            return made
+
+    with Compared():  # type: ignore[no-untyped-call]
+        facts = chat.facts()
+    assert max(sizes) <= len(facts) * (len(facts) + 1)
+    assert [fact.text for fact in facts[:2]] == FACTS
 
 
 def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,42 @@ def test_a_stopped_retry_is_not_drawn_again_and_one_of_nothing_says_so() -> None
     assert not any("again" in event.text for event in events if isinstance(event, Notice))
     with pytest.raises(UndoError, match="no message to undo"):
         list(retry(session(tiny()), parse_retry(""), lambda: False))
+
+
+@pytest.mark.parametrize("archive", ["ram", "off"])
+def test_the_same_reply_is_drawn_again_without_reading_the_message_again(archive: str) -> None:
+    """The chat is then as after so many retries, each of which reads it."""
+    recall = "words" if archive == "ram" else "off"
+    settings = {"temperature": 0.2, "recall": recall, "archive": archive}
+    told_by = [told(*SAID, **settings) for _ in range(2)]
+    chat, same_chat = told_by
+    events = list(retry(chat, parse_retry(""), lambda: False))
+    read = [one for one in events if isinstance(one, TurnDone) and one.role == "user"]
+    assert len(read) == (1 if archive == "ram" else 3)
+    for _ in range(3):
+        list(same_chat.retry())
+    assert state(chat) == state(same_chat)
+    assert chat.state.attempt == same_chat.state.attempt
+    assert chat.recall.scores == same_chat.recall.scores
+    for each in told_by:
+        list(each.ask(SAID[0]))
+    assert chat.turns == same_chat.turns
+    assert state(chat) == state(same_chat)
+
+
+def test_a_reply_that_was_stopped_is_not_drawn_again() -> None:
+    """The user stops it twice at the same token, or when it has just ended."""
+    chat = told("What can you do?", temperature=0.2)
+    for _ in range(2):
+        stops = iter([False] * 5 + [True] + [False] * 999)
+        events = list(retry(chat, parse_retry(""), partial(next, stops)))
+        assert not any("again" in event.text for event in events if isinstance(event, Notice))
+    assert chat.turns[-1].finish == "interrupt"
+    chat, ended = told("What can you do?", temperature=0.2), list[TurnDone]()
+    for event in retry(chat, parse_retry(""), lambda: bool(ended)):
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            ended.append(event)
+    assert len(ended) == 1
 
 
 def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -> None:

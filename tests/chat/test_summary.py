@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -13,9 +14,11 @@ from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, 
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
+from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import left_out_of, make_summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
+from sirchat.recall.word_index import words_of
 
 FACT = "Dr. Halvorsen lives at 42 Mill Lane."
 
@@ -59,7 +62,7 @@ def pinned(chat: Session, turn: int) -> int:
 def test_a_fact_that_was_evicted_long_ago_stands_in_the_extract(archive: str) -> None:
     chat = told(archive=archive)
     assert "Halvorsen" not in "".join(row.text for row in chat.snapshot().rows)
-    text = make_summary(chat)
+    text = make_summary(chat, chat.facts())
     assert FACT in text
 
 
@@ -67,12 +70,12 @@ def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -
     chat = told(budget=320)
     list(chat.read_user("My code is tangerine77. Is it?"))
     list(chat.read_reply("<think>The zebra counts 999 quaggas.</think>It is tangerine77, yes."))
-    text = make_summary(chat)
+    text = make_summary(chat, chat.facts())
     assert text.index(FACT) < text.index("My code is tangerine77.")
     assert text.count("garden 1") <= 1
     assert "zebra" not in text
     chat.erase("Halvorsen")
-    assert "Halvorsen" not in make_summary(chat)
+    assert "Halvorsen" not in make_summary(chat, chat.facts())
 
 
 @pytest.mark.parametrize("settings", [{}, {"recall": "words"}, {"archive": "off"}])
@@ -82,7 +85,7 @@ def test_making_a_summary_leaves_the_conversation_bit_for_bit_as_it_was(
     chat = told(**settings)
     list(chat.ask("Where does Dr. Halvorsen live?"))
     before = state(chat)
-    assert make_summary(chat)
+    assert make_summary(chat, chat.facts())
     assert state(chat) == before
 
 
@@ -90,7 +93,7 @@ def test_making_a_summary_leaves_the_conversation_bit_for_bit_as_it_was(
 def test_a_summary_takes_at_most_a_quarter_of_the_budget(budget: int) -> None:
     chat = told(budget=budget, after=24)
     turn = len(chat.turns)
-    list(pin_summary(chat, make_summary(chat)))
+    list(pin_summary(chat, make_summary(chat, chat.facts())))
     assert chat.turns[turn].is_summary
     assert 8 < pinned(chat, turn) <= budget // 4
 
@@ -117,10 +120,10 @@ def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
 def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat = told(budget=320)
     turn = len(chat.turns)
-    list(pin_summary(chat, make_summary(chat)))
+    list(pin_summary(chat, make_summary(chat, chat.facts())))
     list(chat.ask("My code is tangerine77."))
     second = len(chat.turns)
-    text = make_summary(chat)
+    text = make_summary(chat, chat.facts())
     assert FACT in text
     assert "Noted" not in text
     assert PREFIX not in text
@@ -150,10 +153,10 @@ def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() ->
 
 def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(UsageError, match="nothing to summarize"):
-        make_summary(session(babbler()))
+        make_summary(session(babbler()), [])
     chat = told(tiny(), after=1, budget=64, recent=16)
     with pytest.raises(SettingError, match="a quarter of the budget; it needs at least"):
-        make_summary(chat)
+        make_summary(chat, chat.facts())
     chat = told(after=2)
     chat.pin("turn 0")
     chat.pin("turn 2")
@@ -167,23 +170,65 @@ def test_what_is_left_of_a_sentence_with_erased_words_is_not_summed_up() -> None
     chat = session(babbler(), budget=512, max_new_tokens=4)
     list(chat.ask("I am allergic to sesame seeds. My brother Quixbert bakes bread."))
     chat.erase("sesame seeds")
-    assert "Quixbert" in make_summary(chat)
-    assert "allergic" not in make_summary(chat)
+    assert "Quixbert" in make_summary(chat, chat.facts())
+    assert "allergic" not in make_summary(chat, chat.facts())
 
 
 def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> None:
     chat = session(tiny(), budget=512, max_new_tokens=16)
     for text in ("My cat is called Zebedee.", "What is my cat called?", "I live in a house."):
         list(chat.ask(text))
-    assert "Zebedee" in make_summary(chat)
+    assert "Zebedee" in make_summary(chat, chat.facts())
     list(chat.ask("Actually, my cat is called Momo."))
-    text = make_summary(chat)
+    text = make_summary(chat, chat.facts())
     assert "Actually, my cat is called Momo." in text
     assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
-    (notice,) = left_out_of(chat, text)
+    (notice,) = left_out_of(chat.facts(), text)
     line = notice.text
     assert '"My cat is called Zebedee." (corrected)' in line
     for fact in chat.facts():
         assert (fact.text in text) != (fact.text in line)
-    assert [one.text.count('"') for one in left_out_of(chat, "")] == [2 * len(chat.facts())]
-    assert not list(left_out_of(chat, " ".join(fact.text for fact in chat.facts())))
+    assert [one.text.count('"') for one in left_out_of(chat.facts(), "")] == [2 * len(chat.facts())]
+    assert not list(left_out_of(chat.facts(), " ".join(fact.text for fact in chat.facts())))
+
+
+MEETING = ("My meeting is on Monday at ten.", "The meeting moved to Tuesday.")
+CAT = ("My cat is called Zebedee.", "Actually, my cat is called Momo.")
+
+
+@pytest.mark.parametrize(
+    ("told", "reply", "is_true"),
+    [
+        (MEETING, "The train leaves at ten.", True),
+        (MEETING, "Shops open on Monday.", True),
+        (MEETING, "The meeting is at ten.", False),
+        (MEETING, "Monday at ten is fine.", False),
+        (CAT, "Hello to Zebedee!", False),
+    ],
+)
+def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_something_else(
+    told: tuple[str, str], reply: str, is_true: bool
+) -> None:
+    chat = session(tiny(), budget=512)
+    for text, answer in zip(told, (reply, "I see."), strict=True):
+        list(chat.read_user(text))
+        list(chat.read_reply(answer))
+    facts = [StatedFact(0, told[0], None, 9, 9, 2, told[1]), StatedFact(2, told[1], None, 9, 9)]
+    assert (reply in make_summary(chat, facts)) == is_true
+
+
+def test_a_summary_reads_the_words_of_each_sentence_and_each_corrected_fact_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat, read = told(after=8), list[str]()
+    said = [StatedFact(0, f"I own {number} hats.", None, 5, 5) for number in range(9)]
+    facts = [*said, StatedFact(0, "I own hats.", None, 5, 5, 1, "I sold the hats.")]
+
+    def reads(text: str) -> list[str]:
+        read.append(text)
+        return words_of(text)
+
+    monkeypatch.setattr("sirchat.chat.summary.words_of", reads)
+    make_summary(chat, facts)
+    sentences = sum(len(re.findall(r"[^.!]+[.!]", turn.text)) for turn in chat.turns)
+    assert len(read) <= sentences + 2

@@ -384,3 +384,19 @@ def test_of_a_long_message_its_questions_are_looked_for() -> None:
     asked = ["".join(pieces[slice(*one)]) for one in asked_spans(pieces)]
     assert len(asked) == 1
     assert "Where is my train?" in asked[0]
+
+
+def test_what_is_read_after_an_undo_of_an_erased_turn_is_not_torn() -> None:
+    """Erased before its passages were made, and then undone."""
+    ledger = Ledger()
+    read(ledger, TEXTS[:1])
+    made, seen = search(ledger), ledger.seen
+    read(ledger, TEXTS[1:3], 1)
+    ledger.flag(Flag.ERASED, np.arange(seen, ledger.seen), True)
+    made.passages.erase(ledger)
+    ledger.truncate(seen, 0.0)
+    made.truncate(ledger.seen)
+    read(ledger, TEXTS[3:4], 1)
+    made.update(ledger, vector_of)
+    assert same(made, search(ledger))
+    assert len(made.passages.torn) == ledger.seen

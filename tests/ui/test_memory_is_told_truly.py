@@ -261,7 +261,8 @@ class Talk:
 
     def sum_up(self) -> None:
         try:
-            text = summary.make_summary(self.chat.session)
+            stated = self.chat.session.facts()
+            text = summary.make_summary(self.chat.session, stated)
         except SirchatError:
             return
         facts, typed = [one for _, one in self.facts()], self.typed_whole()
@@ -278,7 +279,7 @@ class Talk:
                 if is_gone and not again:
                     self.claim(sentence != one.text, f"/summarize keeps what was corrected: {one}")
         if hasattr(summary, "left_out_of"):
-            line = "".join(one.text for one in summary.left_out_of(self.chat.session, text))
+            line = "".join(one.text for one in summary.left_out_of(stated, text))
             named = QUOTED.findall(line)
             self.claim(all(one not in text and one in typed for one in named), line)
             missing = {one.text for one in facts if one.text not in text}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chatting import tiny
 from saved_chats import Chat, refusal
+from sirchat.chat.session import Session
 from sirchat.memory.ledger import Flag, State
+from sirchat.saved.resume import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
 from sirchat.ui.status import describe_recalled
 
 DAY = 86_400
@@ -77,3 +83,50 @@ def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(rec
         chat.session.undo()
     chat.say("Hello!", "Tell me a joke.")
     assert "Luna" not in held(chat)
+
+
+@pytest.mark.parametrize("way", ["undo", "resume", "both"])
+def test_what_was_restored_for_the_next_message_is_still_so_after(way: str, folder: Path) -> None:
+    """It is no longer after the reply to that message."""
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, max_new_tokens=24)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 4)
+    assert "“My cat is called Luna.”" in chat.do('/recall "Luna"')
+    if way != "resume":
+        chat.do("/undo")
+    session = chat.session
+    chat.saved_chat.close()
+    if way != "undo":
+        store = SessionStore.open(find_session(folder, "last"))
+        session = Session(tiny(), saved_profile(store))
+        resume_session(session, store)
+        store.close()
+    list(session.ask("What is my cat called?"))
+    assert "Luna" in session.turns[-1].text
+    assert "Luna" in "".join(row.text for row in session.tokens(list(session.recall.scores)))
+    list(session.ask("Hello!"))
+    assert not session.recall.scores
+
+
+def test_what_was_restored_from_an_undone_message_is_forgotten() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)
+    chat.say(*["Tell me a joke."] * 2, "My cat is called Luna.", *["Tell me a joke."] * 4)
+    chat.do('/recall "Luna"')
+    for _ in range(5):
+        chat.do("/undo")
+    assert not chat.session.state.asked
+    chat.say("Tell me a joke.", "My cat is called Tom.")
+
+
+def test_where_nothing_can_be_restored_a_line_says_why() -> None:
+    chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), (0, "Hello!"))
+    chat.session.erase("turn 2")
+    assert "nothing is restored: it is no longer archived" in refusal(chat, "/recall yesterday")
+
+
+def test_a_message_for_which_nothing_is_restored_does_not_look_for_what_could_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, save=False, max_new_tokens=4)
+    chat.say(*["Tell me a joke."] * 4)
+    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.recallable", None)
+    chat.say("Hello!")

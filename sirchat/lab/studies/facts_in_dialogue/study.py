@@ -101,7 +101,7 @@ class FactsInDialogue(Grid):
             answer["closed"] = self._closed_book(session, fact)
         rows, tokens = session.save().rows, session.seen
         for way in self.summary:
-            text = make_summary(session)
+            text = make_summary(session, session.facts())
             for fact, answer in zip(facts, answers, strict=True):
                 answer[f"in {way}"] = says(text, fact.values[0])
         return {
