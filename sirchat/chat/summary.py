@@ -33,7 +33,7 @@ _NAMED = 6  # most facts that are named as left out, the newest ones
 _LENGTH = 4  # tokens that are added to a sentence's length
 
 
-def make_summary(session: Session, facts: Sequence[StatedFact]) -> str:
+def make_summary(session: Session, facts: list[StatedFact]) -> str:
     """A summary of the whole chat, without corrected `facts`; empty if no sentence fits.
 
     It has at most a quarter of the budget and a third of the chat's tokens, but may always have 64.
@@ -108,9 +108,7 @@ class _Sentence:
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
 
-def _extract(
-    session: Session, messages: Sequence[_Message], facts: Sequence[StatedFact], most: int
-) -> str:
+def _extract(session: Session, messages: list[_Message], facts: list[StatedFact], most: int) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
     distinct = dict[str, _Sentence]()
     pairs = [(words_of(one.text), {*words_of(one.newer_text)}) for one in facts if one.newer_text]
