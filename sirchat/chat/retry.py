@@ -61,10 +61,8 @@ def retry_differing(
         profile = session.profile
         is_greedy = profile.temperature == 0 or profile.top_k == 1
         yield from session.retry(interrupted)
-        # What tools do can't be undone.
-        while is_same() and not (is_greedy or session.toolbox.tools or draws > _FURTHER):
-            if session.turns[-1].finish == "interrupt" or interrupted():
-                break
+        is_only = is_greedy or session.toolbox.tools  # what tools do can't be undone
+        while is_same() and not (is_only or draws > _FURTHER or interrupted()):
             yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
             draws += 1
             try:
@@ -74,7 +72,7 @@ def retry_differing(
                 continue
             session.state.attempt += 1
             allowed = yield from reply_format(session, session.toolbox)
-            yield from session.begin_reply(interrupted, allowed=allowed, is_undoable=True).events()
+            yield from session.begin_reply(interrupted, allowed=allowed).events()
     why = f"drawn {draws} times" if draws > 1 else "drawn once"
     if is_greedy:
         why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"

@@ -175,6 +175,5 @@ class UndoPoint:
         """
         unpinned = now.unpinned if keep_pins else self.state.unpinned
         turns, saved = now.turns[: self.turns], min(now.saved, self.turns)
-        later = (at for at in now.asked if at < self.checkpoint.cache.seen)
-        asked = sorted({*self.state.asked, *later})
-        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned, asked=asked)
+        asked = {*self.state.asked, *(at for at in now.asked if at < self.checkpoint.cache.seen)}
+        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned, asked=sorted(asked))

@@ -33,7 +33,7 @@ _NAMED = 6  # most facts that are named as left out, the newest ones
 _LENGTH = 4  # tokens that are added to a sentence's length
 
 
-def make_summary(session: Session, facts: Sequence[StatedFact]) -> str:
+def make_summary(session: Session, facts: list[StatedFact]) -> str:
     """A summary of the whole chat, without corrected `facts`; empty if no sentence fits.
 
     It has at most a quarter of the budget and a third of the chat's tokens, but may always have 64.
@@ -57,7 +57,7 @@ def make_summary(session: Session, facts: Sequence[StatedFact]) -> str:
 def left_out_of(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
     """Names the rules and facts that are not in a summary, if there are some."""
     out = [one for one in facts if one.text not in summary + one.newer_text]
-    named = [format_value(one.text) + " (corrected)" * bool(one.newer) for one in out]
+    named = [format_value(one.text) + " (corrected)" * bool(one.newer_text) for one in out]
     more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
     if named:
         listed = ", ".join(named[-_NAMED:]) + more
@@ -108,21 +108,15 @@ class _Sentence:
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
 
-def _extract(
-    session: Session, messages: Sequence[_Message], facts: Sequence[StatedFact], most: int
-) -> str:
+def _extract(session: Session, messages: list[_Message], facts: list[StatedFact], most: int) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
     distinct = dict[str, _Sentence]()
-    older = (one for one in facts if one.newer is not None)
-    pairs = [(words_of(one.text), set(words_of(one.newer_text)) | STOP_WORDS) for one in older]
-    corrected = [(said, set(said) - now, (set(said) & now) - STOP_WORDS) for said, now in pairs]
+    pairs = [(words_of(one.text), {*words_of(one.newer_text)}) for one in facts if one.newer_text]
+    corrected = [(said, {*said} - STOP_WORDS, {*said} - STOP_WORDS - now) for said, now in pairs]
     for message in messages:
         for sentence in _sentences(message):
             has = words_of(sentence.text)
-            if not any(
-                (has == said or message.role != "user") and _repeats(has, gone, kept)
-                for said, gone, kept in corrected
-            ):
+            if not any(_repeats(message.role, has, *fact) for fact in corrected):
                 distinct.setdefault(" ".join(has), sentence)
     sentences = list(distinct.values())
     told, chosen, left = set[str](), list[int](), most - summary_size(session, "")
@@ -147,13 +141,14 @@ def _extract(
     return ""
 
 
-def _repeats(has: Sequence[str], gone: set[str], kept: set[str]) -> bool:
-    """Whether a sentence of the words `has` repeats a corrected fact.
+def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
+    """Whether a sentence of the words `has` is a corrected fact, or repeats it.
 
-    It has two of its words that are `gone`, or one beside one that was `kept`, or the only one.
+    The correction took away the words that are `gone`. The model's sentence has one of them, and
+    another of the fact's `words`, if more than one is gone.
     """
-    found = len(gone & set(has))
-    return found > 0 and found + (not kept.isdisjoint(has)) >= min(2, len(gone))
+    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
+    return is_near and not gone.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:

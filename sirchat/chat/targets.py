@@ -84,8 +84,7 @@ def tokens_asked(
     told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
     at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
     if not len(at) or room < 1:
-        why = "it is no longer archived, or sinks and pins leave no room"
-        raise UsageError(f"nothing is restored: {why}", hint="/unpin makes room")
+        raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
     both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 

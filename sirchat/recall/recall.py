@@ -152,9 +152,8 @@ class Recall:
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
-        by_hand = _NONE
-        if len(asked):
-            by_hand = np.intersect1d(np.asarray(asked, np.int64), engine.store.recallable())
+        by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NONE
+        if len(by_hand):
             by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
         if recall is None and not len(by_hand):
             self.undo()

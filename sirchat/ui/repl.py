@@ -246,8 +246,7 @@ class Chat:
 
         def made(stops: Interrupted) -> Iterator[Event]:
             nonlocal text
-            facts = self._session.facts()
-            text = make_summary(self._session, facts)
+            text = make_summary(self._session, facts := self._session.facts())
             yield Delta(text)
             yield from left_out_of(facts, text)
 

@@ -220,7 +220,7 @@ def test_a_reply_that_was_stopped_is_not_drawn_again() -> None:
     """The user stops it twice at the same token, or when it has just ended."""
     chat = told("What can you do?", temperature=0.2)
     for _ in range(2):
-        stops = iter([False] * 5 + [True] + [False] * 999)
+        stops = iter([False] * 5 + [True] * 999)
         events = list(retry(chat, parse_retry(""), partial(next, stops)))
         assert not any("again" in event.text for event in events if isinstance(event, Notice))
     assert chat.turns[-1].finish == "interrupt"

@@ -210,11 +210,11 @@ def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_s
     told: tuple[str, str], reply: str, is_true: bool
 ) -> None:
     chat = session(tiny(), budget=512)
-    for text, answer in zip(told, (reply, "I see."), strict=True):
-        list(chat.read_user(text))
-        list(chat.read_reply(answer))
-    facts = [StatedFact(0, told[0], None, 9, 9, 2, told[1]), StatedFact(2, told[1], None, 9, 9)]
+    list(chat.read_user(" ".join(told)))
+    list(chat.read_reply(reply))
+    facts = [StatedFact(0, told[0], None, 9, 9, 0, told[1]), StatedFact(0, told[1], None, 9, 9)]
     assert (reply in make_summary(chat, facts)) == is_true
+    assert f'"{told[0]}" (corrected)' in next(left_out_of(facts, told[1])).text
 
 
 def test_a_summary_reads_the_words_of_each_sentence_and_each_corrected_fact_once(
