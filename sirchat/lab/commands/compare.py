@@ -141,8 +141,8 @@ def _transcript(
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
-    # That they suit the other settings, too, is checked with the model.
-    checked = list(checked_switches(turns, name, settings[0], trusted))
+    for profile in settings:  # the values that are parsed are the same for each
+        checked = list(checked_switches(turns, name, profile, trusted))
     return rounds_of(checked, name), name
 
 
