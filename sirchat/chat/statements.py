@@ -30,6 +30,9 @@ from sirchat.text.template import Template
 
 _MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MOST_PINNED = 2  # sentences of one message
+# Reading a member of an enum takes longer than comparing a row.
+_ERASED, _OF_RULE = np.uint8(Flag.ERASED), np.uint8(Flag.PINNED | Flag.RULE)
+_USER, _HELD = int(Role.USER), int(State.HELD)
 _SHARE = 4  # rules pinned by themselves take at most the budget divided by this
 # Least cosine of two statements about the same thing, by SmolLM2's encoder; `_may_replace` must say
 # so, too. Of 66 facts with corrections of other words (`facts-in-dialogue`), 15 are marked, and of
@@ -229,13 +232,12 @@ def _facts_in(
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
     stated, newer, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
-    found, states = list[StatedFact](), ledger.column("state")
-    flags, of_rule = ledger.column("flags"), np.uint8(Flag.PINNED | Flag.RULE)
+    found, states, flags = list[StatedFact](), ledger.column("state"), ledger.column("flags")
     for place, number in enumerate(stated):
         index, text, at = said[number]
-        if not wanted <= set(words_of(text)) or (flags[at] & of_rule == of_rule).any():
+        if not wanted <= set(words_of(text)) or (flags[at] & _OF_RULE == _OF_RULE).any():
             continue
-        is_held = states[at] == State.HELD
+        is_held = states[at] == _HELD
         later = [said[other][:2] for other in newer[is_near[place] & (newer > number)].tolist()]
         last = next((one for one in reversed(later) if _may_replace(text, one[1])), (None, ""))
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
@@ -247,7 +249,7 @@ def _facts_in(
 
 def _facts_among(
     said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
-) -> tuple[list[int], Tensor, Tensor]:
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.bool_]]:
     """The numbers of the k facts among sentences; of n facts that may be newer, or corrections.
 
     Also which of these [k, n] are near each fact, or of its form.
@@ -257,13 +259,14 @@ def _facts_among(
         vectors = torch.stack([vector_of(text) for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
-        return facts.tolist(), newer, vectors[facts] @ vectors[newer].T >= _SAME_THING
+        is_near = vectors[facts] @ vectors[newer].T >= _SAME_THING
+        return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
     stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
     # A form is all words but the last one, without those by which it corrects another.
     words = (words_of(_CORRECTS.sub("", text))[:-1] for text in said)
     forms = torch.tensor([hash(tuple(one)) for one in words])
     newer = corrects.nonzero()[:, 0]
-    return stated, newer, forms[stated][:, None] == forms[newer]
+    return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
 
 
 def _may_replace(older: str, newer: str) -> bool:
@@ -301,8 +304,8 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
     found = list(sentences_of(ledger, texts, turn))
     for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
         text = "".join(pieces).strip()
-        is_torn = (flags[at] & np.uint8(Flag.ERASED)).any()
-        if text and not is_torn and roles[at[0]] == Role.USER:
+        is_torn = (flags[at] & _ERASED).any()
+        if text and not is_torn and roles[at[0]] == _USER:
             yield text, at
 
 
