@@ -147,6 +147,7 @@ class Terminal:
         env["PAGER"] = "cat"  # what is taller than the window is printed, unless a test has a pager
         env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be predicted, of any model
         env["SIRCHAT_PANEL"] = "live"  # and none above the prompt, which would follow each output
+        env["COLORFGBG"] = "15;0"  # otherwise a chat asks the emulator, which does not answer
         env["SIRCHAT_MODEL"] = "tiny"  # otherwise a bare `sirchat` asks which model to use
         env |= environ or {}
         self.child: Any

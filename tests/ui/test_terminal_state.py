@@ -109,15 +109,26 @@ def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_col
             chat.wait_screen("(?m)^> ab$")
 
 
-def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(shell: _Shell) -> None:
-    shell.wait_prompt()
-    shell.send("\x04")
-    time.sleep(0.15)
-    shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
-    shell.wait_screen("READY#$")
-    shell.command("echo no difference")
-    shell.wait_screen("no difference")
-    assert "rgb" not in shell.everything
+def test_a_terminal_is_asked_only_if_the_theme_needs_its_background(
+    tmp_path: Path, endless: str
+) -> None:
+    for theme, count in (("auto", 1), ("dark", 0)):
+        flags = ("--model", endless, "--theme", theme)
+        with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": ""}) as chat:
+            chat.wait_prompt()
+            assert chat.raw.count(b"\x1b]11;?\x1b\\") == count
+
+
+def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(
+    tmp_path: Path, endless: str, has_shell: None
+) -> None:
+    with _Shell(tmp_path, endless, "COLORFGBG=", *warm_python()) as shell:
+        shell.wait_prompt()
+        shell.send("\x04")
+        time.sleep(0.15)
+        shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
+        assert shell.code() == 0
+        assert "rgb" not in shell.everything
 
 
 def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, endless: str) -> None:
