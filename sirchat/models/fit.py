@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -32,8 +31,6 @@ PROGRAM = 500_000_000
 # An hour of talk: about 130 words a minute, with 1.3 tokens each.
 TOKENS_PER_HOUR = 10_000
 BUDGETS = (1024, 4096, 16384)
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|blk)\.(\d+)\.")
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,8 @@ def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, st
     if quoted and (not is_missing(quoted) or _matches(quoted)):
         return quoted, quoted
     plain = _ESCAPED.sub(r"\1", word)
-    names = [*filter(None, (word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING)))]
+    forms = word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING)
+    names = [*dict.fromkeys(filter(None, forms))]
     there = [one for one in names if not is_missing(one) and ("/" in one or not os.path.isdir(one))]
     # A question mark behind a name is seldom a part of a pattern.
     if found := there or [one for one in names if "*" in one and _matches(one)]:
