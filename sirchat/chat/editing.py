@@ -92,7 +92,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     """Forget all other turns; those that are left out are evicted."""
     state, ledger, placed = session.state, session.ledger, list[_Placed]()
-    given = session.template.before(session.template.user("a"), "assistant").header
+    given = session.template.followed_by(session.template.user("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:

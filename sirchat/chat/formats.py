@@ -67,8 +67,9 @@ class ModelFormats:
         made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
         if before != (file, schema):
             self._last = file, schema
-            is_changed = before is not None and before[0] == file
-            notes += [f"{file} has changed: replies are as it says now"] * is_changed + told
+            if before is not None and before[0] == file:
+                notes.append(f"{file} has changed: replies are as it says now")
+            notes += told
         try:
             made(begun)
         except ModelError:

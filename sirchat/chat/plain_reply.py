@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import template_for
 from sirchat.chat.why import sentence_behind
 from sirchat.text.detokenizer import QUESTION_MARKS
 from sirchat.text.tool_calls import CLOSE as CALL_END
@@ -110,9 +109,8 @@ def raise_budget_for(session: Session, text: str) -> None:
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
-    template, told = session.template, session.toolbox.told
-    if told:
-        template = template_for(session.model, told, template.ends)
+    told = session.toolbox.told
+    template = session.template_with(told) if told else session.template
     head, turn = template.opening(text, session.profile.system)
     pins = len(head.ids) if head is not None else 0
     needed = pins + len(turn.ids) + session.profile.max_new_tokens

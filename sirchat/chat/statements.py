@@ -175,7 +175,7 @@ def _rules_in(
         stated, span = is_rule(text), preference_in(text)
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
         if mean is not None and len(encoder.kinds):
-            vectors[text] = encoder.pooled(mean).cpu()
+            vectors[text] = encoder.unit_vectors(mean).cpu()
             stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
         if span is not None and not stated:  # of a long sentence, only what is preferred
             pieces = _pieces(ledger, texts, positions)

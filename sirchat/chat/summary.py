@@ -57,8 +57,8 @@ def make_summary(session: Session, facts: list[StatedFact]) -> str:
 def left_out_of(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
     """Names the rules and facts that are not in a summary, if there are some."""
     out = [one for one in facts if one.text not in summary + one.newer_text]
-    named = [format_value(one.text) + " (corrected)" * bool(one.newer_text) for one in out]
-    more = f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
+    named = [format_value(one.text) + (" (corrected)" if one.newer_text else "") for one in out]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     if named:
         listed = ", ".join(named[-_NAMED:]) + more
         yield Notice(f"the summary leaves out, of what you told: {listed}")

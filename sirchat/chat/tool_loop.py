@@ -8,26 +8,20 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
+from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
-from sirchat.chat.formats import ModelFormats
-from sirchat.chat.reply import OpenReply
-from sirchat.chat.state import ConversationState, Reply
-from sirchat.chat.turn import Interrupted, OpenTurn
-from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
+from sirchat.chat.state import Reply
+from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.sampling import Allowed
-from sirchat.engine.types import ContinuationScore
-from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import Recall
-from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
-from sirchat.text.template import Template, TurnIds
+from sirchat.text.other_templates import PromptedTools, ToolTemplate
+from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
 
@@ -101,44 +95,9 @@ class Toolbox:
         return without_surrogates(json.dumps(told, ensure_ascii=False))
 
 
-class Conversation(Protocol):
-    """What the loop needs of a session."""
-
-    model: LoadedModel
-    profile: Profile
-    formats: ModelFormats
-    template: Template
-    state: ConversationState
-    recall: Recall
-    engine: Engine
-
-    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]: ...
-    def begin_reply(
-        self,
-        interrupted: Interrupted,
-        reply: Reply | None = None,
-        allowed: Allowed | None = None,
-    ) -> OpenReply: ...
-    def begin_message(self, role: str, ids: TurnIds) -> Generator[Event, None, OpenTurn]: ...
-
-
-def template_for(model: LoadedModel, tools: str | None, ends: Iterable[int]) -> Template:
-    """The template of a chat with these tools, as JSON or ""; of one without calls if None.
-
-    Raises ModelError if the model's chat template can't have them.
-    """
-    if tools is None:
-        return Template(model.tokenizer, model.anchors, ends)
-    try:
-        return ToolTemplate(model.tokenizer, model.anchors, tools, ends)
-    except NoToolsError:
-        return PromptedTools(model.tokenizer, model.anchors, tools, ends)
-
-
 def size_of_tools(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
-    template = template_for(chat.model, told, chat.template.ends)
-    size = len(template.system(chat.profile.system or "").ids)
+    size = len(chat.template_with(told).system(chat.profile.system or "").ids)
     if chat.profile.pin_system:
         chat.engine.evictor.check_pins(size - len(chat.state.system))
     return size
@@ -155,7 +114,9 @@ def reply_format(
     # With a template that takes no tools, the model calls them only where a call was begun for it.
     is_open = type(chat.template) is ToolTemplate
     tools = [(tool.name, tool.parameters) for tool in box.tools.values() if is_open]
-    file, ids, notes = chat.profile.json_schema, begun.ids if begun else (), list[str]()
+    ids = begun.ids if begun else ()
+    notes = list[str]()
+    file = chat.profile.json_schema
     allowed = chat.formats.by_file(chat, notes, file, tools, ids, goes_on=goes_on)
     yield from map(Notice, notes)
     return allowed
@@ -180,9 +141,11 @@ def answer_with_tools(
     if not box.is_explained and (note := _tool_template(chat).note):
         yield Notice(note)
     box.is_explained = True
-    parser, stops = _parser(chat, box), interrupted
+    parser = first = _parser(chat, box)
+    stops = interrupted
     if begun := _begun_call(chat):
-        reply, allowed, first = Reply(begun, None), None, parser
+        reply = Reply(begun, None)
+        allowed = None
         stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
         taken = _CallsTaken(chat, parser)
@@ -198,8 +161,10 @@ def answer_with_tools(
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, before=following)
-        reply, allowed = None, (yield from reply_format(chat, box, goes_on=True))
-        parser, stops = _parser(chat, box), interrupted
+        reply = None
+        allowed = yield from reply_format(chat, box, goes_on=True)
+        parser = _parser(chat, box)
+        stops = interrupted
 
 
 def read_result(
@@ -207,7 +172,7 @@ def read_result(
     call: ToolCall,
     text: str,
     question: str,
-    interrupted: Interrupted = lambda: False,
+    interrupted: Interrupted = never,
     *,
     before: str | None = None,
 ) -> Iterator[Event]:
@@ -219,9 +184,11 @@ def read_result(
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
     sought = template.user(question)
-    ids = template.before(template.results([call.result(text)]), before)
+    ids = template.followed_by(template.results([call.result(text)]), before)
     turn = yield from chat.begin_message("tool", ids)
-    division, start, head = engine.evictor.divide_budget(), engine.ledger.seen, 0
+    division = engine.evictor.divide_budget()
+    start = engine.ledger.seen
+    head = 0  # the number of pinned ids
     if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
         room = min(division.evictable // _HEAD, division.most_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
@@ -265,7 +232,7 @@ def _begun_call(chat: Conversation) -> tuple[int, ...]:
 
 def _tool_template(chat: Conversation) -> ToolTemplate:
     if not isinstance(chat.template, ToolTemplate):
-        chat.template = template_for(chat.model, "", chat.template.ends)
+        chat.template = chat.template_with("")
     assert isinstance(chat.template, ToolTemplate)
     return chat.template
 
@@ -285,7 +252,8 @@ class _CallsTaken:
     """Takes the calls out of the text of a reply; they are in `calls` once it is whole."""
 
     def __init__(self, chat: Conversation, parser: CallParser) -> None:
-        self._chat, self._parser, self._said = chat, parser, ""
+        self._chat, self._parser = chat, parser
+        self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
     def push(self, event: Event) -> list[Event]:
@@ -312,7 +280,8 @@ def _run(
     chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
 ) -> Generator[Event, None, str]:
     """Do a call, unless it is refused; returns what the model is to read."""
-    decided, start = call, time.perf_counter()
+    decided = call
+    start = time.perf_counter()
     try:
         if call.name not in box.tools:
             raise LookupError(f"there is no tool {call.name}; there are: {', '.join(box.tools)}")
@@ -322,12 +291,15 @@ def _run(
         given = json.loads(decided.arguments)
         yield Called(len(chat.state.turns) - 1, call.id, call.name, given)
         start = time.perf_counter()
-        text, is_error = box.tools[call.name].run(given, interrupted), False
+        text = box.tools[call.name].run(given, interrupted)
+        is_error = False
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        text, is_error = f"error: {'; '.join(problems)}", True
+        text = f"error: {'; '.join(problems)}"
+        is_error = True
     except Exception as error:  # whatever a tool raises
-        text, is_error = f"error: {str(error) or type(error).__name__}", True
+        text = f"error: {str(error) or type(error).__name__}"
+        is_error = True
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +29,12 @@ from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template import TurnIds
 from sirchat.text.times import time_range
 
-Interrupted = Callable[[], bool]
+Interrupted = Callable[[], bool]  # whether to stop; called now and then
+
+
+def never() -> bool:
+    """An `Interrupted` by which nothing stops."""
+    return False
 
 
 class OpenTurn:
@@ -68,7 +72,7 @@ class OpenTurn:
     def read(
         self,
         turn: TurnIds,
-        interrupted: Interrupted = lambda: False,
+        interrupted: Interrupted = never,
         *,
         pinned: bool = False,
         after: Sequence[int] = (),
@@ -78,12 +82,14 @@ class OpenTurn:
         An interrupt skips the rest of the text, but not the template's ids after it. If reading
         fails, `after`, which the caller reads later in this round, becomes pending, too.
         """
-        done, end = 0, len(turn.ids)
+        done = 0  # ids of the turn
+        end = len(turn.ids)
         self._note_pending(turn, done, after)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
             records = self.engine.prefill(ids, roles, self.ref, pinned=pinned)
-            begun, skip = done, False
+            begun = done
+            skip = False
             while not skip:
                 start = time.perf_counter()
                 record = next(records, None)
@@ -99,7 +105,8 @@ class OpenTurn:
                 else:
                     yield self.evicted(record)
             if skip:
-                done, self.stats.finish = turn.content[1], "interrupt"
+                done = turn.content[1]
+                self.stats.finish = "interrupt"
 
     def recall(self, recall: Recall, ids: TurnIds) -> Iterator[Event]:
         """Restore what fits a message of these ids, before this turn is answered.
@@ -114,7 +121,10 @@ class OpenTurn:
         if is_result := turns[before].role == "tool":
             out += [at for at in range(before) if turns[at].role == "user"][-1:]
         recollection = recall.restore_for_turn(
-            *(ids.ids, ids.roles, self.ref, self.now.generated),
+            ids.ids,
+            ids.roles,
+            self.ref,
+            self.now.generated,
             lambda text: self.now.user_turns_at(time_range(text, time.time()), before),
             out,
             before if is_result else -1,
@@ -142,11 +152,11 @@ class OpenTurn:
         for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):
             if first == end:
                 yield from self.recall(recall, sought)
-            text = max(turn.content[0], first) - first, min(end, last) - first
-            part = TurnIds(turn.ids[first:last], turn.roles[first:last], text)
+            content = (0, 0)  # where the text is in this part
+            if first < end:
+                content = (max(turn.content[0], first) - first, min(end, last) - first)
+            part = TurnIds(turn.ids[first:last], turn.roles[first:last], content)
             rest = [*turn.ids[max(last, end) :], *after]
-            if first >= end:
-                part = replace(part, content=(0, 0))
             yield from self.read(part, interrupted, pinned=last <= head, after=rest)
 
     def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
@@ -156,9 +166,11 @@ class OpenTurn:
         `stream` has divided the reply, whose tokens have the positions `at`.
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
-        tokens, dropped = self.flag_thinking(stream, at), stream.dropped()
+        tokens = self.flag_thinking(stream, at)
+        dropped = stream.dropped()
         self.engine.ledger.pin(np.asarray(self.now.heads, np.int64), False)
-        self.now.heads, self.now.asked = [], []
+        self.now.heads = []
+        self.now.asked = []
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
             header = np.arange(at[0] - stream.unkept_header, at[0])

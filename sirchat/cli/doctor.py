@@ -154,7 +154,7 @@ def size_of(path: Path) -> str:
     while size >= 1024 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1
     number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
-    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
+    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' if len(files) != 1 else ''}"
 
 
 def _manual_lines() -> Iterator[str]:

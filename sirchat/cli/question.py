@@ -56,7 +56,7 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
         return ""
     says_more = has_question and _is_shared_pipe()
     if not (sys.stdin.isatty() or _comes_soon()):
-        without = "; < /dev/null, or --no-input, asks without it" * has_question
+        without = "; < /dev/null, or --no-input, asks without it" if has_question else ""
         note(f"waiting for {_NAME} to end{without}")
         says_more = False
     data = sys.stdin.buffer.read(MOST_BYTES + 1)

@@ -131,7 +131,9 @@ def sessions_rm(
     typed, lines = _typed_lines(chat.messages)
     if history and typed is not None and lines:
         typed.erase(lambda line: line.strip() in chat.messages)
-        typer.echo(f"{lines:,} line{'s' * (lines > 1)} erased from the input history", err=True)
+        typer.echo(
+            f"{lines:,} line{'s' if lines > 1 else ''} erased from the input history", err=True
+        )
         lines = 0
     for line in chat.what_stays(lines):
         typer.echo(displayable_line(line), err=True)

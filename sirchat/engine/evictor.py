@@ -125,7 +125,7 @@ class Evictor:
         if not self._store.has_recall:
             rows = self.view_of(self._ledger.held_positions, self.round, division)
             evicted += self._keep(rows, division.hard_bound - count)
-        elif (placement := self._without(excess)) is not None:
+        elif (placement := self._reduced_placement(excess)) is not None:
             self._place(placement)
         else:
             evicted += self.end_recall(count)
@@ -487,7 +487,7 @@ class Evictor:
         moves = self._place(Placement(self._ledger.held_positions[stays]))
         return [move for move in moves if isinstance(move, EvictedRows)]
 
-    def _without(self, excess: int) -> Placement | None:
+    def _reduced_placement(self, excess: int) -> Placement | None:
         """The placement without `excess` tokens of earlier rounds or recall; None if these are few.
 
         Those of earlier rounds step aside as the policy says, then go those that recall wants.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import Sampler, takes_likeliest
+from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -78,7 +78,10 @@ class Reader:
 
     @logits.setter
     def logits(self, logits: Tensor | None) -> None:
-        self._logits, self._chosen, self._likeliest = logits, None, None
+        """Set the logits; drops what is known of the next token, and what a run has begun."""
+        self._logits = logits
+        self._chosen = None
+        self._likeliest = None
         if self._run is not None:
             self._run.drop()
 
@@ -93,37 +96,49 @@ class Reader:
         """End what `begin_reply` began; nothing that is not committed stays."""
         if self._run is not None and self._run.has_logits:
             self._run.pause()
-        self.logits, self._run = self.logits, None
+        self.logits = self.logits  # out of the run, which drops what it has begun
+        self._run = None
 
     def choose(self, sampler: Sampler, *, may_read: bool) -> int:
         """The next token's id; `may_read` says whether it may be read before the caller knows it.
 
         Raises ModelError if the logits are NaN, or if no id is allowed to follow.
         """
-        run, seen, ahead = self._run, self.ledger.seen, self._ahead
-        is_guessing = ahead is not None and ahead.used < len(ahead.ids)
-        if run is not None and not is_guessing and (may_read or run.is_begun):
-            logits = self.logits if not run.is_begun else None
-            try:
-                if logits is not None:
-                    run.begin(logits, seen, self._said_ids(run.window))
-                if may_read and run.can_launch:
-                    run.launch()
-                chosen = run.result()
-            except torch.OutOfMemoryError:  # while a graph is captured: go on without
-                self.logits = self.logits if logits is None else logits
-                self._run = None
-            else:
-                if chosen.is_right:
-                    self._chosen = chosen
-                    return chosen.id
-        likeliest = self._likeliest
-        if likeliest is not None and likeliest.is_valid and takes_likeliest(sampler):
+        token_id = self._choose_by_run(may_read=may_read)
+        if token_id is not None:
+            return token_id
+        likeliest = self._likeliest  # known since the last token was read with others
+        if likeliest is not None and likeliest.is_valid and sampler.takes_likeliest:
             return likeliest.id
+        return self._choose_by_sampler(sampler)
+
+    def _choose_by_run(self, *, may_read: bool) -> int | None:
+        """The id that the GPU chooses by itself; None without a run, or if the host must choose."""
+        run, ahead = self._run, self._ahead
+        is_guessing = ahead is not None and ahead.used < len(ahead.ids)
+        if run is None or is_guessing or not (may_read or run.is_begun):
+            return None
+        logits = None if run.is_begun else self.logits
+        try:
+            if logits is not None:
+                run.begin(logits, self.ledger.seen, self._said_ids(run.window))
+            if may_read and run.can_launch:
+                run.launch()
+            chosen = run.result()
+        except torch.OutOfMemoryError:  # while a graph is captured: go on without
+            self.logits = self.logits if logits is None else logits
+            self._run = None
+            return None
+        if not chosen.is_right:
+            return None
+        self._chosen = chosen
+        return chosen.id
+
+    def _choose_by_sampler(self, sampler: Sampler) -> int:
         logits = self.logits
         assert logits is not None
-        self.logits = logits
-        return sampler.pick(logits, self._said_ids, seen)
+        self.logits = logits  # drops what a run has begun to read after a token of its own
+        return sampler.pick(logits, self._said_ids, self.ledger.seen)
 
     def read(
         self,
@@ -138,7 +153,8 @@ class Reader:
         """
         if self._run is not None and self._chosen is not None and not self.is_ahead(chunk.ids[0]):
             return [self._read_chosen(chunk, self._run, self._chosen)]
-        start, count, surprisals = 0, len(chunk.ids), list[float]()
+        start, count = 0, len(chunk.ids)
+        surprisals = list[float]()
         tracker = None if stats is None else self._tracker(stats)
         with tracker or nullcontext():
             while start < count:
@@ -173,7 +189,8 @@ class Reader:
         The ledger has these tokens already, at stream `positions` [n].
         """
         self.cache.grow_to(len(ids))
-        start, tracker = 0, None if stats is None else self._tracker(stats)
+        start = 0
+        tracker = None if stats is None else self._tracker(stats)
         is_absolute = self.cache.absolute_positions
         with tracker or nullcontext():
             while start < len(ids):
@@ -198,7 +215,8 @@ class Reader:
             self.logits = None
             return
         cache.keep(torch.arange(len(held) - 1))
-        ids, at = [int(self.ledger.column("token_id")[-1])], held[-1:].copy()
+        ids = [int(self.ledger.column("token_id")[-1])]
+        at = held[-1:].copy()
         is_absolute = cache.absolute_positions
         result = self.model.read(ids, cache, positions=at.tolist() if is_absolute else None)
         cache.commit(1, at)
@@ -317,7 +335,8 @@ class Reader:
         if not run.is_ahead:
             run.resume(ids[0], self.rotary_position, self._said_ids(run.window))
             run.launch()
-        run.is_ahead, self._chosen = False, None
+        run.is_ahead = False
+        self._chosen = None
         nats = max(0.0, chosen.surprisal)
         cache.commit(1, ledger.seen)
         ledger.append(ids, [nats], turn=ref.turn, round=ref.round, roles=roles, flags=flags)
@@ -347,7 +366,8 @@ class Reader:
         Returns their surprisals; that of the first id comes from the logits before it.
         """
         ids, roles, flags, ref = chunk
-        nats, likeliest = [math.nan], self._likeliest
+        nats = [math.nan]
+        likeliest = self._likeliest
         if likeliest is not None and likeliest.id == ids[0]:
             nats = [max(0.0, likeliest.surprisal)]
         elif self.logits is not None:  # one fused kernel, because for one id each takes its time

@@ -1,10 +1,10 @@
-"""Chooses the next token from logits, and guesses several next tokens from earlier text."""
+"""Chooses the next token from logits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +15,14 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.models.captured_step import MOST_SAID, CapturedStep, TokenChoice
 
 # Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
 # that may follow; or float32 [V], which is added to the logits.
 Allowed = Callable[[Sequence[int]], Tensor]
 
-_CANDIDATES = 1024  # likeliest ids, which usually tell what top-k, top-p and min-p leave
+CANDIDATES = 1024  # likeliest ids, which usually tell what top-k, top-p and min-p leave
 _FAR = 25.0  # a score so much lower is too unlikely to count
-_AROUND = np.array([-1e-4, 1e-4])  # so near a limit sums in float32, as of `narrowed`, may differ
-
-_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
-_LONG = 8  # how many at the start, and if the last guess was wrong
-_WITHIN = 2**14  # newest tokens that are searched
-_BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
-_PAYS = 3  # minimum number of right tokens with which the larger pass saves time
-_LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
+AROUND = np.array([-1e-4, 1e-4])  # so near a limit sums in float32, as of `narrowed`, may differ
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,11 @@ class Sampling:
     repetition_window: int = 64
     seed: int = 0
 
+    @property
+    def narrows(self) -> bool:
+        """Whether top-k, top-p or min-p leave out any ids."""
+        return bool(self.top_k or self.min_p or (self.top_p or 1.0) < 1.0)
+
 
 class Sampler:
     """Picks each next token of a reply; each `attempt` at it gets different random numbers."""
@@ -57,9 +54,16 @@ class Sampler:
         self._picked: list[int] = []
 
     @property
-    def is_limited(self) -> bool:
-        """Whether the reply has a format, which limits the ids."""
-        return self._allowed is not None
+    def is_plain(self) -> bool:
+        """Whether `sampling` alone says which ids are picked: none are given, or not allowed."""
+        return self._allowed is None
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the id of the largest logit is picked each time."""
+        if not self.is_plain:
+            return False
+        return self.sampling.temperature == 0 and self.sampling.repetition_penalty == 1
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token's id, from its raw logits [V] and its stream position.
@@ -114,6 +118,8 @@ class Sampler:
 class FixedIds(Sampler):
     """A sampler that picks given ids in order, and ignores the logits."""
 
+    is_plain = False
+
     def __init__(self, ids: Sequence[int]) -> None:
         self._left = list(reversed(ids))
 
@@ -127,6 +133,8 @@ class FixedIds(Sampler):
 
 class Continued(Sampler):
     """A sampler that picks given ids first, and samples those after them, which are `allowed`."""
+
+    is_plain = False
 
     def __init__(
         self,
@@ -154,7 +162,7 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[NDArray[Any], NDArra
     int64 and float64 [n]; the scores' device is waited for once. None if the limits leave all ids,
     or more than can be found among the 1,024 likeliest ids alone.
     """
-    if not _narrows(sampling):
+    if not sampling.narrows:
         return None
     if scores.device.type == "cpu":
         values, ids, total, rest = _leading_on_cpu(scores.float().numpy(), sampling)
@@ -177,7 +185,7 @@ def leading(scores: Tensor) -> Tensor:
 
     float32 [1 + 2 k] on the scores' device, for which nothing waits; k is at most 1,024.
     """
-    best = scores.topk(min(_CANDIDATES, len(scores)))
+    best = scores.topk(min(CANDIDATES, len(scores)))
     total = (scores - best.values[:1]).exp().sum()
     return torch.cat([total[None], best.values, best.indices.float()])  # ids below 2^24 are exact
 
@@ -187,11 +195,11 @@ def _leading_on_cpu(scores: NDArray[Any], sampling: Sampling) -> tuple[Any, Any,
     largest, by = scores.max(), np.float32(sampling.temperature)
     total, rest = 0.0, largest - _FAR * by
     ids = np.flatnonzero(scores >= rest)
-    if not (math.isfinite(largest) and (sampling.top_k or 1) <= len(ids) <= _CANDIDATES):
+    if not (math.isfinite(largest) and (sampling.top_k or 1) <= len(ids) <= CANDIDATES):
         with np.errstate(invalid="ignore"):  # then the sum is not finite
             total = np.exp(scores / by - largest / by).sum()
-        is_long = len(scores) > _CANDIDATES
-        rest = np.partition(scores, -_CANDIDATES)[-_CANDIDATES] if is_long else -np.inf
+        is_long = len(scores) > CANDIDATES
+        rest = np.partition(scores, -CANDIDATES)[-CANDIDATES] if is_long else -np.inf
         ids = np.flatnonzero(scores >= rest)
     return scores[ids] / by, ids, total, rest / by
 
@@ -207,9 +215,9 @@ def _count_left(falling: NDArray[Any], total: float, sampling: Sampling) -> int:
     few = many = len(chances)
     if sampling.top_p is not None and sampling.top_p < 1.0:
         likelier = (chances.cumsum() - chances) / (total or chances.sum())
-        few, many = likelier.searchsorted(sampling.top_p + _AROUND)
+        few, many = likelier.searchsorted(sampling.top_p + AROUND)
     if sampling.min_p:
-        least, most = (-chances).searchsorted(-sampling.min_p * (1 - _AROUND))
+        least, most = (-chances).searchsorted(-sampling.min_p * (1 - AROUND))
         few, many = min(few, least), min(many, most)
     return int(few) if few == many and falling[few - 1] > falling[-1] else 0
 
@@ -231,103 +239,3 @@ def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
         chances = scores.softmax(-1)
         scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
     return scores
-
-
-def takes_likeliest(sampler: Sampler) -> bool:
-    """Whether a sampler takes the token of the largest logit."""
-    sampling = sampler.sampling if type(sampler) is Sampler and not sampler.is_limited else None
-    return sampling is not None and (sampling.temperature, sampling.repetition_penalty) == (0, 1)
-
-
-def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
-    """How a GPU chooses what `sampler` would; None if only the host can choose."""
-    if type(sampler) is not Sampler or sampler.is_limited:
-        return None
-    sampling, penalty = sampler.sampling, sampler.sampling.repetition_penalty
-    window = 0 if penalty == 1.0 else sampling.repetition_window
-    if penalty != 1.0 and not 0 < window <= MOST_SAID:
-        return None
-    if sampling.temperature:
-        if not (_narrows(sampling) and step.draws):
-            return None
-        from sirchat.models import kernels
-
-    def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        if window:
-            padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
-            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
-        if sampling.temperature:
-            scores = logits.float() / sampling.temperature
-            likeliest = scores.topk(min(_CANDIDATES, len(scores)))
-            top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            limits = sampling.top_k or 0, top_p, sampling.min_p or 0.0, _AROUND[1]
-            return kernels.draw(scores, likeliest[0], likeliest[1], draw, *limits)
-        token_id = logits.argmax().view(1)
-        return token_id, torch.ones_like(token_id)
-
-    def draws(position: int, count: int) -> NDArray[np.float64]:
-        at = np.arange(position, position + count)
-        return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
-
-    is_likeliest = takes_likeliest(sampler)
-    return TokenChoice(replace(sampling, seed=0), None if is_likeliest else choose, window, draws)
-
-
-def _narrows(sampling: Sampling) -> bool:
-    """Whether top-k, top-p or min-p leave out any ids."""
-    return bool(sampling.top_k or sampling.min_p or (sampling.top_p or 1.0) < 1.0)
-
-
-class PromptLookup:
-    """Guesses the next tokens of one reply: those that followed the same text earlier.
-
-    After a wrong guess it pauses for some tokens; each further one in a row doubles the pause.
-    """
-
-    def __init__(self) -> None:
-        self._least = _LONG
-        self._rest = 0  # tokens for which nothing is guessed
-        self._next_rest = 8
-
-    def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """At most `most` ids that may follow `token_id`, which follows the `ids` [seen]."""
-        if self._rest:
-            self._rest -= 1
-            return []
-        if most < _PAYS:
-            return []
-        recent = np.append(ids[-_WITHIN:], token_id)
-        at, length = _longest_match(recent)
-        if length < self._least:
-            return []
-        count = min(most, _WHOLE if length == _LONG else _BRIEF)
-        guessed: list[int] = recent[at : at + count].tolist()
-        return guessed if len(guessed) >= _PAYS else []
-
-    def learn(self, right: int) -> None:
-        """Adapt later guesses to the last one, of which the first `right` tokens were right."""
-        self._least = _MATCH if right >= _PAYS else _LONG
-        if right >= _PAYS:
-            self._next_rest = 8
-        else:
-            self._rest = self._next_rest
-            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
-
-
-def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """The longest run at the end of `ids` that also occurs earlier: where it ends, its length.
-
-    The length is at most eight; (0, 0) if fewer than three ids match.
-    """
-    ends = np.flatnonzero(ids[:-1] == ids[-1])
-    ends = ends[ends >= _MATCH - 1]
-    length, best = 1, 0
-    while len(ends) and length < _LONG:
-        if length >= _MATCH:
-            best = int(ends[-1])
-        ends = ends[ends >= length]
-        ends = ends[ids[ends - length] == ids[-1 - length]]
-        length += bool(len(ends))
-    if len(ends) and length >= _MATCH:
-        best = int(ends[-1])
-    return (best + 1, length) if length >= _MATCH else (0, 0)

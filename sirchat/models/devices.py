@@ -237,7 +237,7 @@ def threads_in_words(device: torch.device, *, was_free: bool = False) -> str:
     if device.type != "cpu":
         return ""
     count, most = torch.get_num_threads(), free_threads(0)
-    words = f"{count} thread{'s' * (count > 1)}"
+    words = f"{count} thread{'s' if count > 1 else ''}"
     is_said = any(map(os.environ.get, ("SIRCHAT_THREADS", "OMP_NUM_THREADS")))
     if not was_free or count >= most or is_said:
         return words

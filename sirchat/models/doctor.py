@@ -163,7 +163,7 @@ def _memory(model: LoadedModel) -> Iterator[Finding]:
     model.forward([0], cache)
     for memory in memory_by_device(model.module, cache):
         cached = f"{memory.cache / 1e6:,.1f} MB KV cache for {cache.capacity:,} tokens"
-        held = f"{memory.weights / 1e6:,.1f} MB weights{f', {cached}' * bool(memory.cache)}"
+        held = f"{memory.weights / 1e6:,.1f} MB weights{f', {cached}' if memory.cache else ''}"
         yield Finding("memory", f"{memory.device}: {held}")
 
 
@@ -180,7 +180,7 @@ def _speed(model: LoadedModel) -> Finding:
     return Finding(
         "speed",
         f"reads {prefill:,.0f} and writes {1 / median(steps):,.0f} tokens a second"
-        f"{', ' * bool(threads)}{threads}, with {count} tokens in the cache",
+        f"{', ' if threads else ''}{threads}, with {count} tokens in the cache",
     )
 
 

@@ -69,7 +69,7 @@ class Encoder:
         """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""
         return states.float() @ self.weight.to(states.device)
 
-    def pooled(self, means: Tensor) -> Tensor:
+    def unit_vectors(self, means: Tensor) -> Tensor:
         """The unit vectors [..., D] of sentences, from the means of their tokens' numbers."""
         return F.normalize(means + self.bias.to(means.device), dim=-1)
 

@@ -44,9 +44,9 @@ from sirchat.models.packing import pack_module
 from sirchat.models.prepared import prepared_path
 from sirchat.models.probe import (
     refuse_broken_template,
-    refuse_foreign_tokenizer,
     refuse_other_weights,
     refuse_unsupported_layers,
+    refuse_unusable_tokenizer,
 )
 from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
@@ -157,7 +157,7 @@ def load_model(
             options = {"trust_remote_code": trust_remote_code}
             parts = _load_with_transformers(name, source, torch_dtype, progress, options, spread)
         module, tokenizer = parts
-        refuse_foreign_tokenizer(module, tokenizer, name)
+        refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4, target)

@@ -178,7 +178,7 @@ class LoadedModel:
                 cache.commit(size)
         of_text = torch.cat(parts)[start:]
         if encoder.layers:
-            return encoder.pooled(of_text.mean(0)).float().cpu()
+            return encoder.unit_vectors(of_text.mean(0)).float().cpu()
         return (pooling or Pooling()).vectors(of_text[None].cpu(), torch.ones(1, len(of_text)))[0]
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:

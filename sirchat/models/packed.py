@@ -132,7 +132,7 @@ class PackedLinear(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self.bits} bits{', own product' * (self.own_rows > 0)}"
+        return f"{sizes}, {self.bits} bits{', own product' if self.own_rows > 0 else ''}"
 
 
 class Int4Linear(PackedLinear):

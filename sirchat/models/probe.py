@@ -51,7 +51,7 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
     return {_cache_name(type(module).forward): kv_cache}
 
 
-def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
+def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
 
     So, too, if it makes texts many times as long before it reads them, or names no id as end, or

@@ -144,7 +144,7 @@ def _dense(folder: Path) -> nn.Module:
     """A dense layer, with tanh if its config.json says so; ModelError if there is more to it."""
     said = load_config(folder / "config.json")
     kind = said.get("activation_function", "Tanh").rpartition(".")[2]
-    kind += " with use_residual" * bool(said.get("use_residual"))
+    kind += " with use_residual" if said.get("use_residual") else ""
     if kind not in ("Tanh", "Identity"):
         raise ModelError(f"{folder} has activation_function {kind}; allowed: Tanh, Identity")
     layer = nn.Linear(said["in_features"], said["out_features"], said.get("bias", True))

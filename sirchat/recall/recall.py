@@ -127,7 +127,7 @@ class Recall:
                 text = "".join(self._texts(ids[start:end].tolist(), range(start, end)))
                 return own.vectors([text])[0]
             mean = ledger.token_vectors.mean(start, end)
-            return None if mean is None else encoder.pooled(mean.cpu())
+            return None if mean is None else encoder.unit_vectors(mean.cpu())
 
         self.search.update(ledger, vector_of, self._engine.settings.recall is not None)
         ledger.token_vectors.drop_before(ledger.seen)

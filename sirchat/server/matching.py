@@ -158,7 +158,7 @@ class _Edit:
             ids = session.template.user(text, after_user=_kind(now, number - 1) == "user")
         after = (None, "assistant") if _kind(now, number + 1) == "assistant" else ("user",)
         own, first = self._ids[rows].tolist(), session.ledger.of_turn(self._numbers[0])
-        for wanted in (session.template.before(ids, following).ids for following in after):
+        for wanted in (session.template.followed_by(ids, following).ids for following in after):
             if wanted == own:
                 return rows
             # What the template writes before a chat stands before the message that was the first.

@@ -13,9 +13,9 @@ import numpy as np
 from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
-from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
-from sirchat.chat.tool_loop import template_for
+from sirchat.chat.turn import Interrupted, never
 from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import Allowed
@@ -26,7 +26,7 @@ from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
 from sirchat.server.pieces import Pieces, ReplyEnd, ReplyOptions, ReplyText
-from sirchat.text.other_templates import NoToolsError, PlainText, PromptedTools, ToolTemplate
+from sirchat.text.other_templates import PlainText, PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
     ToolCall,
@@ -121,7 +121,7 @@ class _Answer:
         self._whole = cached = session.seen
         if conversation.kept:
             self._whole = -1  # a failure within leaves a part of this
-            read = partial(_read, session, bool)
+            read = partial(_read, session, never)
             parts = edited(conversation, history, conversation.kept, read)
             cached = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
             try:
@@ -187,7 +187,6 @@ class _Answer:
             conversation.reasoning = session.profile.reasoning
         asked = session.seen, session.resident
         for choice in range(options.count):
-            session.state.attempt = choice
             done = yield from self._generate(pieces, reply, allowed, choice)
             said += done.tokens_out
             yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
@@ -197,8 +196,8 @@ class _Answer:
                     session.undo_reply()
                 except LookupError:  # the archive's limit was reached, and a token is lost
                     self._begin_anew()
-                    yield from self._read_all_but_last(bool)
-                    yield from (None for _ in self._read_last(bool))
+                    yield from self._read_all_but_last(never)
+                    yield from (None for _ in self._read_last(never))
                     is_again = False
                 allowed = None if options.format is None else options.format(session)
                 pieces = Pieces(session, options, plain)
@@ -225,7 +224,11 @@ class _Answer:
         """Generate a reply, and yield all its parts but the last."""
         done = None
         with self._session.begin_reply(
-            lambda: self._gone() or pieces.has_ended, reply, allowed, is_undoable=True
+            lambda: self._gone() or pieces.has_ended,
+            reply,
+            allowed,
+            attempt=choice,
+            is_undoable=True,
         ) as opened:
             while not opened.is_over():
                 pieces.note_logits()
@@ -244,23 +247,24 @@ class _Answer:
 def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[int]:
     """The ids that a new conversation would read to answer `history`."""
     own = profile.model_copy(update={"system": history.system})
-    session, ids, said = Session(model, own), list[int](), history.messages
+    session = Session(model, own)
     _set_template(session, history, ReplyOptions())
-    template, state = session.template, session.state
+    ids, said = list[int](), history.messages
     for number, (role, text) in enumerate(said):
-        following = said[number + 1][0] if number + 1 < len(said) else None
         text, turn = _prepared(session, role, text)
         if role in ("assistant", "calls"):
-            turn = turn or template.assistant(text, state.header)
-            ids += turn.ids + (template.closing if turn.closing is None else turn.closing)
+            turn = turn or session.template.assistant(text, session.state.header)
+            ids += turn.ids + (session.template.closing if turn.closing is None else turn.closing)
             continue
-        if not number and turn is None:
-            system, turn = template.opening(text, history.system)
-            ids += system.ids if system is not None else []
-        is_after = number > 0 and said[number - 1][0] in ("user", "tool")
-        turn = template.before(turn or template.user(text, after_user=is_after), following)
-        state.header = turn.header
-        ids += turn.ids
+        system, turn = session.user_ids(
+            text,
+            is_first=number == 0 and turn is None,
+            after_user=number > 0 and said[number - 1][0] in ("user", "tool"),
+            before=said[number + 1][0] if number + 1 < len(said) else None,
+            given=turn,
+        )
+        session.state.header = turn.header  # for the reply, if one follows
+        ids += [*(system.ids if system is not None else []), *turn.ids]
     return ids
 
 
@@ -318,31 +322,22 @@ def _read(
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
     """Set the chat template to the kind that plain text, or tools with their calls, need."""
-    model, template = session.model, session.template
     if history.messages[-1][0] == "text":
-        session.template = PlainText(model.tokenizer)
+        session.template = PlainText(session.model.tokenizer)
         return
     has_calls = not {"tool", "calls"}.isdisjoint(role for role, _ in history.messages)
-    if not history.tools and not has_calls:
-        if isinstance(template, ToolTemplate):  # another request of this chat had tools
-            session.template = template_for(model, None, template.ends)
-        return
-    if isinstance(template, ToolTemplate) and template.tools == history.tools:
-        return
-    asked = model.tokenizer, model.anchors, history.tools, template.ends
     with _refuse_template_errors("tools"):
-        try:
-            tools = ToolTemplate(*asked)
-            if history.tools and tools.note:
-                options.notes.append(tools.note)
-            session.template = tools
-        except NoToolsError as error:
-            told = PromptedTools(*asked)
-            size = sum(len(part.ids) for part in told.opening("") if part is not None)
-            session.template = told
+        template = session.template_with(history.tools if history.tools or has_calls else None)
+        is_new = template is not session.template
+        if is_new and isinstance(template, PromptedTools):
+            size = sum(len(part.ids) for part in template.opening("") if part is not None)
             if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
-                options.notes.append(f"tools are left out: {error}, and a text is too long")
-                session.template = template_for(model, None, template.ends)
+                why = "the model's chat template takes no tools, and a text is too long"
+                options.notes.append(f"tools are left out: {why}")
+                template = session.template_with(None)
+        elif is_new and isinstance(template, ToolTemplate) and history.tools and template.note:
+            options.notes.append(template.note)
+    session.template = template
 
 
 def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:

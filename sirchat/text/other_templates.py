@@ -315,7 +315,7 @@ class PromptedTools(ToolTemplate):
             given = "{"
             for name in schema.get("required", ())[:1]:  # the rest is easier then
                 is_text = schema.get("properties", {}).get(name, {}).get("type") == "string"
-                given += f"{json.dumps(name)}:{_QUOTE * is_text}"
+                given += f"{json.dumps(name)}:{_QUOTE if is_text else ''}"
             called = f'{{"name": {json.dumps(function["name"])}, "arguments": {given}'
             found.append(f"<tool_call>\n{called}")
         return found

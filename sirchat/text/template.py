@@ -81,6 +81,7 @@ class Template:
     Methods raise ModelError if the template can't render a turn.
     """
 
+    tools: str | None = None  # of a chat in which the model may call some, as JSON or ""
     _tools: Sequence[Message] | None = None
     _in_parts = False  # whether the template takes no content but a list of parts
 
@@ -152,7 +153,7 @@ class Template:
     def user(self, content: str, *, after_user: bool = False) -> TurnIds:
         """The ids of a user turn after the first, and of the header that begins the reply.
 
-        `after_user`: it follows a user turn, `before` another, and not a reply.
+        `after_user`: it follows another user turn, cut by `followed_by`, and not a reply.
         """
         ids, others = self._later_user(content), self._later_turns
         if after_user:
@@ -161,7 +162,7 @@ class Template:
         turn = self._find_content(ids, Role.USER, others, content)
         return self._anchored(turn, content)
 
-    def before(self, turn: TurnIds, role: str | None) -> TurnIds:
+    def followed_by(self, turn: TurnIds, role: str | None) -> TurnIds:
         """A user's `turn` as it is before a given message of this role; None: a generated reply.
 
         The end of the generation prompt, such as a mark of thinking, may precede no given reply.

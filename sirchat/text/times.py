@@ -74,7 +74,7 @@ def ago(time: float | None, now: float) -> str:
         return "yesterday" if days == 1 else f"{days:,} days ago"
     for size, unit in ((3600, "hour"), (60, "minute")):
         if (count := seconds // size) > 0:
-            return f"{count} {unit}{'s' * (count > 1)} ago"
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"
 
 

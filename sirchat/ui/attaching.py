@@ -83,7 +83,8 @@ def attach_files(
             f"{shorten(path, 60)} is a file, and nothing is sent",
             hint='@ before it sends its text; a name with blanks goes in quotes: @"a b.txt"',
         )
-    return _joined(list(files.values()), "".join(message) * has_words), list(files.values())
+    attached = list(files.values())
+    return _joined(attached, "".join(message) if has_words else ""), attached
 
 
 def mentioned_names(text: str) -> list[str]:
@@ -166,8 +167,8 @@ def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
         if entry.display_text.startswith(".") and not basename(name).startswith("."):
             continue
         quotes = is_quoted or " " in path
-        text = f'"{path}' + '"' * (not is_folder) if quotes else path
-        yield Completion(text + "/" * is_folder, -len(begun), display=entry.display)
+        text = f'"{path}' + ("" if is_folder else '"') if quotes else path
+        yield Completion(text + ("/" if is_folder else ""), -len(begun), display=entry.display)
 
 
 def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:

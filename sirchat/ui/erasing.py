@@ -63,7 +63,7 @@ class Erasing:
         if not (tokens or turns or mine or others):
             words = displayable_line(target)
             raise UsageError(f"{format_value(words)}: these words are not in this chat")
-        parts = [f"{counted(tokens, 'token')}{' in ' * bool(turns)}{_turns(turns)}"]
+        parts = [f"{counted(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
         if mine:
             parts.append(counted(mine, "typed line"))
         of_others = f"{counted(others, 'typed line')} of other chats"
@@ -214,4 +214,4 @@ class Erasing:
 
 
 def _turns(turns: list[int]) -> str:
-    return f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}" if turns else ""
+    return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}" if turns else ""

@@ -60,7 +60,8 @@ class KeyParser(Vt100Parser):
         self._paste: str | None = None  # the text of a paste whose end has not come
         self._was_cut = False  # a paste was ended before its end came
         self._is_flushing = False
-        self.on_background: Callable[[bool], object] = bool  # gets whether the background is light
+        # Gets whether the background is light.
+        self.on_background: Callable[[bool], object] = lambda is_light: None
         self.is_asked = False  # the terminal was asked for its background, and has not answered
 
     @property
@@ -176,7 +177,7 @@ def _in_old_form(code: int, modifiers: int) -> str:
         char = chr(code).upper() if shift else chr(code)
         if ctrl:
             char = chr(ord(char.upper()) & 31) if char == " " or "@" <= char.upper() <= "_" else ""
-    return "\x1b" * bool(alt and char) + char
+    return ("\x1b" if alt and char else "") + char
 
 
 if sys.platform != "win32":

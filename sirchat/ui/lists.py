@@ -252,7 +252,7 @@ def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
 def _model_cells(model: ListedModel) -> list[str]:
     shape = model.found.shape
     cells = (
-        model.found.name + " (default)" * model.is_default,
+        model.found.name + (" (default)" if model.is_default else ""),
         shape.kind if shape is not None else "?",
         in_bytes(model.found.size),
         _count(shape.context_length if shape is not None else None),

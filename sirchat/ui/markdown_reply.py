@@ -120,7 +120,7 @@ class MarkdownReply:
         if self._source:
             self._thought, self._thought_shown = "", 0
             self._painter.commit(len(self._painter.rows))
-            self._lead = [StyledRow()] * bool(rows)
+            self._lead = [StyledRow()] if rows else []
         return written
 
     def _folded(self, *, is_over: bool) -> str:
@@ -133,7 +133,7 @@ class MarkdownReply:
         """What to write so that the finished blocks and the unfinished one are shown."""
         undecided = None if is_end else _UNDECIDED.search(self._source)
         stop = undecided.start() if undecided else len(self._source)
-        lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
+        lines = self._layout.finished_lines(self._source[:stop] + ("\n" if is_end else ""))
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
         finished, rest = self._target(length, stop, is_draft=not is_end)
         kept = self._keep_final_rows(finished + rest)
@@ -158,7 +158,7 @@ class MarkdownReply:
         if not length:
             return [], self._lead + rest if rest else []
         is_new = self._plain_from is None or self._plain_from <= length
-        return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
+        return self._lead + finished, ([StyledRow()] if is_new else []) + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
         plain = self._plain_from
@@ -322,7 +322,7 @@ class Painter:
                 self._out.append("\x1b[K")
         else:  # columns can't be counted
             self._reach(y, 0, new, target)
-            self._out.append("\x1b[K" * bool(before))
+            self._out.append("\x1b[K" if before else "")
             self._write(cells)
 
     def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:

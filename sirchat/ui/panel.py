@@ -150,7 +150,7 @@ def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int
         left = len(texts) - count - 1
         more = len(f" and {left} more") if left else 0
         longer = f"{lines[-1]}, {item}" if count else item
-        if cell_len(longer) + more * (len(lines) == rows) <= room:
+        if cell_len(longer) + (more if len(lines) == rows else 0) <= room:
             lines[-1] = longer
         elif not count:
             lines[-1] = cut(item, room - more)

@@ -271,7 +271,7 @@ class Prompt:
             screen, at = app.renderer.last_rendered_screen, app.renderer._cursor_pos
             height = screen.height if screen is not None else 1  # it was entered beforehand
             if self._prompt.output.get_size() == size and rows + height <= size.rows:
-                up, down = f"\x1b[{at.y + rows}A", f"\x1b[{at.y}B" * bool(at.y)
+                up, down = f"\x1b[{at.y + rows}A", f"\x1b[{at.y}B" if at.y else ""
                 self._prompt.output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{at.x + 1}G")
         return _PROMPT
 
@@ -452,7 +452,7 @@ def ask_for_key(
 
     @bindings.add(Keys.Any)
     @bindings.add("enter")
-    def _(event: KeyPressEvent) -> None:
+    def answer(event: KeyPressEvent) -> None:
         press = event.key_sequence[0]
         key = press.data.lower()
         is_key = key in keys and not isinstance(press, ChordEscape)
@@ -462,7 +462,7 @@ def ask_for_key(
     @bindings.add("c-c")
     @bindings.add("c-d")
     @bindings.add("<sigint>")
-    def _(event: KeyPressEvent) -> None:
+    def interrupt(event: KeyPressEvent) -> None:
         if not event.app.is_done:
             event.app.exit(exception=KeyboardInterrupt())
 

@@ -39,7 +39,7 @@ from sirchat.ui.status import toolbar
 from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
-from sirchat.ui.typed_input import Keyboard, LineInput
+from sirchat.ui.typed_input import Keyboard, TerminalInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
@@ -67,7 +67,7 @@ class Chat:
         self,
         session: Session,
         screen: Screen,
-        entry: LineInput,
+        entry: TerminalInput,
         store: SessionStore | None,
         debug: bool,
         trusted: Collection[str],
@@ -127,7 +127,7 @@ class Chat:
         threads = threads_in_words(device, was_free=profile.threads == 0)
         self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
-            f"budget {self._session.budget:,}{', ' * bool(threads)}{threads}: "
+            f"budget {self._session.budget:,}{', ' if threads else ''}{threads}: "
             "/help, Esc stops a reply, Ctrl-D leaves"
         )
         if self._session.seen and not self._screen.is_quiet:

@@ -152,7 +152,7 @@ def choose_model(screen: Screen) -> str | None:
         key = "Enter or 1" if number == 1 else str(number)
         screen.note(f"{key}: {displayable_line(model.name)} ({in_bytes(model.size)})")
     more = len(usable) - len(offered)
-    screen.note("t: tiny" + f"; {more} more in the list of sirchat models" * bool(more))
+    screen.note("t: tiny" + (f"; {more} more in the list of sirchat models" if more else ""))
     keys = {str(number): model.name for number, model in enumerate(offered, 1)}
     keys |= {"\r": offered[0].name, "t": "tiny"}
     name = keys[ask_for_key("Press a key: ", tuple(keys), prompt_output(screen))]

@@ -127,7 +127,7 @@ class Switching:
         price = f"{counted(len(asked), 'token')}, {len(now - before):,} of them were evicted"
         aside = f"; {len(before - now):,} others step aside until it is answered"
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
-        self._screen.note(f"{price}{aside * (len(before - now) > 0)}; {held}")
+        self._screen.note(f"{price}{aside if len(before - now) > 0 else ''}; {held}")
 
     def _text_at(self, positions: Sequence[int]) -> str:
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
@@ -161,7 +161,7 @@ class Switching:
             price = ["all of this is pinned already"]
         else:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
-            price = [counted(count, "token") + f", {came:,} of them restored" * bool(came)]
+            price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
         if 0 < count < named:
             price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:

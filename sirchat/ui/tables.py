@@ -53,7 +53,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None
     titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
     titles += ["attention"] * tracked
     flagged = [row for row in rows if row.flags]
-    table = _table(theme, _columns(rows, theme, *titles, *["flags"] * bool(flagged)))
+    table = _table(theme, _columns(rows, theme, *titles, *(["flags"] if flagged else [])))
     if not flagged or width is None or _width(table) <= width:
         return table
     below = _columns(flagged, theme, "position", "token", "flags")
@@ -98,8 +98,8 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
         "when": [ago(fact.time, now) for fact in facts],
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
-            + ", pinned as a rule" * fact.is_rule
-            + f'; newer: "{text}"' * bool(text)
+            + (", pinned as a rule" if fact.is_rule else "")
+            + (f'; newer: "{text}"' if text else "")
             for fact, text in zip(facts, newer, strict=True)
         ],
         "you said": [displayable_line(fact.text) for fact in facts],

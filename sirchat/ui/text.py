@@ -89,7 +89,7 @@ def displayable_line(text: str) -> str:
 
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 token" or "1,040 tokens"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def said_ago(turn: int, turns: Sequence[object]) -> str:

@@ -42,7 +42,7 @@ _ERASE_BELOW = "\x1b[J"
 
 
 @dataclass(frozen=True)
-class LineInput:
+class TerminalInput:
     """What reads the lines of one chat, and what Ctrl-C does between two of them."""
 
     ctrl_c: CtrlC
@@ -52,7 +52,7 @@ class LineInput:
 
 
 @contextmanager
-def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
+def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[TerminalInput]:
     """Context manager: yields what reads lines; inside, the terminal echoes no keys.
 
     `is_kept`: whether typed lines are kept on disk.
@@ -63,7 +63,7 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[LineInput]:
         history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         history.as_typed = prompt.as_typed
-        yield LineInput(ctrl_c, keyboard, history, prompt)
+        yield TerminalInput(ctrl_c, keyboard, history, prompt)
 
 
 def ask_background(keys: Input, screen: Screen) -> None:

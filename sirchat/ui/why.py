@@ -85,14 +85,17 @@ def describe_use(
             return f"{what} was evicted when the last reply was generated, and restored after it."
         return f"{what} was evicted, so the {_could_not_use(can_retry)}"
     recalled = any(rank.row.position in paid.recalled for rank in had)
-    part = f" only in part ({len(had):,} of {len(before):,} tokens)" * (len(had) < len(before))
+    part = ""
+    if len(had) < len(before):
+        part = f" only in part ({len(had):,} of {len(before):,} tokens)"
     was = f"{what} was {'recalled for the last reply' if recalled else 'held'}{part}"
     if paid.shares is None:
         return f"{was}. {_HIDDEN}"
     shares = [paid.shares[at] for rank in had if (at := rank.row.position) in paid.shares]
     if not shares:
-        is_gone = all(rank.state != "held" for rank in had)
-        return f"{was}{' when the last reply was generated, and evicted after it' * is_gone}."
+        if any(rank.state == "held" for rank in had):
+            return f"{was}."
+        return f"{was} when the last reply was generated, and evicted after it."
     share = sum(shares) / len(shares)
     times = f"({share:.1f} times an average token)"
     if share < _LITTLE:
@@ -187,7 +190,7 @@ def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
     telling = [word for word in words if word.casefold() not in STOP_WORDS]
     named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]
     lines = [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
-    return [*_most_used(session, paid.shares), *lines * bool(named)]
+    return [*_most_used(session, paid.shares), *(lines if named else [])]
 
 
 def _most_used(session: Session, shares: Mapping[int, float]) -> list[str]:
@@ -228,7 +231,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         return " because it is among the first tokens of the chat, which always stay."
     if "recalled" in flags:
         words = _listed(by_words.get(best.row.turn, ()))
-        return f" for this round only: it was recalled{' by the words ' * bool(words)}{words}."
+        return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     if best.leaves and best.rank <= best.held // 2:
@@ -255,7 +258,7 @@ def _higher(rank: TokenRank, policy: str) -> str:
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (rank.rank or 1) - 1
-    few = "only " * (0 < above * _FEW <= rank.held)
+    few = "only " if 0 < above * _FEW <= rank.held else ""
     verb = singular if above == 1 else plural
     fading = " (older surprise counts less)" if rank.decayed_to < 1 and policy in _FADING else ""
     count = f"{few}{above:,}" if above else "none"
@@ -268,6 +271,6 @@ def _way_back(ranks: Sequence[TokenRank], target: str) -> str:
     is_lost = any(rank.state == "lost" for rank in ranks)
     what, does = ("not all archived", "reads") if is_lost else ("archived", "restores")
     if turn_of_target(target, ()) is not None:
-        return f"The tokens are {what}: /pin {does} them{' again' * is_lost}."
+        return f"The tokens are {what}: /pin {does} them{' again' if is_lost else ''}."
     words = displayable_line(without_quotes(target))
-    return f'The tokens are {what}: /recall "{words}" {does} them{" again" * is_lost}.'
+    return f'The tokens are {what}: /recall "{words}" {does} them{" again" if is_lost else ""}.'

@@ -229,7 +229,7 @@ def likeliest(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
     def scores(reader: object, replies: Sequence[list[int]]) -> list[ContinuationScore]:
         return [ContinuationScore((), (-float(n != best),), False) for n in range(len(replies))]
 
-    monkeypatch.setattr("sirchat.chat.session.score_continuations", scores)
+    monkeypatch.setattr("sirchat.chat.conversation.score_continuations", scores)
 
 
 def test_a_reply_of_such_a_model_begins_with_the_likeliest_call(

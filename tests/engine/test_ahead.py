@@ -18,7 +18,8 @@ from families import build
 from random_encoders import random_encoder
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, step
-from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
     GeneratedToken,

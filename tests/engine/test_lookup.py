@@ -14,7 +14,8 @@ from engine_steps import generate, prefill, some_ids
 from families import loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
-from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.memory.policies import policy_class
 

@@ -35,7 +35,7 @@ def telling() -> LoadedModel:
         said = [row.position for row in chat.tokens(range(start, chat.seen)) if row.role == "user"]
         mean = chat.ledger.token_vectors.mean(said[0], said[-1] + 1)
         assert mean is not None
-        vectors.append(model.encoder.pooled(mean))
+        vectors.append(model.encoder.unit_vectors(mean))
         list(chat.read_reply("Okay."))
     for text in texts:
         turn = chat.template.opening(text)[1]

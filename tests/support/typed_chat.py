@@ -18,7 +18,7 @@ from sirchat.ui.interrupt import CtrlC
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.repl import Chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.typed_input import Keyboard, LineInput, input_history
+from sirchat.ui.typed_input import Keyboard, TerminalInput, input_history
 from terminal import everything_on
 
 CTRL_D = "\x04"
@@ -72,7 +72,7 @@ class TypedChat:
             keys, output, history=self.history, has_colours=lambda: self.screen.has_colours
         )
         self.history.as_typed = prompt.as_typed
-        entry = LineInput(CtrlC(), _NoKeys(keys), self.history, prompt)
+        entry = TerminalInput(CtrlC(), _NoKeys(keys), self.history, prompt)
         self.chat = Chat(self.session, self.screen, entry, None, True, ())
         return self
 

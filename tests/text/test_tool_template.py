@@ -85,7 +85,7 @@ def test_calls_and_results_are_read_as_the_template_writes_them_one_after_the_ot
     )
     own = ToolTemplate(it, None, TOOLS)
     head, first = own.opening("How is the weather?")
-    first = own.before(first, "calls")
+    first = own.followed_by(first, "calls")
     calls = own.calls("", [call("Oslo")], first.header)
     closing = own.closing if calls.closing is None else calls.closing
     ids = [*(head.ids if head else []), *first.ids, *calls.ids, *closing]
@@ -133,8 +133,8 @@ def test_a_call_is_read_with_the_id_and_the_arguments_that_the_template_wants(
         [*told, *results], tools=[WEATHER], add_generation_prompt=True, return_dict=False
     )
     head, first = own.opening("How is the weather?")
-    ids = [*(head.ids if head else []), *own.before(first, "calls").ids]
-    turn = own.calls("Let me look.", [call("Oslo", ident)], own.before(first, "calls").header)
+    ids = [*(head.ids if head else []), *own.followed_by(first, "calls").ids]
+    turn = own.calls("Let me look.", [call("Oslo", ident)], own.followed_by(first, "calls").header)
     ids += [*turn.ids, *(own.closing if turn.closing is None else turn.closing)]
     assert [*ids, *own.results([result("It is cold.", ident)]).ids] == whole
     assert own.note == ""

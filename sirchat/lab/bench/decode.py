@@ -19,7 +19,8 @@ from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
-from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
@@ -107,6 +108,8 @@ def repeated_blocks(
 
 class _Reciting(Sampler):
     """A sampler that ignores the logits: it picks the ids of a given text, again and again."""
+
+    is_plain = False
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__(Sampling())

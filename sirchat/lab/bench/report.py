@@ -35,7 +35,7 @@ def print_ratios(
         ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
     threads = threads_in_words(model.device)
-    where = f"{model.name} on {model.device}{', ' * bool(threads)}{threads}"
+    where = f"{model.name} on {model.device}{', ' if threads else ''}{threads}"
     title = f"{where}, cache {options.cache}, {options.rounds} pairs"
     _print(table, title, [r.note for r in results])
 

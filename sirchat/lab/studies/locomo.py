@@ -349,7 +349,7 @@ def locomo_study(
 
 
 def _count(conversations: Sized) -> str:
-    return f"{len(conversations)} conversation" + "s" * (len(conversations) != 1)
+    return f"{len(conversations)} conversation" + ("s" if len(conversations) != 1 else "")
 
 
 def tables_of(

@@ -73,7 +73,7 @@ def whole_round(template: Template, user: str, reply: str, *, first: bool = Fals
 
 def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
     """The token ids, with their roles, of a round: a user turn, the reply and closing tokens."""
-    user_turn = template.before(user_turn, "assistant")
+    user_turn = template.followed_by(user_turn, "assistant")
     reply_turn, closing = template.assistant(reply, user_turn.header), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)

@@ -294,7 +294,7 @@ def _recalling(study: Retrieval) -> Iterator[tuple[str, dict[str, object]]]:
     """A row for each retriever with each weight that it can use."""
     for name, weight in product(study.retrievers, study.weights):
         if weight == "none" or retriever(name).takes_weight:
-            row = name + " x surprisal" * (weight == "surprisal")
+            row = name + (" x surprisal" if weight == "surprisal" else "")
             yield row, {"recall": name, "recall_weight": weight}
 
 

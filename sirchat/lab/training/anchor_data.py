@@ -168,7 +168,7 @@ class Writer:
                 else:
                     block, turn = template.opening(one.text, system)
                     add(block.ids if block else [])
-                turn = template.before(turn, "assistant")
+                turn = template.followed_by(turn, "assistant")
                 add(turn.ids)
                 header = turn.header
             elif one.role == "assistant" and ids:

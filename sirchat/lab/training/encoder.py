@@ -224,7 +224,7 @@ class EncoderTrainer:
 
 
 def _encoded(encoder: Encoder, many: Sequence[Sentence]) -> Tensor:
-    return encoder.pooled(encoder.numbers(torch.stack([one.states for one in many])))
+    return encoder.unit_vectors(encoder.numbers(torch.stack([one.states for one in many])))
 
 
 def encoder_layers(count: int) -> tuple[int, ...]:

@@ -171,4 +171,4 @@ def _vectors(model: LoadedModel, messages: Sequence[str]) -> list[Tensor]:
     engine.ledger.token_vectors.wanted = True
     list(engine.prefill(ids, roles, TurnRef(0, 0)))
     means = [engine.ledger.token_vectors.mean(*span) for span in spans]
-    return [model.encoder.pooled(mean) for mean in means if mean is not None]
+    return [model.encoder.unit_vectors(mean) for mean in means if mean is not None]

@@ -143,7 +143,7 @@ def rows_of_text(
         turn=0,
         round=0,
         roles=[int(role) for role in roles] or [int(Role.USER)] * len(ids),
-        flags=[int(Flag.CONTINUES) * bool(continues) for continues in continues_word]
+        flags=[int(Flag.CONTINUES) if continues else 0 for continues in continues_word]
         or [0] * len(ids),
     )
     ledger.set_first_surprisal(len(ids))

@@ -1,0 +1,340 @@
+"""Reads and answers the messages of one conversation: what tools, server and `Session` build on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator, Iterator, Sequence
+
+from torch import Tensor
+
+from sirchat.chat.event_builder import EventBuilder
+from sirchat.chat.events import Event
+from sirchat.chat.formats import ModelFormats
+from sirchat.chat.reply import AfterReply, OpenReply, state_now
+from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
+from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
+from sirchat.chat.statements import pin_rules
+from sirchat.chat.turn import Interrupted, OpenTurn, never
+from sirchat.config.profile import Profile
+from sirchat.engine.extra_passes import score_continuations
+from sirchat.engine.generation import Generation
+from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.sampling import Allowed, FixedIds
+from sirchat.engine.types import ContinuationScore
+from sirchat.models.model import LoadedModel
+from sirchat.paths import archives_dir
+from sirchat.recall.recall import Recall
+from sirchat.text.detokenizer import TokenTexts
+from sirchat.text.loops import LoopCheck
+from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
+from sirchat.text.template import Template, TurnIds
+from sirchat.text.text_file import without_surrogates
+from sirchat.text.transcript import split_tagged
+
+
+class Conversation:
+    """A conversation as its messages are read and answered; its attributes are those of `Session`.
+
+    `rows_in_events`: whether events list the tokens themselves, not only their positions.
+    """
+
+    def __init__(
+        self, model: LoadedModel, profile: Profile, *, rows_in_events: bool = False
+    ) -> None:
+        self.model = model
+        self.profile = profile
+        declared = getattr(model.module.generation_config, "eos_token_id", None)
+        self.template = Template(model.tokenizer, model.anchors, declared)
+        self.stop_ids = self.template.stop_ids(declared)
+        self.formats = ModelFormats()
+        self.epoch = 0
+        self._end_ids = self.template.end_ids(declared)
+        self._texts = TokenTexts(model.tokenizer)
+        self._rows_in_events = rows_in_events
+        check_profile(profile, model)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start an empty conversation; the settings stay."""
+        self.template = self.template_with(None)
+        self._folder = archives_dir() / f"{os.getpid()}-{secrets.token_hex(4)}"
+        settings = build_cache_settings(self.profile, self._folder)
+        self.engine = build_engine(self.model, settings, self.profile.seed)
+        self.epoch += 1
+        self.state = ConversationState()
+        self.ledger = self.engine.ledger
+        # Whatever the settings: instructions and passages are told by them, also later.
+        self.ledger.token_vectors.wanted = self.model.encoder.size > 0
+        self.undo_points = list[UndoPoint]()
+        self.recall = Recall(self.engine, self.model, self._texts)
+        self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
+        self._vectors = dict[str, Tensor]()  # of sentences that were said
+        self.last_reply = AfterReply()
+
+    @property
+    def template(self) -> Template:
+        """The chat template, as the setting `reasoning` has it."""
+        return self._template.with_reasoning(self.profile.reasoning)
+
+    @template.setter
+    def template(self, template: Template) -> None:
+        self._template = template
+
+    def template_with(self, tools: str | None) -> Template:
+        """The chat template for these tools, as JSON or ""; for a chat without calls if None.
+
+        It is the present one if that has the same tools. Raises ModelError if the model's chat
+        template can't have them.
+        """
+        now, model = self.template, self.model
+        if now.tools == tools:
+            return now
+        if tools is None:
+            return Template(model.tokenizer, model.anchors, now.ends)
+        try:
+            return ToolTemplate(model.tokenizer, model.anchors, tools, now.ends)
+        except NoToolsError:
+            return PromptedTools(model.tokenizer, model.anchors, tools, now.ends)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All messages of the conversation, in order."""
+        return self.state.turns
+
+    @property
+    def resident(self) -> int:
+        """Number of tokens in the KV cache now."""
+        return self.engine.cache.length
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens read or generated since the conversation began."""
+        return self.ledger.seen
+
+    @property
+    def budget(self) -> int:
+        """The largest number of tokens that the KV cache may hold."""
+        return self.engine.budget
+
+    def read_question(
+        self,
+        text: str,
+        interrupted: Interrupted = never,
+        *,
+        before: str | None = None,
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
+        yield from self.read_user(text, interrupted, before=before, given=given)
+        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
+        yield from pin_rules(
+            self.engine,
+            self._texts,
+            self.model.encoder,
+            self.state,
+            self._vectors,
+            is_wanted=wanted and self.turns[-1].finish != "interrupt",
+        )
+
+    def read_user(
+        self,
+        text: str,
+        interrupted: Interrupted = never,
+        *,
+        before: str | None = None,
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn without answering it; before the first one, read the system prompt.
+
+        `before` is the role of the next message, if that is given and not generated; `given` are
+        the ids of the turn, if they are not those of a user turn `text`.
+        """
+        text, state = without_surrogates(text), self.state
+        is_first = self.seen == 0
+        if is_first:  # nothing was read: an earlier turn is treated as never begun
+            state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
+        is_unanswered = state.in_round and state.header == []
+        system, ids = self.user_ids(
+            text, is_first=is_first, after_user=is_unanswered, before=before, given=given
+        )
+        turn = yield from self.begin_message("user", ids, system, text)
+        after = self.template.closing if ids.header is None else []
+        if ids.header:  # without the given reply, there would be an empty one
+            after = [*self.template.assistant("", ids.header).ids, *self.template.closing]
+        with self.engine.evictor.recall_ends_at_error():
+            yield from turn.recall(self.recall, ids)
+            yield from turn.read(ids, interrupted, after=after)
+            yield turn.finish(text)
+            yield from self._events.take_problems()
+
+    def user_ids(
+        self,
+        text: str,
+        *,
+        is_first: bool,
+        after_user: bool = False,
+        before: str | None = None,
+        given: TurnIds | None = None,
+    ) -> tuple[TurnIds | None, TurnIds]:
+        """The ids of the system prompt, if the user turn `text` is the first, and of the turn.
+
+        `after_user`: the turn follows one that has no reply. The others are as for `read_user`.
+        """
+        system, ids = None, given
+        if is_first:
+            system, ids = self.template.opening(text, self.profile.system)
+        elif ids is None:
+            ids = self.template.user(text, after_user=after_user)
+        return system, self.template.followed_by(ids, before)
+
+    def begin_message(
+        self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
+    ) -> Generator[Event, None, OpenTurn]:
+        """Begin the turn `ids`, for which there is room then; of the user, who `said` something."""
+        state = self.state
+        moves = self.engine.evictor.end_recall()  # of a turn that was not answered
+        yield from self._events.moved(state.last_turn, moves)
+        self._check_room(ids, system)
+        if said is not None:
+            self._note_undo_point(said)
+        yield from self._read_pending()
+        if system is not None:
+            yield from self.read_system(system)
+        state.round += 1
+        state.in_round = True
+        state.header = ids.header
+        if said is not None:
+            state.attempt = 0
+        turn = self._open_turn(role)
+        room_for_reply = self.profile.max_new_tokens + len(self.template.closing)
+        yield from turn.make_room(len(ids.ids), room_for_reply)
+        return turn
+
+    def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
+        """Read the system prompt of the settings, as these ids."""
+        turn, start = self._open_turn("system"), self.seen
+        try:
+            yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
+        finally:  # also after an error: the part that was read is pinned, and can be unpinned
+            self.state.system = range(start, self.seen)
+            self.state.prompt = self.profile.system
+        yield turn.finish(self.profile.system or "")
+
+    def read_reply(
+        self, text: str, interrupted: Interrupted = never, given: TurnIds | None = None
+    ) -> Iterator[Event]:
+        """Read `text` as the reply, instead of generating one; ContextFullError if it can't fit.
+
+        `given` are the ids of the turn, if it has more than this text.
+        """
+        text = without_surrogates(text)
+        ids = given or self.template.assistant(text, self.state.header)
+        closing = self.template.closing if ids.closing is None else ids.closing
+        self.engine.require_room(len(ids.ids) + len(closing))
+        turn = self._open_turn("assistant")
+        positions = range(self.seen, self.seen + len(ids.ids))
+        with self.engine.evictor.recall_ends_at_error():
+            yield from turn.read(ids, interrupted, after=closing)
+            stream = self.template.reply_stream(is_given=True)
+            stream.divide(ids.ids if self.seen == positions.stop else ())
+            yield from turn.close(closing, stream, positions)
+        thinking, said = split_tagged(text)
+        yield turn.finish(said, thinking)
+        yield from self._events.take_problems()
+
+    def begin_reply(
+        self,
+        interrupted: Interrupted,
+        reply: Reply | None = None,
+        allowed: Allowed | None = None,
+        turn: OpenTurn | None = None,
+        *,
+        attempt: int | None = None,
+        is_undoable: bool = False,
+    ) -> OpenReply:
+        """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
+
+        The caller generates it by `OpenReply.events`, or by `step` with those of other sessions. If
+        it `is_undoable`, or retried, `undo_reply` can take it back.
+        """
+        profile, closing = self.profile, self.template.closing
+        if attempt is not None:
+            self.state.attempt = attempt
+        # Without an archive, a new checkpoint deletes what an undo needs.
+        has_archive = profile.archive != "off"
+        before = None
+        if (is_undoable or self.state.attempt) and has_archive and self.undo_points:
+            before = state_now(self.state, self.engine)
+        turn = turn or self._open_turn("assistant")
+        sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
+        generation = Generation(
+            self.engine,
+            sampler,
+            turn.ref,
+            stop_ids=self.stop_ids,
+            max_new_tokens=most,
+            closing=len(closing),
+            lookup=PromptLookup() if profile.lookup else None,
+        )
+        opened = OpenReply(
+            turn,
+            generation,
+            self.template.reply_stream(),
+            closing,
+            self._end_ids,
+            stops=sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted,
+            # A format may want repetitions.
+            loops=LoopCheck() if profile.stop_loops and not (reply or allowed) else None,
+            finish=reply.finish if reply else None,
+            can_go_on=has_archive,
+        )
+        self.last_reply = opened.after
+        opened.after.before = before
+        return opened
+
+    def undo_reply(self, *, to_cut: bool = False) -> None:
+        """Undo the last reply, but not the message before; `to_cut`: only what ended its round.
+
+        Raises LookupError, changing nothing, if more was read since, or if a token is lost.
+        """
+        last = self.last_reply
+        point = last.cut if to_cut else last.before
+        is_last = last.at_end is not None and last.at_end[0] == self.seen
+        if point is None or not is_last or not self.undo_points:
+            raise LookupError("the state of the last reply is not known")
+        self.engine.undo(point[0].checkpoint, keep_pins=True)
+        self.state = point[0].restored_state(self.state, keep_pins=True)
+        self.ledger.token_vectors = point[1]
+        start = self.undo_points[-1].checkpoint.cache.seen
+        self.recall.search.truncate(start)
+        self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
+
+    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
+        """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
+        template, header = self.template, self.state.header
+        ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
+        return score_continuations(self.engine.reader, ids)
+
+    def _open_turn(self, turn: str | TurnStats) -> OpenTurn:
+        """Go on with a turn, or begin one of this role."""
+        stats = self.state.begin(turn) if isinstance(turn, str) else turn
+        return OpenTurn(self.state, self.engine, self._events, stats, self.profile.evict_thinking)
+
+    def _read_pending(self) -> list[Event]:
+        """End a round without a whole reply: read the template ids that it still needs."""
+        return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
+
+    def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
+        """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
+        before = len(system.ids) if system is not None else 0
+        if system is not None and self.profile.pin_system:
+            self.engine.evictor.check_pins(before)
+        around = len(self.state.pending_ids) + len(self.template.closing)
+        self.engine.require_room(around + before + len(ids.ids))
+
+    def _note_undo_point(self, text: str) -> None:
+        checkpoint, profile = self.engine.checkpoint(), self.profile
+        point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
+        depth = undo_depth(profile.archive != "off", self.engine.cache.state_nbytes)
+        self.undo_points = [*self.undo_points, point][-depth:]
