@@ -127,14 +127,11 @@ class Conversation:
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, before=before, given=given)
-        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
+        can_pin = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
+        wanted = can_pin and self.turns[-1].finish != "interrupt"
+        engine, encoder = self.engine, self.model.encoder
         yield from pin_rules(
-            self.engine,
-            self._texts,
-            self.model.encoder,
-            self.state,
-            self._vectors,
-            is_wanted=wanted and self.turns[-1].finish != "interrupt",
+            engine, self._texts, encoder, self.state, self._vectors, is_wanted=wanted
         )
 
     def read_user(
@@ -155,9 +152,7 @@ class Conversation:
         if is_first:  # nothing was read: an earlier turn is treated as never begun
             state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
         is_unanswered = state.in_round and state.header == []
-        system, ids = self.user_ids(
-            text, is_first=is_first, after_user=is_unanswered, before=before, given=given
-        )
+        system, ids = self.user_ids(text, given, before, first=is_first, after_user=is_unanswered)
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
@@ -169,20 +164,14 @@ class Conversation:
             yield from self._events.take_problems()
 
     def user_ids(
-        self,
-        text: str,
-        *,
-        is_first: bool,
-        after_user: bool = False,
-        before: str | None = None,
-        given: TurnIds | None = None,
+        self, text: str, given: TurnIds | None, before: str | None, *, first: bool, after_user: bool
     ) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt, if the user turn `text` is the first, and of the turn.
+        """The ids of the system prompt, if the user turn `text` is the `first`, and of the turn.
 
         `after_user`: the turn follows one that has no reply. The others are as for `read_user`.
         """
         system, ids = None, given
-        if is_first:
+        if first:
             system, ids = self.template.opening(text, self.profile.system)
         elif ids is None:
             ids = self.template.user(text, after_user=after_user)
@@ -191,11 +180,17 @@ class Conversation:
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
     ) -> Generator[Event, None, OpenTurn]:
-        """Begin the turn `ids`, for which there is room then; of the user, who `said` something."""
-        state = self.state
+        """Begin the turn `ids`, for which there is room then; of the user, who `said` something.
+
+        Raises SettingError or ContextFullError, before reading, if it can't fit after `system`.
+        """
+        state, closing = self.state, self.template.closing
         moves = self.engine.evictor.end_recall()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
-        self._check_room(ids, system)
+        before = len(system.ids) if system is not None else 0
+        if system is not None and self.profile.pin_system:
+            self.engine.evictor.check_pins(before)
+        self.engine.require_room(len(state.pending_ids) + before + len(ids.ids) + len(closing))
         if said is not None:
             self._note_undo_point(said)
         yield from self._read_pending()
@@ -207,8 +202,7 @@ class Conversation:
         if said is not None:
             state.attempt = 0
         turn = self._open_turn(role)
-        room_for_reply = self.profile.max_new_tokens + len(self.template.closing)
-        yield from turn.make_room(len(ids.ids), room_for_reply)
+        yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         return turn
 
     def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
@@ -324,14 +318,6 @@ class Conversation:
     def _read_pending(self) -> list[Event]:
         """End a round without a whole reply: read the template ids that it still needs."""
         return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
-
-    def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
-        """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
-        before = len(system.ids) if system is not None else 0
-        if system is not None and self.profile.pin_system:
-            self.engine.evictor.check_pins(before)
-        around = len(self.state.pending_ids) + len(self.template.closing)
-        self.engine.require_room(around + before + len(ids.ids))
 
     def _note_undo_point(self, text: str) -> None:
         checkpoint, profile = self.engine.checkpoint(), self.profile

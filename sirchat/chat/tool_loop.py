@@ -281,6 +281,7 @@ def _run(
 ) -> Generator[Event, None, str]:
     """Do a call, unless it is refused; returns what the model is to read."""
     decided = call
+    is_error = True
     start = time.perf_counter()
     try:
         if call.name not in box.tools:
@@ -296,10 +297,8 @@ def _run(
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         text = f"error: {'; '.join(problems)}"
-        is_error = True
     except Exception as error:  # whatever a tool raises
         text = f"error: {str(error) or type(error).__name__}"
-        is_error = True
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:

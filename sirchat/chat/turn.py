@@ -16,11 +16,7 @@ from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Reading, TurnDone
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import (
-    EvictedRows,
-    ReadProgress,
-    TurnRef,
-)
+from sirchat.engine.types import EvictedRows, ReadProgress, TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role
 from sirchat.memory.placement import Placement
@@ -114,21 +110,20 @@ class OpenTurn:
         Nothing is restored from calls of tools. If this turn is what a tool returned, the message
         that led to the call is not restored either.
         """
-        turns, before = self.now.turns, self.stats.index
+        now, before = self.now, self.stats.index
         # After a million tokens, making these lists takes a noticeable part of the search's time.
-        out = [at - 1 for at, turn in enumerate(turns) if turn.role == "tool"]
-        out = [at for at in out if turns[at].role == "assistant"]
-        if is_result := turns[before].role == "tool":
-            out += [at for at in range(before) if turns[at].role == "user"][-1:]
+        out = [at - 1 for at, turn in enumerate(now.turns) if turn.role == "tool"]
+        out = [at for at in out if now.turns[at].role == "assistant"]
+        result = -1
+        if now.turns[before].role == "tool":
+            result = before
+            out += [at for at in range(before) if now.turns[at].role == "user"][-1:]
+
+        def turns_at(text: str) -> list[int]:
+            return now.user_turns_at(time_range(text, time.time()), before)
+
         recollection = recall.restore_for_turn(
-            ids.ids,
-            ids.roles,
-            self.ref,
-            self.now.generated,
-            lambda text: self.now.user_turns_at(time_range(text, time.time()), before),
-            out,
-            before if is_result else -1,
-            self.now.asked,
+            ids.ids, ids.roles, self.ref, now.generated, turns_at, out, result, now.asked
         )
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds

@@ -228,12 +228,8 @@ def chat_or_replay(
     command, trust = context.invoked_subcommand, trust_remote_code
     resume = "last" if is_last and resume is None else resume
     given: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
-    transcript: dict[str, Any] = {
-        "feed": feed,
-        "format": format,
-        "json": json,
-        "json_tokens": json_tokens,
-    }
+    transcript: dict[str, Any] = {"feed": feed, "format": format}
+    transcript |= {"json": json, "json_tokens": json_tokens}
     about_transcripts = [name for name, value in transcript.items() if value not in (False, "auto")]
     if server != "off":
         if command is not None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
+    from sirchat.ui.screen import Screen
 
 # Settings that flags change before a saved chat is loaded; others change after that.
 _AT_ONCE = (
@@ -225,25 +226,33 @@ def ask(
             found[0].close()
             screen.note("the running server calls no tools of --tools: this process answers")
     with without_garbage_collection(), interruptible_imports():
-        from sirchat.chat.retry import temporarily
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
         from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
         session = _open_saved(profile, trust, report, store, {})
-    with tools_of(servers, session, screen):
-        if store is None:
-            print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
-            return
-        from sirchat.ui.saved_chat import SavedChat
+    with tools_of(servers, session, screen), _in_saved_chat(session, screen, store, later):
+        print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
 
-        saved_chat = SavedChat(session, screen, store)
-        try:
-            with temporarily(session, "ask", later):  # they are for this question, not for the chat
-                print_reply(session, text, screen, as_json=json, source=source)
-        finally:
-            saved_chat.close()
+
+@contextmanager
+def _in_saved_chat(
+    session: "Session", screen: "Screen", store: "SessionStore | None", later: dict[str, Any]
+) -> Iterator[None]:
+    """Context manager: what is asked belongs to the chat in `store`, if any, under `later`."""
+    if store is None:
+        yield
+        return
+    from sirchat.chat.retry import temporarily
+    from sirchat.ui.saved_chat import SavedChat
+
+    saved_chat = SavedChat(session, screen, store)
+    try:
+        with temporarily(session, "ask", later):  # they are for this question, not for the chat
+            yield
+    finally:
+        saved_chat.close()
 
 
 def replay(

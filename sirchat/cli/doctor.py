@@ -16,7 +16,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
-from sirchat.ui.text import displayable
+from sirchat.ui.text import counted, displayable
 
 if TYPE_CHECKING:
     from sirchat.models.model import LoadedModel
@@ -154,7 +154,7 @@ def size_of(path: Path) -> str:
     while size >= 1024 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1
     number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
-    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' if len(files) != 1 else ''}"
+    return f"{number} {_UNITS[power]} in {counted(len(files), 'file')}"
 
 
 def _manual_lines() -> Iterator[str]:

@@ -14,7 +14,7 @@ from sirchat import paths
 from sirchat.cli.flags import Debug, complete_session
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir, write_private
-from sirchat.ui.text import displayable, displayable_line
+from sirchat.ui.text import counted, displayable, displayable_line
 
 if TYPE_CHECKING:
     from sirchat.ui.typed_input import TypedHistory
@@ -131,9 +131,7 @@ def sessions_rm(
     typed, lines = _typed_lines(chat.messages)
     if history and typed is not None and lines:
         typed.erase(lambda line: line.strip() in chat.messages)
-        typer.echo(
-            f"{lines:,} line{'s' if lines > 1 else ''} erased from the input history", err=True
-        )
+        typer.echo(f"{counted(lines, 'line')} erased from the input history", err=True)
         lines = 0
     for line in chat.what_stays(lines):
         typer.echo(displayable_line(line), err=True)

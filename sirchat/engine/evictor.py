@@ -18,12 +18,7 @@ from torch import Tensor
 from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned, most_recalled
 from sirchat.engine.extra_passes import read_apart
 from sirchat.engine.reader import Reader
-from sirchat.engine.types import (
-    CacheSettings,
-    EvictedRows,
-    RestoredRows,
-    TurnRef,
-)
+from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.key_values import Positions
@@ -52,12 +47,7 @@ class Evictor:
     the policy's tokens are aside, in the archive.
     """
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        reader: Reader,
-        store: KeyValueStore,
-    ) -> None:
+    def __init__(self, settings: CacheSettings, reader: Reader, store: KeyValueStore) -> None:
         self.settings = settings
         self.context_length = reader.model.context_length
         self.round = 0

@@ -6,21 +6,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.prompt_lookup import PromptLookup
-from sirchat.engine.sampling import AROUND, CANDIDATES, Sampler, penalized
+from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
-from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.models.captured_step import MOST_SAID, CapturedStep, Likeliest, TokenChoice
+from sirchat.models.captured_step import Likeliest
 from sirchat.models.readout import Readings
 
 _LOG = logging.getLogger(__name__)
@@ -75,11 +70,7 @@ class Generation(AbstractContextManager["Generation"]):
             raise RuntimeError("nothing has been read yet")
         self.engine.evictor.round = self._at.round
         self._division = self.engine.evictor.divide_budget()
-        choice = None
-        step = self.reader.model.decode_step
-        if self._may_look_ahead and isinstance(step, CapturedStep):
-            choice = device_choice(self._sampler, step)
-        self.reader.begin_reply(choice)
+        self.reader.begin_reply(self._sampler if self._may_look_ahead else None)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -190,41 +181,6 @@ def step(replies: Sequence[Generation]) -> list[StepResult]:
         StepResult(reply.records, error, seconds)
         for reply, error in zip(replies, errors, strict=True)
     ]
-
-
-def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
-    """How a GPU chooses what `sampler` would; None if only the host can choose."""
-    if not sampler.is_plain:
-        return None
-    sampling = sampler.sampling
-    penalty = sampling.repetition_penalty
-    window = 0 if penalty == 1.0 else sampling.repetition_window
-    if penalty != 1.0 and not 0 < window <= MOST_SAID:
-        return None
-    if sampling.temperature:
-        if not (sampling.narrows and step.draws):
-            return None
-        from sirchat.models import kernels
-
-    def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        if window:
-            padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
-            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
-        if sampling.temperature:
-            scores = logits.float() / sampling.temperature
-            likeliest = scores.topk(min(CANDIDATES, len(scores)))
-            top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            limits = sampling.top_k or 0, top_p, sampling.min_p or 0.0, AROUND[1]
-            return kernels.draw(scores, likeliest[0], likeliest[1], draw, *limits)
-        token_id = logits.argmax().view(1)
-        return token_id, torch.ones_like(token_id)
-
-    def draws(position: int, count: int) -> NDArray[np.float64]:
-        at = np.arange(position, position + count)
-        return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
-
-    key = replace(sampling, seed=0)
-    return TokenChoice(key, None if sampler.takes_likeliest else choose, window, draws)
 
 
 def _read_together(replies: Sequence[Generation]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,13 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import Sampler
+from sirchat.engine.sampling import AROUND, CANDIDATES, Sampler, penalized
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.attention_hook import AttentionObserver
-from sirchat.models.captured_step import CapturedStep, Chosen, Likeliest, TokenChoice, TokenRun
+from sirchat.models.captured_step import (
+    MOST_SAID,
+    CapturedStep,
+    Chosen,
+    Likeliest,
+    TokenChoice,
+    TokenRun,
+)
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.readout import Readings
@@ -85,11 +93,13 @@ class Reader:
         if self._run is not None:
             self._run.drop()
 
-    def begin_reply(self, choice: TokenChoice | None) -> None:
-        """Let a GPU read and choose a reply's tokens by itself, if it can, as `choice` says."""
+    def begin_reply(self, sampler: Sampler | None) -> None:
+        """Let a GPU read and choose a reply's tokens by itself, if it can, as `sampler` would."""
         self.drop_ahead()
         step = self.model.decode_step
-        if choice is not None and isinstance(step, CapturedStep):
+        if sampler is None or not isinstance(step, CapturedStep):
+            return
+        if (choice := device_choice(sampler, step)) is not None:
             self._run = TokenRun(step, self.cache, choice, self._note)
 
     def end_reply(self) -> None:
@@ -383,3 +393,38 @@ class Reader:
         ledger.append(ids, nats, turn=ref.turn, round=ref.round, roles=roles, flags=flags)
         self._keep_numbers(ledger.seen - len(ids), readings)
         return nats
+
+
+def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
+    """How a GPU chooses what `sampler` would; None if only the host can choose."""
+    if not sampler.is_plain:
+        return None
+    sampling = sampler.sampling
+    penalty = sampling.repetition_penalty
+    window = 0 if penalty == 1.0 else sampling.repetition_window
+    if penalty != 1.0 and not 0 < window <= MOST_SAID:
+        return None
+    if sampling.temperature:
+        if not (sampling.narrows and step.draws):
+            return None
+        from sirchat.models import kernels
+
+    def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+        if window:
+            padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
+            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
+        if sampling.temperature:
+            scores = logits.float() / sampling.temperature
+            likeliest = scores.topk(min(CANDIDATES, len(scores)))
+            top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
+            limits = sampling.top_k or 0, top_p, sampling.min_p or 0.0, AROUND[1]
+            return kernels.draw(scores, likeliest[0], likeliest[1], draw, *limits)
+        token_id = logits.argmax().view(1)
+        return token_id, torch.ones_like(token_id)
+
+    def draws(position: int, count: int) -> NDArray[np.float64]:
+        at = np.arange(position, position + count)
+        return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
+
+    key = replace(sampling, seed=0)
+    return TokenChoice(key, None if sampler.takes_likeliest else choose, window, draws)

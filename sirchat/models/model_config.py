@@ -37,11 +37,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _MOST = 1 << 32  # larger numbers count as invalid
 
-_SHARED: dict[str, Any] = {
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "attention_dropout": 0.0,
-}
+_SHARED: dict[str, Any] = {"initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
 _SILU = {"hidden_act": "silu"}
 _QWEN: dict[str, Any] = {
     "use_sliding_window": False,

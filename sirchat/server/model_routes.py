@@ -178,14 +178,10 @@ class ModelRoutes:
         size = weights_by_device(self._model.module).total()
         name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
         model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
-        times = (
-            {"modified_at": self._since_as_text}
-            if request.url.path.endswith("tags")
-            else {
-                "expires_at": until,
-                "size_vram": size if self._model.device.type != "cpu" else 0,
-            }
-        )
+        times: dict[str, Any] = {"modified_at": self._since_as_text}
+        if not request.url.path.endswith("tags"):
+            on_gpu = size if self._model.device.type != "cpu" else 0
+            times = {"expires_at": until, "size_vram": on_gpu}
         return JSONResponse({"models": [model | times]})
 
     async def _show(self, request: Request) -> Response:

@@ -47,19 +47,12 @@ Part = ReplyText | ReplyEnd | None
 Parts = Generator[Part | Generation, StepResult | None]
 
 
-def generate_reply(
-    conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
-) -> Parts:
-    """Read the new messages of `history`, and generate the reply to the last one, part by part.
+class Answer:
+    """The answer to one request, the messages of `history`, in its conversation.
 
     If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
-    not completely read is undone. Raises the same errors as `Session.ask`.
+    not completely read is undone.
     """
-    return _Answer(conversation, history, options, gone).parts()
-
-
-class _Answer:
-    """Answers one request in its conversation."""
 
     def __init__(
         self,
@@ -69,11 +62,15 @@ class _Answer:
         gone: Interrupted,
     ) -> None:
         self._conversation, self._session = conversation, conversation.session
-        self._history, self._options = conversation.continued_by or history, options
-        self._gone, self._whole = gone, self._session.seen  # number of tokens of whole messages
+        self._history = conversation.continued_by or history
+        self._options, self._gone = options, gone
+        self._whole = self._session.seen  # number of tokens of whole messages
 
     def parts(self) -> Parts:
-        """Read what is new, and reply."""
+        """Read the new messages, and generate the reply to the last one, part by part.
+
+        Raises the same errors as `Session.ask`.
+        """
         conversation, session, options = self._conversation, self._session, self._options
         memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
         if memory:
@@ -172,13 +169,16 @@ class _Answer:
         `cached` tokens had been read before this request; `reply` has begun already.
         """
         conversation, session, options = self._conversation, self._session, self._options
-        (role, question), notes, plain = self._history.messages[-1], list[str](), None
+        role, question = self._history.messages[-1]
+        notes = list[str]()
+        plain = None
         if options.is_for_ask:
             plain = PlainReply(session, question, options.source)
             if options.holds_all:
                 raise_budget_for(session, question)
             notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-        pieces, said, is_read = Pieces(session, options, plain), 0, True
+        pieces = Pieces(session, options, plain)
+        is_read = True
         if not is_again:
             for event in self._read_last(self._gone):
                 if isinstance(event, TurnDone) and event.role == "user":
@@ -186,24 +186,21 @@ class _Answer:
                 yield pieces.push(event)
             conversation.reasoning = session.profile.reasoning
         asked = session.seen, session.resident
+        said = 0  # tokens
         for choice in range(options.count):
             done = yield from self._generate(pieces, reply, allowed, choice)
             said += done.tokens_out
             yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
             if choice < options.count - 1:  # another one to the same message
                 yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
-                try:
-                    session.undo_reply()
-                except LookupError:  # the archive's limit was reached, and a token is lost
-                    self._begin_anew()
-                    yield from self._read_all_but_last(never)
-                    yield from (None for _ in self._read_last(never))
+                if not (yield from self._undo_choice()):
                     is_again = False
                 allowed = None if options.format is None else options.format(session)
                 pieces = Pieces(session, options, plain)
         if not is_again:
             conversation.add("tool" if role == "tool" else "user", question)
-        if calls := pieces.calls:
+        calls = pieces.calls
+        if calls:
             conversation.add("calls", calls_key(pieces.said, calls))
         else:
             conversation.add("assistant", done.text)
@@ -218,17 +215,28 @@ class _Answer:
             end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice
         )
 
+    def _undo_choice(self) -> Generator[None, None, bool]:
+        """Undo a reply, for another one; False if the message itself had to be read again."""
+        try:
+            self._session.undo_reply()
+        except LookupError:  # the archive's limit was reached, and a token is lost
+            self._begin_anew()
+            yield from self._read_all_but_last(never)
+            yield from (None for _ in self._read_last(never))
+            return False
+        return True
+
     def _generate(
         self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None, choice: int
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
+
+        def stops() -> bool:
+            return self._gone() or pieces.has_ended
+
         done = None
         with self._session.begin_reply(
-            lambda: self._gone() or pieces.has_ended,
-            reply,
-            allowed,
-            attempt=choice,
-            is_undoable=True,
+            stops, reply, allowed, attempt=choice, is_undoable=True
         ) as opened:
             while not opened.is_over():
                 pieces.note_logits()
@@ -256,13 +264,10 @@ def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[i
             turn = turn or session.template.assistant(text, session.state.header)
             ids += turn.ids + (session.template.closing if turn.closing is None else turn.closing)
             continue
-        system, turn = session.user_ids(
-            text,
-            is_first=number == 0 and turn is None,
-            after_user=number > 0 and said[number - 1][0] in ("user", "tool"),
-            before=said[number + 1][0] if number + 1 < len(said) else None,
-            given=turn,
-        )
+        following = said[number + 1][0] if number + 1 < len(said) else None
+        is_first = number == 0 and turn is None
+        is_after = number > 0 and said[number - 1][0] in ("user", "tool")
+        system, turn = session.user_ids(text, turn, following, first=is_first, after_user=is_after)
         session.state.header = turn.header  # for the reply, if one follows
         ids += [*(system.ids if system is not None else []), *turn.ids]
     return ids

@@ -529,8 +529,10 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
     tool returned before any call is the user's; a call without a result has an empty one.
     """
     names = {message.name for message in messages if message.role == "assistant"}
-    turns, tools = list[_Turn](), dict[str | None, str]()  # the tools called, by the id of the call
-    is_system, waiting = False, set[str]()  # ids of calls without what the tool returned
+    turns = list[_Turn]()
+    tools = dict[str | None, str]()  # the tools called, by the id of the call
+    waiting = set[str]()  # ids of calls without what the tool returned
+    is_system = False
 
     def add_result(ident: str, name: str | None, text: str) -> None:
         if turns[-1].role != "tool":
@@ -539,16 +541,15 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
         waiting.remove(ident)
 
     for number, message in enumerate(messages or [ChatMessage(role="user", content="")]):
-        role, text = "user" if message.role == "system" else message.role, message.text
+        text = message.text
         was_system, is_system = is_system, message.role == "system"
+        role = "user" if is_system else message.role
         if role == "tool" and any(turn.role != "user" for turn in turns):
             if (ident := message.tool_call_id or "") not in waiting:
                 results = sum(one.role == "tool" for one in messages[: number + 1])
-                raise RequestError(
-                    f"tool result {results} answers the call {format_value(ident)}, but the reply "
-                    "before has no such call, or it is answered already",
-                    param="messages",
-                )
+                problem = "but the reply before has no such call, or it is answered already"
+                said = f"tool result {results} answers the call {format_value(ident)}, {problem}"
+                raise RequestError(said, param="messages")
             add_result(ident, message.name, text)
             continue
         role = "user" if role == "tool" else role  # its call is in a part that was cut off

@@ -24,10 +24,10 @@ from sirchat.errors import SettingError
 from sirchat.models.importing import preload_torch
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.prompt import Prompt, ask_for_key
+from sirchat.ui.prompt import Line, Prompt, ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
-from sirchat.ui.typed_input import line_input, prompt_output
+from sirchat.ui.typed_input import TerminalInput, line_input, prompt_output
 
 if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.events import Event
@@ -84,16 +84,8 @@ def chat(
             chat.tools.begin()
             begun.set_result(chat)
 
-        async def begin_above_the_prompt() -> None:
-            loader.begin()
-            try:
-                session, events = await asyncio.wrap_future(loader.session)
-                if not begun.done():
-                    prompt.print_above(lambda: begin(session, events))
-            except Exception as error:
-                prompt.give_up(error)
-
-        line, leaves = None, False
+        line = None
+        leaves = False
         try:
             if store is None and screen.terminal is not None:
                 prompt.set_completer(
@@ -102,8 +94,7 @@ def chat(
                 entry.keyboard.keep_typed()
                 prompt.use_editing(profile.editing)
                 try:
-                    with entry.ctrl_c.raises():
-                        line = prompt.read(meanwhile=begin_above_the_prompt)
+                    line = _read_while_loading(entry, loader, begun, begin)
                     leaves = line is None or (line.ends_chat and not begun.done())
                 except KeyboardInterrupt:
                     if not begun.done():
@@ -128,6 +119,27 @@ def chat(
                 begun.result().saved_chat.close()
         if begun.done():
             begun.result().saved_chat.say_where()
+
+
+def _read_while_loading(
+    entry: TerminalInput,
+    loader: SessionLoader,
+    begun: Future[Chat],
+    begin: Callable[[Session, Iterable[Event]], None],
+) -> Line | None:
+    """Read the first line; as soon as the session is open, the chat begins above the prompt."""
+
+    async def begin_above_the_prompt() -> None:
+        loader.begin()
+        try:
+            session, events = await asyncio.wrap_future(loader.session)
+            if not begun.done():
+                entry.prompt.print_above(lambda: begin(session, events))
+        except Exception as error:
+            entry.prompt.give_up(error)
+
+    with entry.ctrl_c.raises():
+        return entry.prompt.read(meanwhile=begin_above_the_prompt)
 
 
 def explain_toy_model(screen: Screen) -> None:

@@ -85,9 +85,8 @@ def describe_use(
             return f"{what} was evicted when the last reply was generated, and restored after it."
         return f"{what} was evicted, so the {_could_not_use(can_retry)}"
     recalled = any(rank.row.position in paid.recalled for rank in had)
-    part = ""
-    if len(had) < len(before):
-        part = f" only in part ({len(had):,} of {len(before):,} tokens)"
+    is_part = len(had) < len(before)
+    part = f" only in part ({len(had):,} of {len(before):,} tokens)" if is_part else ""
     was = f"{what} was {'recalled for the last reply' if recalled else 'held'}{part}"
     if paid.shares is None:
         return f"{was}. {_HIDDEN}"

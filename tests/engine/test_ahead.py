@@ -86,7 +86,7 @@ class Play:
         prefill(engine, some_ids(turn["read"], number, VOCAB), number)
         with pytest.MonkeyPatch.context() as patch:
             if not self.ahead:
-                patch.setattr("sirchat.engine.generation.device_choice", lambda *_: None)
+                patch.setattr("sirchat.engine.reader.device_choice", lambda *_: None)
             self.reply(number, turn)
         getattr(self, turn["then"])(before, np.random.default_rng(turn["choice"]))
 

@@ -22,7 +22,7 @@ from random_encoders import random_encoder
 from simulated_devices import DEVICES, move, refuses_waits, simulated_devices
 from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.engine import Engine
-from sirchat.engine.generation import device_choice
+from sirchat.engine.reader import device_choice
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
@@ -272,7 +272,7 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
             prefill(engine, some_ids(60, 1, model.vocab_size))
             with pytest.MonkeyPatch.context() as patch:
                 if not ahead:
-                    patch.setattr("sirchat.engine.generation.device_choice", lambda *_: None)
+                    patch.setattr("sirchat.engine.reader.device_choice", lambda *_: None)
                 records = generate(engine, 100, sampler=Sampler(Sampling()))
             said.append([record.id for record in records if hasattr(record, "id")])
     assert all(ids == said[0] for ids in said)
