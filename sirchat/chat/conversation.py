@@ -180,9 +180,10 @@ class Conversation:
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
     ) -> Generator[Event, None, OpenTurn]:
-        """Begin the turn `ids`, for which there is room then; of the user, who `said` something.
+        """Begin the turn `ids` of `role`, and make room for it; `said` is a user's text.
 
-        Raises SettingError or ContextFullError, before reading, if it can't fit after `system`.
+        A system prompt `system` is read before it. Raises SettingError or ContextFullError, before
+        anything is read, if both can't fit.
         """
         state, closing = self.state, self.template.closing
         moves = self.engine.evictor.end_recall()  # of a turn that was not answered
@@ -206,7 +207,7 @@ class Conversation:
         return turn
 
     def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Read the system prompt of the settings, as these ids."""
+        """Read the system prompt of the profile; `ids` are its ids."""
         turn, start = self._open_turn("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
@@ -249,8 +250,8 @@ class Conversation:
     ) -> OpenReply:
         """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
 
-        The caller generates it by `OpenReply.events`, or by `step` with those of other sessions. If
-        it `is_undoable`, or retried, `undo_reply` can take it back.
+        The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
+        replies. `undo_reply` can take back a reply that `is_undoable`, or is another `attempt`.
         """
         profile, closing = self.profile, self.template.closing
         if attempt is not None:
@@ -305,7 +306,7 @@ class Conversation:
         self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
+        """For each of `replies`, its tokens' log-probabilities; for "", those of the end tokens."""
         template, header = self.template, self.state.header
         ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self.engine.reader, ids)

@@ -56,9 +56,9 @@ class ModelFormats:
     ) -> Allowed | None:
         """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
 
-        None if the file is `off`. Of a schema that is as it was the last time, nothing is added to
-        `notes`; if the round `goes_on`, it is. SettingError if the file, or what has begun, can't
-        be used.
+        None if the file is `off`. Notes on the schema are added to `notes` if it has changed since
+        the last call; if the round `goes_on`, the file is not read again. SettingError if the file,
+        or what has begun, can't be used.
         """
         subject, told, before = f"json_schema {file}", list[str](), self._last
         is_known = goes_on and before is not None and before[0] == file
@@ -216,7 +216,7 @@ class ReplyFormat:
 
 
 class StrictCalls:
-    """As `ReplyFormat`, for a reply in which all ids may follow, but for those within calls.
+    """As `ReplyFormat`, for a reply in which any id may follow outside calls of tools.
 
     A call begins with OPEN, or, if the template has no such tags, with a `{` at the reply's start;
     `call` is the format of what follows then; `is_in_call` is whether a call has begun.

@@ -17,7 +17,7 @@ class TaggedText:
         self._thinks = False
 
     def push(self, new: Delta) -> str:
-        """The next text, which ends with that of `new`."""
+        """The text of `new`, after a tag where reasoning begins or ends."""
         if not new.text or self._thinks == (new.part == "thinking"):
             return new.text
         self._thinks = not self._thinks

@@ -28,8 +28,8 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 class AfterReply:
     """What is known of a reply once it has ended.
 
-    `at_end`: the number of tokens seen, and where these were. `before`: the state, and vectors for
-    passages, before the reply; `cut`, of a reply that can go on: before what ended its round.
+    `at_end`: the number of tokens seen, and their placement. `before`: the state before the reply,
+    with vectors for passages; `cut`: the state before the round's end, if the reply can go on.
     """
 
     at_end: tuple[int, Placement] | None = None
@@ -46,7 +46,7 @@ def state_now(state: ConversationState, engine: Engine) -> tuple[UndoPoint, Toke
 class OpenReply(AbstractContextManager["OpenReply"]):
     """A reply while it is generated: a context manager that takes each step of its `generation`.
 
-    Without an error, `end` is called in it; with one, the text so far is stored, and the template's
+    The caller ends the block by `end`. After an error the text so far is stored, and the template's
     ids after the reply are read before the next turn. `stops` says whether to stop early.
     """
 

@@ -83,7 +83,7 @@ class Session(Conversation):
         return self.undo_points[-1].text
 
     def budget_for(self, tokens: int) -> int | None:
-        """The smallest budget that holds a message of so many tokens; None if there is none."""
+        """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
         return budget_for(tokens, self.engine.settings, self.ledger, self.model.context_length)
 
     def ask(
@@ -120,10 +120,10 @@ class Session(Conversation):
         return events
 
     def go_on(self, begun: Reply, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Go on with the last reply, which was cut and has `begun` so, as if it had not been.
+        """Go on with the last reply, which was cut after `begun`, as if it had not been cut.
 
-        Raises LookupError if more was read since, or if a token is lost: memory and turns are then
-        as before, but this reply can no longer be gone on with.
+        Raises LookupError if more was read since, or if a token is lost: memory and turns stay as
+        they were, but the reply can no longer go on.
         """
         allowed = yield from reply_format(self, self.toolbox, begun)
         self.undo_reply(to_cut=True)
@@ -218,7 +218,7 @@ class Session(Conversation):
 
     @contextmanager
     def temporary_reply_settings(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Context manager: in it, the `settings` of sampling and of a reply's length hold."""
+        """Context manager: `settings`, of sampling and of a reply's length, hold in its block."""
         before = {name: getattr(self.profile, name) for name in settings}
         self.profile = self.profile.model_copy(update=settings)
         try:
@@ -227,7 +227,10 @@ class Session(Conversation):
             self.profile = self.profile.model_copy(update=before)
 
     def restore(self, target: Target, around: int = 0) -> list[Event]:
-        """Hold what `tokens_asked` says until the next reply ends; UsageError if it is nothing."""
+        """Hold the tokens that `target` names until the next reply ends, with `around` neighbours.
+
+        Raises UsageError if no token is meant.
+        """
         asked = tokens_asked(target, self.engine, self._texts, self.state, around)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
         self.state.asked = asked.tolist()
@@ -279,7 +282,7 @@ class Session(Conversation):
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """The user's pinned rules, then the facts stated; if given, those that have all `words`."""
+        """The user's pinned rules, then the facts stated; with `words`, those that have all."""
         return stated_in(
             self.model, self.template, self.ledger, self._texts, self.turns, self._vectors, words
         )
@@ -297,7 +300,7 @@ class Session(Conversation):
         return self.engine.store.held_keys_values(layer)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """A snapshot of the cache; if `strongest` is given, a short one with so many tokens."""
+        """A snapshot of the cache; with `strongest`, a short one of that many tokens."""
         return take_snapshot(
             self.engine,
             self.profile,

@@ -109,9 +109,10 @@ def build_sampling(profile: Profile) -> Sampling:
 def build_sampler(
     profile: Profile, reply: Reply | None, attempt: int, allowed: Allowed | None
 ) -> tuple[Sampler, int]:
-    """What chooses a reply's ids, and their largest number: those of `reply`, if it is given.
+    """The sampler of a reply, and how many ids it may choose at most.
 
-    If that has no `finish`, its ids are chosen first. Others are among those `allowed`.
+    It chooses the ids of `reply`, if given; a reply without a `finish` goes on after these ids.
+    Sampled ids are among those `allowed`.
     """
     sampling, most = build_sampling(profile), profile.max_new_tokens
     if reply is None:

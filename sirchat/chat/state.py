@@ -57,7 +57,7 @@ class Turn:
 class Reply:
     """A reply that the model generated: its token ids, and the reason why it ended.
 
-    If that is None, the model is to go on after these ids.
+    `finish` None: the reply has begun with these ids, and the model is to go on after them.
     """
 
     ids: tuple[int, ...]
@@ -119,7 +119,7 @@ class ConversationState:
         return [at for at in own if self.turns[at].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """The user's turns at a time, of those before a turn; the first or the newest first."""
+        """The user's turns of the time `asked`, before turn `before`; oldest or newest first."""
         said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
         if asked is None or not said:
             return []

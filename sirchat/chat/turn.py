@@ -57,7 +57,7 @@ class OpenTurn:
 
     @property
     def placement(self) -> Placement:
-        """Where the tokens were at the round's end, if that has moved any back; else, are now."""
+        """Where the tokens are; if the round's end has moved tokens back, where they were then."""
         return self._at_end or self.engine.store.placement
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
@@ -139,9 +139,10 @@ class OpenTurn:
         head: int = 0,
         after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """As `read`, with the first `head` ids pinned; what fits `sought` is recalled at the end.
+        """Read a tool's result as `read` does, with its first `head` ids pinned.
 
-        That is before the template's ids after the text, as the reply's first token follows them.
+        After its text, what fits `sought` is recalled: the reply follows the template's ids, which
+        come last.
         """
         end = turn.content[1]
         for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):

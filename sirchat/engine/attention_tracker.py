@@ -68,7 +68,7 @@ class AttentionTracker:
         return PassWeights(self._config.counted_layers(layers, self._model.sliding_layers))
 
     def add(self, observed: PassWeights) -> None:
-        """Add what a pass has shown; call this once its rows are committed to the cache."""
+        """Add the attention of a pass, whose rows must have been committed to the cache."""
         weights = observed.mean()  # [m, n]
         if weights is not None:
             held = weights[:, : self._cache.length]

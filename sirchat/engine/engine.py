@@ -158,9 +158,9 @@ class Engine:
         self.rebuild_state()
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
-        """Let the tokens stand in another order, and erase all others; see `Ledger.reorder`.
+        """Let the tokens stand in the order `order`, and erase all others; see `Ledger.reorder`.
 
-        Nothing is read. If another token is the last one, the logits for the next are not known.
+        Nothing is read. Where another token is last now, the logits for the next token are dropped.
         """
         is_last = not len(order) or int(order[-1]) == self.ledger.seen - 1
         rank = self.store.reorder(order, turns, rounds)

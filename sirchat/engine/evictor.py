@@ -143,7 +143,7 @@ class Evictor:
         return evicted
 
     def recall_room(self, incoming: int) -> int:
-        """Most tokens that recall may hold so that a turn of `incoming` ids fits beside them.
+        """The largest number of recalled tokens beside which a turn of `incoming` ids fits.
 
         0 if recall is off or the policy never evicts.
         """
@@ -209,7 +209,7 @@ class Evictor:
 
     @contextmanager
     def recall_ends_at_error(self) -> Iterator[None]:
-        """Context manager: what stepped aside is back if the turn fails or is given up in it."""
+        """Context manager: if its block fails or ends early, tokens that stepped aside return."""
         try:
             yield
         except BaseException:
@@ -225,7 +225,7 @@ class Evictor:
 
     @contextmanager
     def holding(self, placement: Placement) -> Iterator[None]:
-        """Context manager: in it tokens are where `placement` says, after it where they were."""
+        """Context manager: tokens are where `placement` says in its block, and then as before."""
         before = self._store.placement
         with self._store.unlimited():
             self._place(placement)
@@ -284,7 +284,7 @@ class Evictor:
         return moves
 
     def reread(self, positions: Positions) -> None:
-        """Compute keys and values again of those of these tokens that are lost; archive them."""
+        """Compute again, and archive, the keys and values of lost tokens at these positions."""
         lost = self._store.lost(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
@@ -310,7 +310,7 @@ class Evictor:
         return self._place(chosen)
 
     def pin_held(self, positions: Positions, freed: int = 0) -> int:
-        """Pin those of the tokens that are held, and move none; returns how many that are.
+        """Pin the held tokens at these positions, and move none; returns how many were pinned.
 
         Raises SettingError, changing nothing, if the pins would leave too little room, even if
         `freed` tokens were no longer pinned.
@@ -328,7 +328,7 @@ class Evictor:
         self._place(self._store.placement)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict the tokens at these positions, except sinks, for good; or let them return again."""
+        """Evict these tokens, except sinks, for good; with `excluded` False, let them return."""
         positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
         now = self._store.placement
@@ -357,7 +357,7 @@ class Evictor:
             self.settings = settings
 
     def hold(self, positions: Positions) -> None:
-        """Hold the tokens at these positions, too; of more than fit, the policy chooses."""
+        """Hold also the tokens at these positions; if not all fit, the policy chooses."""
         held = np.union1d(self._ledger.held_positions, positions)
         self._place(Placement(self._at_most(held, self.divide_budget().hard_bound)))
 

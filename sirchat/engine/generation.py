@@ -98,7 +98,7 @@ class Generation(AbstractContextManager["Generation"]):
         return may_be and not self.reader.is_ahead(self.chosen)
 
     def choose(self, *, alone: bool) -> None:
-        """Choose the next token, and make room for it; `alone`: it may then be read ahead."""
+        """Choose the next token, and make room for it; if `alone`, a GPU may read it in advance."""
         reader, engine, cursor = self.reader, self.engine, self.engine.cache.cursor
         self.records = []
         self.chosen = -1

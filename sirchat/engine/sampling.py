@@ -68,8 +68,8 @@ class Sampler:
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token's id, from its raw logits [V] and its stream position.
 
-        `said_ids`, of a number, returns so many newest held ids, for the repetition penalty. Raises
-        ModelError if the logits are NaN, or if no id is allowed to follow.
+        `said_ids(n)` returns the newest n held ids, for the repetition penalty. Raises ModelError
+        if the logits are NaN, or if no id is allowed to follow.
         """
         if self._allowed is None:
             return self._choose(logits, said_ids, position)

@@ -122,7 +122,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Stopped:
-    """Record of the end of a reply; a stop id that ended it has not been read into the cache."""
+    """Record of a reply's end; the stop id, if one ended the reply, was not read into the cache."""
 
     reason: Literal["stop", "length"]
     stop_id: int | None = None

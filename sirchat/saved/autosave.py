@@ -62,7 +62,7 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """The id of the chat from which this one was branched, in one or more steps, or its own."""
+        """The id of the chat that this one was branched from, in one or more steps; or its own."""
         return self._family or self.id
 
     def save(self) -> None:
@@ -112,7 +112,7 @@ class Autosave:
         _note_saved(session)
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the setting `save_kv` allows it; returns whether they were."""
+        """Save keys and values, if the setting `save_kv` allows it; returns whether it did so."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False

@@ -138,7 +138,7 @@ def put(connection: sqlite3.Connection, table: str, *values: object) -> None:
 
 
 def record_sum(values: Iterable[object], before: int = 0) -> int:
-    """The CRC-32 of a record's values; of several records, if `before` is that of the others."""
+    """The CRC-32 of a record's values, after records whose CRC-32 is `before`."""
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()
         before = crc32(data, crc32(b"%d:" % len(data), before))

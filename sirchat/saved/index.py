@@ -65,7 +65,7 @@ _Result = TypeVar("_Result")
 
 
 class Indexed(NamedTuple):
-    """A chat of the list: `family` is the id of the chat from which it was branched, or its own."""
+    """A chat of the list; `family` is the id of the chat that it was branched from, else its id."""
 
     id: str
     name: str  # empty if it has none

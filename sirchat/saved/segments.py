@@ -30,9 +30,10 @@ TEXT = ("token_id", "turn", "surprisal")  # columns of the ledger by which a tex
 
 
 class SavedSegments:
-    """The files in the folder beside the session at `path`, which the session's lock protects.
+    """Files of evicted tokens' keys and values, in a folder beside the session's file at `path`.
 
-    A token counts as written even if its file was deleted since then to make room.
+    The session's lock protects these files. A token counts as written even if its file was deleted
+    since then to make room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +47,7 @@ class SavedSegments:
         return np.flatnonzero(self._is_written)
 
     def unwritten(self, positions: Positions) -> Positions:
-        """Those of the positions, ascending, whose tokens were not written."""
+        """The positions, of the given ones, whose tokens were not written; ascending."""
         if len(positions) and (most := int(positions.max())) >= len(self._is_written):
             self._is_written.resize(2 * most + 1, refcheck=False)
         return np.unique(positions[~self._is_written[positions]])

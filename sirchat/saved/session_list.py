@@ -91,9 +91,10 @@ def key_value_bytes(folder: Path) -> int:
 
 
 def make_room(folder: Path, limit: int) -> int:
-    """Delete the oldest files of keys and values above `limit` bytes; returns how many bytes.
+    """Delete files of keys and values, oldest first, until all others have `limit` bytes together.
 
-    No chat needs them: what is missing is read again from the text when it is needed.
+    Returns how many bytes were freed. No chat needs these files: a chat without its file reads its
+    text again.
     """
     files, freed = _key_value_files(folder), 0
     over = sum(size for _, size, _ in files) - limit
@@ -117,10 +118,10 @@ def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path:
-    """The file of a saved session, given by its id, its name, or the beginning of its id.
+    """The file of a saved session; `ident` is its id, its name, or the beginning of its id.
 
-    The word `last` means the newest. Raises SessionError if none or several match, and if the last
-    is open in another process, unless it `may_be_open`.
+    `last` means the newest session. Raises SessionError if none or several match, and if the newest
+    is open in another process, unless `may_be_open`.
     """
     if ident == "last":
         for chat in _summaries(folder, _files(folder), []):
@@ -157,10 +158,10 @@ def is_prefix_of_id(folder: Path, ident: str) -> bool:
 def open_saved_file(
     folder: Path, ident: str, own: str = ""
 ) -> tuple[SessionStore, list[SessionError]]:
-    """Open a session, given as for `find_session`; `own` is the id of the one that is open here.
+    """Open the session `ident` (see `find_session`); for "last", the newest that can be opened.
 
-    If `ident` is "last", sessions that are damaged or open elsewhere are skipped; the errors of the
-    damaged ones, and of the newest, are returned, too. SessionError if none can be opened.
+    It is not `own`, the id of the session open here. Returns also the errors of newer sessions: of
+    damaged ones, and of the newest that is open elsewhere. SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -208,7 +209,7 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
 
 
 def check_name(folder: Path, text: str, own: str) -> str:
-    """Check a name for the session with the id `own` (empty if it has none) and normalize it.
+    """Check a name for the session with the id `own` (empty for a new session) and normalize it.
 
     Raises SessionError if it is not allowed, or belongs to another session.
     """

@@ -98,9 +98,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a change leaves: so many turns and rows, and the passages before a position.
+    """How many of the turns and ledger rows in the file a change leaves as they are.
 
-    `held` is up to which turn it is still true which tokens were held then.
+    `passages`: those before this position stay. `held`: up to this turn, the file still says right
+    which tokens were held.
     """
 
     turns: int = _ALL

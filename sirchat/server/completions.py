@@ -117,7 +117,7 @@ class CompletionShape(Shape):
         return (self._chunk(_choice(self._begun, first)),) if self._is_chat else ()
 
     def told(self, part: ReplyText) -> Iterable[str]:
-        """The events that tell a part, which may be the first or the last one of its choice."""
+        """The events that tell a part of a choice, perhaps its first or last part."""
         if part.choice > self._begun:
             self._begun, self._calls = part.choice, 0
             yield from self.begun()

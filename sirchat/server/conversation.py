@@ -88,7 +88,7 @@ class History:
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key (hash) of a message list: `key` is that of the list without its last message."""
+    """The key (hash) of a list of messages; `key` is the key of all messages but the last."""
     said = text.strip() if role == "assistant" else text  # clients often remove blanks around it
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
 

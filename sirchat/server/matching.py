@@ -61,9 +61,9 @@ def matched(known: KnownConversation, history: History) -> dict[int, int]:
 
 
 def unread(history: History, read: Collection[int], has_prompt: bool) -> int:
-    """How many characters of `history`, but its last message, are to be read if these need not be.
+    """How many characters of `history`, but its last message, remain to be read.
 
-    `has_prompt`: whether the system prompt and the tools need not be read either.
+    The messages numbered in `read` were read; with `has_prompt`, system prompt and tools, too.
     """
     messages = enumerate(history.messages[:-1])
     left = sum(len(text) + 1 for number, (_, text) in messages if number not in read)

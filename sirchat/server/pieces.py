@@ -19,7 +19,7 @@ from sirchat.text.tool_calls import CallParser, ToolCall
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A token's text and log-probability, and those of the likeliest tokens in its place."""
+    """A token's text and log-probability, and the likeliest tokens in its place, with theirs."""
 
     text: str
     logprob: float

@@ -48,10 +48,10 @@ Parts = Generator[Part | Generation, StepResult | None]
 
 
 class Answer:
-    """The answer to one request, the messages of `history`, in its conversation.
+    """Answers one request, which has the messages of `history`, in its conversation.
 
-    If `gone()`, the client has left: the reply ends, and what was said is kept; a message that is
-    not completely read is undone.
+    Once `gone()` is true, the client has left: the reply ends, and its text is kept; a message that
+    is not completely read is undone.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Answer:
                 raise
 
     def _go_back(self, *, is_again: bool) -> Generator[None, None, int]:
-        """Let the conversation have those messages of the request that it has read, and no others.
+        """Keep the messages of the conversation that the request has, too, and no others.
 
-        What is new between them is read. Returns how many of its tokens are not read again; if none
-        can stay, it begins anew.
+        New messages between them are read; if no message can stay, the conversation begins anew.
+        Returns how many tokens are not read again.
         """
         conversation, session, history = self._conversation, self._session, self._history
         goes_back = conversation.continued_by is not None and not is_again

@@ -112,12 +112,12 @@ class HostedTool(Fields):
 
 
 def notes_on_tools(tools: Iterable[Any]) -> list[str]:
-    """Which of these tools can't be had."""
+    """Notes for the client that name the given tools that can't be had."""
     return [f"the tool {tool.type} is left out" for tool in tools if isinstance(tool, HostedTool)]
 
 
 def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
-    """The tools that can be had, as a chat request has them."""
+    """The given tools that can be had, in the form of a chat request."""
     own = (tool for tool in tools if not isinstance(tool, HostedTool))
     return [{"type": "function", "function": each} for tool in own for each in tool.functions()]
 

@@ -301,7 +301,7 @@ class KeptResponses:
         self._size = 0
 
     def add(self, before: _Messages, new: _Messages, response: dict[str, Any]) -> None:
-        """Keep a response: the messages `before` its request, and those of request and reply."""
+        """Keep a response with its messages: those `before`, those of its request, its reply."""
         texts = [message.text for message in new]  # those of earlier messages are shared
         texts += [call.function.arguments for message in new for call in message.tool_calls]
         size = sum(map(len, texts)) + len(json.dumps(response))

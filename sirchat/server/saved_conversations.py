@@ -71,7 +71,7 @@ class SavedConversation(KnownConversation):
 
     @property
     def kv_file(self) -> Path | None:
-        """Where its keys and values are, if they are saved; None while its file is written."""
+        """The file of keys and values, if they are saved; None while the file is written."""
         path = self.file.result() if self.file.done() else None
         return path and path.with_suffix(".safetensors")
 
