@@ -47,7 +47,7 @@ Part = ReplyText | ReplyEnd | None
 Parts = Generator[Part | Generation, StepResult | None]
 
 
-class Answer:
+class AnsweredRequest:
     """Answers one request, which has the messages of `history`, in its conversation.
 
     Once `gone()` is true, the client has left: the reply ends, and its text is kept; a message that

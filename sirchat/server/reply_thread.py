@@ -21,7 +21,7 @@ from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import Answer, Parts
+from sirchat.server.replies import AnsweredRequest, Parts
 
 Sent = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
@@ -170,7 +170,7 @@ class ReplyThread:
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
         reply.conversation = taken = self._conversations.take(reply.history)
-        answer = Answer(taken, reply.history, reply.options, lambda: reply.is_cancelled)
+        answer = AnsweredRequest(taken, reply.history, reply.options, lambda: reply.is_cancelled)
         reply.parts = answer.parts()
         self._running.append(reply)
 
