@@ -415,10 +415,10 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
             logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
-            likeliest = scores.topk(min(CANDIDATES, len(scores)))
+            values, ids = scores.topk(min(CANDIDATES, len(scores)))
+            top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            limits = sampling.top_k or 0, top_p, sampling.min_p or 0.0, AROUND[1]
-            return kernels.draw(scores, likeliest[0], likeliest[1], draw, *limits)
+            return kernels.draw(scores, values, ids, draw, top_k, top_p, min_p, AROUND[1])
         token_id = logits.argmax().view(1)
         return token_id, torch.ones_like(token_id)
 

@@ -62,7 +62,8 @@ class Formats:
     def _made(
         self, asked: ChatRequest, notes: list[str], session: Session
     ) -> ReplyFormat | StrictCalls | None:
-        schema, called = asked.response_format.schema_of_reply, asked.called_tools
+        called = asked.called_tools
+        schema = None if called else asked.response_format.schema_of_reply
         is_open = asked.tool_choice == "auto" and isinstance(session.template, ToolTemplate)
         tools = called or [each.function for each in asked.tools if is_open]
         is_free = not called and schema is None
@@ -73,10 +74,10 @@ class Formats:
         is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
         # A small model would go on with calls of all other tools.
         is_one |= bool(called) and "parallel_tool_calls" not in asked.model_fields_set
-        own, most = (session, param, notes), 1 if is_one else MOST_CALLS
+        most = 1 if is_one else MOST_CALLS
         try:
             if is_free:
-                return self._formats.strict(*own, named)
-            return self._formats.json_or_calls(*own, None if called else schema, named, most)
+                return self._formats.strict(session, param, notes, named)
+            return self._formats.json_or_calls(session, param, notes, schema, named, most)
         except SettingError as error:
             raise RequestError(str(error), param=param) from None
