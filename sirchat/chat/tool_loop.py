@@ -88,6 +88,9 @@ class Toolbox:
         self.decide = decide
         self.is_explained = False  # whether the note of the template was said, if it has one
 
+    def refresh(self, chat: Conversation) -> None:
+        """Take other tools, if these have changed; it is called before each message is read."""
+
     @property
     def told(self) -> str:
         """The tools as JSON, as the model is told of them; "" if there are none."""

@@ -101,6 +101,13 @@ class ToolServers:
             for tool in running.listed
         ]
 
+    def take_changed(self) -> list[str]:
+        """The servers that have said, since the last time, that their tools are others now."""
+        found = [running for running in self._running.values() if running.has_changed]
+        for running in found:
+            running.has_changed = False
+        return [running.name for running in found]
+
     def is_running(self, name: str) -> bool:
         """Whether a server was started, and has not ended."""
         return name in self._running and self._running[name].begun.done()
@@ -258,6 +265,7 @@ class _Running:
         self.ended: Future[None] = Future()
         self.listed: list[Any] = []
         self.is_cut = False  # the list is not whole
+        self.has_changed = False  # the server has said so
         self.instructions = self.news = self.failure = ""
         self.status = 0
         self.strange = deque[tuple[str, bool]](maxlen=8)
@@ -362,6 +370,7 @@ class _Running:
         return streamable_http_client(url, http_client=made, max_sse_event_size=size)
 
     async def _receive(self, message: object) -> None:
+        self.has_changed |= getattr(message, "method", "") == "notifications/tools/list_changed"
         if isinstance(message, ValidationError):
             problem = message.errors(include_url=False)[0]
             line, is_json = problem["input"], True

@@ -61,6 +61,7 @@ TOOLS = [
     *(tool(name) for name in ("pid__all", "change", "steps", "listless")),
     tool("many", size="integer"),
     tool("endless", kind="string"),
+    tool("grow"),
     tool("write", line="string"),
 ]
 
@@ -97,6 +98,10 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
             told = {"jsonrpc": "2.0", "method": "notifications/progress", "params": news}
             write(json.dumps(told))
         text = "done"
+    elif name == "grow":
+        TOOLS[0]["description"] = "It does all you want."
+        TOOLS[1:2] = [tool("new")]  # in place of `fail`
+        write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}')
     elif name == "endless":
         while True:
             sys.stdout.write("snow " * 10_000)
