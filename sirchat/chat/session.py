@@ -179,8 +179,7 @@ class Session:
         `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        box.refresh(self)
-        yield from self._tell_tools(box.told)
+        yield from self._tell_tools(box.refresh(self))
         if allowed is None and (reply is None or reply.finish is None):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)

@@ -88,8 +88,9 @@ class Toolbox:
         self.decide = decide
         self.is_explained = False  # whether the note of the template was said, if it has one
 
-    def refresh(self, chat: Conversation) -> None:
-        """Take other tools, if these have changed; it is called before each message is read."""
+    def refresh(self, chat: Conversation) -> str:
+        """Take other tools, if these have changed, before a message is read; returns `told`."""
+        return self.told
 
     @property
     def told(self) -> str:

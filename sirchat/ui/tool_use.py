@@ -85,8 +85,8 @@ class ToolUse(Toolbox):
                 self._screen.note(str(problem))
         self._stops = self._stops_later
 
-    def refresh(self, chat: Conversation) -> None:
-        """Take the tools of servers that have said that theirs are others now, and say what is new.
+    def refresh(self, chat: Conversation) -> str:
+        """Take the tools of servers that have said that theirs are others now; returns `told`.
 
         A new one is on if all tools of its server were, or if the flags allow it.
         """
@@ -110,6 +110,7 @@ class ToolUse(Toolbox):
                     self._screen.note("/tools on NAME turns new ones on")
             except SirchatError as error:
                 self._screen.note(str(error))
+        return self.told
 
     def close(self) -> None:
         """End all servers."""
