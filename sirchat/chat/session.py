@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
@@ -29,7 +28,7 @@ from sirchat.chat.settings import (
     updated_profile,
 )
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import StatedFact, fit_rules, pin_rules, sentences_at, stated_in
+from sirchat.chat.statements import Said, StatedFact, fit_rules, pin_rules, sentences_at, stated_in
 from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format, template_for
 from sirchat.chat.turn import Interrupted, OpenTurn
@@ -107,7 +106,7 @@ class Session:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._vectors = dict[str, Tensor]()  # of sentences that were said
+        self._vectors = Said()
         self.last_reply = AfterReply()
 
     @property
@@ -480,7 +479,7 @@ class Session:
         chat = self.engine, self._texts, self.state, self.profile.system
         count, self.state.prompt = erase_target(target, *chat)
         self.profile = self.profile.model_copy(update={"system": self.state.prompt})
-        self.undo_points, self._vectors = [], {}
+        self.undo_points, self._vectors = [], Said()
         unpinned = [turn for turn, _ in self.state.unpinned]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
