@@ -185,18 +185,15 @@ class Keyboard:
 
         Where none comes, nobody waits again.
         """
-        if sys.platform == "win32":
-            return
         keys = self._keys
-        if not isinstance(keys, TerminalKeys) or not keys.is_asked:
-            return
-        self._quiet()  # a prompt that is left shows what comes
-        end = time.monotonic() + _SILENCE
-        with suppress(ValueError):  # Ctrl-Z came while keys were read
-            while keys.is_asked and time.monotonic() < end:
-                self._typed += keys.read_keys()
-                time.sleep(_SILENCE / 20)
-        keys.is_asked = False
+        if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_asked:
+            self._quiet()  # a prompt that is left shows what comes
+            end = time.monotonic() + _SILENCE
+            with suppress(ValueError):  # Ctrl-Z came while keys were read
+                while keys.is_asked and time.monotonic() < end:
+                    self._typed += keys.read_keys()
+                    time.sleep(_SILENCE / 20)
+            keys.is_asked = False
 
     def mark_pastes(self, on: bool) -> None:
         """Switch bracketed paste on or off; while it is on, pasted text stays one message."""
