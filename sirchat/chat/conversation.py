@@ -6,15 +6,13 @@ import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
 
-from torch import Tensor
-
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.reply import AfterReply, OpenReply, state_now
 from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
 from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import pin_rules
+from sirchat.chat.statements import Said, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
@@ -69,7 +67,7 @@ class Conversation:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._vectors = dict[str, Tensor]()  # of sentences that were said
+        self._vectors = Said()
         self.last_reply = AfterReply()
 
     @property

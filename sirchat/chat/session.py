@@ -17,7 +17,7 @@ from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, 
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import ConversationState, Reply, UndoPoint
-from sirchat.chat.statements import StatedFact, fit_rules, sentences_at, stated_in
+from sirchat.chat.statements import Said, StatedFact, fit_rules, sentences_at, stated_in
 from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
@@ -103,7 +103,7 @@ class Session(Conversation):
         `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        yield from self._tell_tools(box.told)
+        yield from self._tell_tools(box.refresh(self))
         if allowed is None and (reply is None or reply.finish is None):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)
@@ -266,7 +266,7 @@ class Session(Conversation):
         self.state.prompt = prompt
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.undo_points = []
-        self._vectors = {}
+        self._vectors = Said()
         unpinned = [turn for turn, _ in self.state.unpinned]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)

@@ -71,6 +71,12 @@ class StatedFact:
     is_rule: bool = False  # a rule for replies, or a preference, that was pinned when it was said
 
 
+class Said(dict[str, Tensor]):
+    """The vectors of sentences that were said; also the facts found last, until a row changes."""
+
+    found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
+
+
 def pin_rules(
     engine: Engine,
     texts: Texts,
@@ -194,7 +200,7 @@ def stated_in(
     ledger: Ledger,
     texts: Texts,
     turns: Sequence[Turn],
-    vectors: dict[str, Tensor],
+    vectors: Said,
     words: str = "",
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
@@ -202,6 +208,11 @@ def stated_in(
     Sentences' vectors [D] that are not in `vectors` are put there. Without an encoder, facts and
     their corrections are told by their form.
     """
+    about = [(turn.role, turn.time, turn.is_summary) for turn in turns]
+    columns = ("token_id", "turn", "role", "flags", "state")
+    stamp = words, about, [ledger.column(name).tobytes() for name in columns]
+    if vectors.found[0] == stamp:
+        return [*vectors.found[1]]
     encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
 
     def vector_of(text: str) -> Tensor:
@@ -211,7 +222,8 @@ def stated_in(
             vectors[text] = model.encode(turn.ids[:end], start)
         return vectors[text]
 
-    return rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
+    vectors.found = stamp, rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
+    return [*vectors.found[1]]
 
 
 def _facts_in(

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,6 +38,34 @@ class PassWeights:
         weights: NDArray[np.float32] = (self._sum / len(self.layers)).cpu().numpy()
         return weights
 
+    def record(self, length: int, window: int) -> PassAttention | None:
+        """What the first `length` cache slots received; None if the model showed nothing."""
+        mean = self.mean()
+        return None if mean is None else PassAttention.from_weights(mean[:, :length], window)
+
+
+class HeadWeights:
+    """Records as `PassWeights` does, and each head's weights of the newest `window` queries.
+
+    It is no `MeanObserver`, as no step computes the weights of each head itself.
+    """
+
+    def __init__(self, layers: Collection[int], window: int) -> None:
+        self._mean, self._window = PassWeights(layers), window
+        self._newest: list[Tensor] = []  # [H_q, at most `window`, n] of each layer
+
+    def observe(self, call: AttentionCall) -> None:
+        if call.layer in self._mean.layers:
+            weights = call.weights()
+            self._mean.add(weights.mean(0))
+            self._newest.append(weights[:, max(0, weights.shape[1] - self._window) :].cpu())
+
+    def record(self, length: int, window: int) -> PassAttention | None:
+        record = self._mean.record(length, window)
+        if record:
+            record = record._replace(newest=torch.stack(self._newest)[..., :length].numpy())
+        return record
+
 
 class AttentionTracker:
     """Context manager: records attention weights while ids are read, in one pass or several.
@@ -62,14 +91,13 @@ class AttentionTracker:
         held = self._ledger.held_positions[: self._cache.length]
         self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
 
-    def observer(self) -> PassWeights:
+    def observer(self) -> PassWeights | HeadWeights:
         """A new observer for the next forward pass."""
-        layers = len(self._cache.row_layers)
-        return PassWeights(self._config.counted_layers(layers, self._model.sliding_layers))
+        config, layers = self._config, len(self._cache.row_layers)
+        counted = config.counted_layers(layers, self._model.sliding_layers)
+        return HeadWeights(counted, config.window) if config.per_head else PassWeights(counted)
 
-    def add(self, observed: PassWeights) -> None:
+    def add(self, observed: PassWeights | HeadWeights) -> None:
         """Add the attention of a pass, whose rows must have been committed to the cache."""
-        weights = observed.mean()  # [m, n]
-        if weights is not None:
-            held = weights[:, : self._cache.length]
-            self._passes.append(PassAttention.from_weights(held, self._config.window))
+        if record := observed.record(self._cache.length, self._config.window):
+            self._passes.append(record)

@@ -22,6 +22,7 @@ class AttentionStatsConfig:
 
     layers: int = 4  # evenly spaced among those without a sliding window; 0 for all
     window: int = 0  # the weights from so many newest queries are stored one by one, too
+    per_head: bool = False  # and those for each of these layers, and each head
 
     def counted_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
         """Numbers of the layers whose attention is recorded; `sliding` are those with a window."""
@@ -33,7 +34,10 @@ class AttentionStatsConfig:
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """The `weights` [m, n] from the m newest queries to the tokens at `positions` [n]."""
+    """The `weights` from the m newest queries to the tokens at `positions` [n].
+
+    They are a mean [m, n], or those of each head [layers, heads, m, n].
+    """
 
     positions: Positions
     weights: NDArray[np.float32]
@@ -44,7 +48,7 @@ class PassAttention(NamedTuple):
 
     sums: Floats  # [n], over all queries of the pass
     queries: int  # number q of queries; the last q slots are those of the queries' own tokens
-    newest: NDArray[np.float32]  # [at most `window`, n], from each of the newest queries
+    newest: NDArray[np.float32]  # from each of at most `window` newest queries; see `QueryWindow`
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
@@ -122,13 +126,20 @@ class AttentionStats:
         return out
 
     def recent(self, positions: Positions) -> Floats:
-        """The sums [n] of the weights that tokens received from the newest queries."""
-        out = np.zeros(len(positions))
+        """The sums [layers, heads, n] of the weights that tokens received from the newest queries.
+
+        The mean of all [1, 1, n] if those of the newest query are not known for each head; weights
+        that are known for other heads than these count as their mean, in every head.
+        """
+        heads = (*self._window[-1].weights.shape[:-2], 1, 1)[:2] if self._window else (1, 1)
+        out = np.zeros((*heads, len(positions)))
         for window in self._window:
             _, here, there = np.intersect1d(
                 positions, window.positions, assume_unique=True, return_indices=True
             )
-            out[here] += window.weights[:, there].sum(0)
+            got = window.weights[..., there].sum(-2)
+            mean_over = () if got.shape[:-1] == heads else tuple(range(got.ndim - 1))
+            out[..., here] += got.mean(mean_over)
         return out
 
     def note_restored(self, positions: Positions) -> None:
@@ -192,7 +203,7 @@ class AttentionStats:
         for window in self._window:
             new = rank[window.positions]
             at = np.argsort(new)[int((new < 0).sum()) :]
-            windows.append(QueryWindow(new[at], window.weights[:, at]))
+            windows.append(QueryWindow(new[at], window.weights[..., at]))
         self._window = tuple(windows)
         self._restored.clear()
 
@@ -202,7 +213,7 @@ class AttentionStats:
         windows = []
         for window in self._window:
             stays = ~np.isin(window.positions, positions)
-            windows.append(QueryWindow(window.positions[stays], window.weights[:, stays]))
+            windows.append(QueryWindow(window.positions[stays], window.weights[..., stays]))
         self._window = tuple(windows)
         self._restored.clear()
 
@@ -245,6 +256,6 @@ def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, 
     for window in reversed(windows):
         if count <= 0:
             break
-        kept.append(QueryWindow(window.positions, window.weights[-count:]))
-        count -= len(window.weights)
+        kept.append(QueryWindow(window.positions, window.weights[..., -count:, :]))
+        count -= window.weights.shape[-2]
     return tuple(reversed(kept))

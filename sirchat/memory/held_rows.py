@@ -42,6 +42,8 @@ class HeldRows:
     log_decayed_surprisal: Tensor  # log of the surprisal times these decays
     attention: Tensor  # received so far; 0 if attention is not recorded
     recent_attention: Tensor  # received from the newest queries alone
+    # [layers, heads, n]: the same for each query head; [1, 1, n] if the policy does not want it
+    head_attention: Tensor
     key_norm: Tensor  # this and the next two: see `KeyValueStat`; 0 if the policy uses none
     key_similarity: Tensor
     value_norm: Tensor

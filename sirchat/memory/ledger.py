@@ -316,7 +316,7 @@ class Ledger:
 
         `protected` [n] marks those that must stay.
         """
-        rows = self._rows[at]
+        rows, by_head = self._rows[at], self.attention.recent(at)
         flags = rows["flags"]
         columns = {
             "position": at.copy(),
@@ -324,7 +324,8 @@ class Ledger:
             "log_decay_since": self.log_decay - rows["birth_decay"],
             "log_decayed_surprisal": self.log_decayed_surprisal_of(at),
             "attention": self.attention.totals(at, self.log_decay),
-            "recent_attention": self.attention.recent(at),
+            "recent_attention": by_head.mean((0, 1)),
+            "head_attention": by_head,
             "is_pinned": flags & Flag.PINNED != 0,
             "is_anchor": flags & Flag.ANCHOR != 0,
             "continues_word": flags & Flag.CONTINUES != 0,

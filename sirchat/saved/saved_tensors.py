@@ -87,7 +87,9 @@ def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
         _ascend(received.positions, seen)
         and received.total.shape == received.log_decay.shape == received.positions.shape
         and all(
-            _ascend(part.positions, seen) and part.weights.shape[1:] == part.positions.shape
+            _ascend(part.positions, seen)
+            and part.weights.ndim in (2, 4)
+            and part.weights.shape[-1:] == part.positions.shape
             for part in received.window
         )
     )

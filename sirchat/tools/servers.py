@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -30,6 +30,7 @@ from sirchat.tools.messages import mended
 
 _END = 6.0  # seconds that a server may take to end
 _LIST = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
+_WHY = 1.0  # seconds until an ended connection says why
 _LOOK = 0.1  # seconds between two looks whether the user stops a call
 _MOST_HANGS = 2  # without an answer in between, after which only the user starts a server again
 _LONGEST_NAME = 64
@@ -44,6 +45,7 @@ _MOST_ERRORS = 1 << 20  # bytes that are kept of a server's standard error
 _KEY, _URL = 'is the key in its "headers" right?', 'are its "url" and "type" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
 _CLOSED = -32000  # the code of an error of a connection that has ended
+_TOO_LONG = "exceeded the"  # in the SDK's error for an event of more bytes than it may have
 _FORGOTTEN = "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
 
 
@@ -98,6 +100,13 @@ class ToolServers:
             )
             for tool in running.listed
         ]
+
+    def take_changed(self) -> list[str]:
+        """The servers that have said, since the last time, that their tools are others now."""
+        found = [running for running in self._running.values() if running.has_changed]
+        for running in found:
+            running.has_changed = False
+        return [running.name for running in found]
 
     def is_running(self, name: str) -> bool:
         """Whether a server was started, and has not ended."""
@@ -188,7 +197,8 @@ class ToolServers:
             raise
         except Exception as error:
             root, status = _root(error), running.status
-            is_gone = getattr(root, "code", None) == _CLOSED or str(root) == _FORGOTTEN
+            is_gone = getattr(root, "code", None) == _CLOSED and _TOO_LONG not in str(root)
+            is_gone |= str(root) == _FORGOTTEN
             if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
                 if status >= 400:
@@ -197,8 +207,10 @@ class ToolServers:
         finally:
             request.cancel()
         self._end(running)
-        self._note(f"the server {name} has ended; the next call starts it again")
-        raise SirchatError(f"the server {name} has ended")
+        wait((running.ended,), _WHY)
+        ended = f"the server {name} has ended{running.failure}"
+        self._note(f"{ended}; the next call starts it again")
+        raise SirchatError(ended)
 
     def _note_strange(self, running: _Running) -> str:
         """Say once that a server writes what is no message; returns that if it may be an answer."""
@@ -243,7 +255,8 @@ class _Running:
 
     `begun` and `ended` say when, `listed` are its tools, `strange` has lines that are no messages,
     each with whether it is JSON, `heard` is when the wait for an answer began anew, and `news` what
-    was told of its progress. `status` is that of the last answer over HTTP.
+    was told of its progress. `status` is that of the last answer over HTTP, `failure` that an
+    event was too long.
     """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
@@ -252,7 +265,8 @@ class _Running:
         self.ended: Future[None] = Future()
         self.listed: list[Any] = []
         self.is_cut = False  # the list is not whole
-        self.instructions = self.news = ""
+        self.has_changed = False  # the server has said so
+        self.instructions = self.news = self.failure = ""
         self.status = 0
         self.strange = deque[tuple[str, bool]](maxlen=8)
         self.is_strange = False  # and a line has said so
@@ -275,6 +289,8 @@ class _Running:
                         self._errors.truncate()
                     await asyncio.sleep(_LOOK)
         except BaseException as error:
+            if _TOO_LONG in (why := str(_root(error))):
+                self.failure = f": {why}"
             if not self.begun.done():
                 self.begun.set_exception(_root(error))
 
@@ -284,11 +300,11 @@ class _Running:
 
     async def list_tools(self) -> None:
         """Let the server list its tools anew."""
-        listed, cursor = list[Any](), None
+        listed, cursor, size = list[Any](), None, 0
         for _ in range(_MOST_PAGES):
             page = await self._client.list_tools(cursor=cursor)
-            listed += page.tools
-            if not (cursor := page.next_cursor):
+            listed, size = listed + page.tools, size + len(page.model_dump_json())
+            if not (cursor := page.next_cursor) or size > _LONGEST:
                 break
         self.listed, self.is_cut = listed, bool(cursor)
 
@@ -336,19 +352,25 @@ class _Running:
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
-        if fields.type == "sse" or fields.url.endswith("/sse"):
-            return sse_client(fields.url, fields.headers, sse_read_timeout=86_400)
-
-        async def note_status(response: Any) -> None:
+        async def begin(response: Any) -> None:
             if response.request.method == "POST":
                 self.status = response.status_code
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                response.aiter_bytes = partial(_bounded, response.aiter_bytes)
 
-        client = create_mcp_http_client(headers=fields.headers)
-        client.event_hooks = {"response": [note_status]}
-        size = 4 * _LONGEST
-        return streamable_http_client(fields.url, http_client=client, max_sse_event_size=size)
+        def client(headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+            made = create_mcp_http_client(headers, timeout, auth)
+            made.event_hooks = {"response": [begin]}
+            return made
+
+        url, size = fields.url, guard.LONGEST
+        if fields.type == "sse" or url.endswith("/sse"):
+            return sse_client(url, fields.headers, 5, 86_400, client)
+        made = client(fields.headers)
+        return streamable_http_client(url, http_client=made, max_sse_event_size=size)
 
     async def _receive(self, message: object) -> None:
+        self.has_changed |= getattr(message, "method", "") == "notifications/tools/list_changed"
         if isinstance(message, ValidationError):
             problem = message.errors(include_url=False)[0]
             line, is_json = problem["input"], True
@@ -365,6 +387,18 @@ class _Running:
 def plain_name(name: str) -> str:
     """A name with the characters alone that calls may have; of the same length."""
     return re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
+
+
+async def _bounded(parts: Callable[..., AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    """The parts of a body; an error if they are too many."""
+    from httpx2 import StreamError
+
+    size = 0
+    async for part in parts():
+        size += len(part)
+        if size > guard.LONGEST:
+            raise StreamError(f"it has more than {guard.LONGEST:,} bytes")
+        yield part
 
 
 def _root(error: BaseException) -> BaseException:

@@ -62,7 +62,6 @@ class KeyParser(Vt100Parser):
         self._is_flushing = False
         # Gets whether the background is light.
         self.on_background: Callable[[bool], object] = lambda is_light: None
-        self.is_asked = False  # the terminal was asked for its background, and has not answered
 
     @property
     def waits(self) -> bool:
@@ -135,7 +134,6 @@ class KeyParser(Vt100Parser):
         elif match := _BACKGROUND.match(sequence):
             # Shares of red, green and blue, each with as many digits as the terminal likes.
             red, green, blue = (int(share, 16) / (16 ** len(share) - 1) for share in match.groups())
-            self.is_asked = False
             self.on_background(0.3 * red + 0.6 * green + 0.1 * blue > 0.5)
             return
         elif sequence not in ANSI_SEQUENCES and not _REPORT.fullmatch(sequence):
@@ -190,6 +188,7 @@ if sys.platform != "win32":
             super().__init__(stdin)
             self._parser = KeyParser(lambda press: self._buffer.append(press))
             self.vt100_parser = self._parser
+            self.is_asked = False  # for its background, and an answer may come yet
             self._ready: Callable[[], None] = lambda: None
             self._timer: asyncio.TimerHandle | None = None
 
@@ -200,14 +199,14 @@ if sys.platform != "win32":
 
         def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
             """Ask the terminal `out` whether it is light; nobody waits for an answer, if any."""
-            self._parser.on_background, self._parser.is_asked = on_answer, True
+
+            def take(is_light: bool) -> None:
+                self.is_asked = False
+                on_answer(is_light)
+
+            self._parser.on_background, self.is_asked = take, True
             out.write(_ASK_BACKGROUND)
             out.flush()
-
-        @property
-        def is_asked(self) -> bool:
-            """Whether the terminal has not answered `ask_background` yet."""
-            return self._parser.is_asked
 
         def attach(self, input_ready_callback: Callable[[], None]) -> AbstractContextManager[None]:
             self._ready = input_ready_callback

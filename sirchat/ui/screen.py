@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -51,6 +52,7 @@ class Screen:
         self._filter = DisplayFilter()
         self._reply: WrittenReply | None = None  # that is broken at blanks
         self._is_light = False
+        self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
@@ -148,6 +150,8 @@ class Screen:
         text = captured.get()
         is_tall = text.count("\n") >= self.console.size.height
         has_reader = self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
+        if is_tall and has_reader:
+            self.before_pager()
         if not (is_tall and has_reader and _paged(text)):
             self._write(text)
 

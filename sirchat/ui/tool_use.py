@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from sirchat.chat.conversation import Conversation
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
 from sirchat.chat.turn import Interrupted
@@ -26,6 +27,7 @@ _KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
 _REFUSED = "the user refuses this call"
 _SHOWN = 1000  # characters of a call; of a result, a tenth
 _HIDDEN = {*map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))}  # beside controls
+_GONE = "the server {} has no tool {} any more"
 _NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
 
 Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
@@ -57,6 +59,7 @@ class ToolUse(Toolbox):
         self._patterns = flags.allow
         self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
         self._changed = set[str]()  # tools that were turned on, and are now something else
+        self._known: dict[str, set[str]] = {}  # by server, its tools when some were turned on
         self.is_stopped = False  # by Esc at a question
         self._names, self._is_script = list(flags.servers), False
 
@@ -82,6 +85,33 @@ class ToolUse(Toolbox):
             for problem in errors:
                 self._screen.note(str(problem))
         self._stops = self._stops_later
+
+    def refresh(self, chat: Conversation) -> str:
+        """Take the tools of servers that have said that theirs are others now; returns `told`.
+
+        A new one is on if all tools of its server were, or if the flags allow it.
+        """
+        for server in self._servers.take_changed():
+            if not any(tool.origin[0] == server for tool in self.tools.values()):
+                continue
+            known, on = self._known[server], {*self.tools}
+            try:
+                listed = {tool.name: tool for tool in self._listed(server, by_user=False)}
+                for before in [*self.tools.values()]:
+                    if before.origin[0] == server and self._renewed(before, listed) is None:
+                        self._screen.note(_GONE.format(*before.origin))
+                self._known[server] = {*listed}
+                if new := {name: tool for name, tool in listed.items() if name not in known}:
+                    self._screen.note(f"the server {server} has new tools: {', '.join(new)}")
+                wanted = {n: t for n, t in new.items() if known <= on or self._is_allowed(n, t)}
+                if wanted:
+                    size_of_tools(chat, Toolbox((self.tools | wanted).values()).told)
+                self.tools |= wanted
+                if len(wanted) < len(new):
+                    self._screen.note("/tools on NAME turns new ones on")
+            except SirchatError as error:
+                self._screen.note(str(error))
+        return self.told
 
     def close(self) -> None:
         """End all servers."""
@@ -139,6 +169,7 @@ class ToolUse(Toolbox):
             full for full in tools if self.tools.get(full, tools[full]) != tools[full]
         }
         self.tools |= tools
+        self._known[server] = {one.name for one in listed}
         return len(tools), tokens
 
     def _list(self, name: str) -> None:
@@ -165,8 +196,7 @@ class ToolUse(Toolbox):
         self.is_stopped = False
         tool = self._as_listed(call.name)
         is_allowed = (call.name, tool) in self._always or (
-            call.name not in self._changed
-            and any(self._matches(pattern, call.name, tool) for pattern in self._patterns)
+            call.name not in self._changed and self._is_allowed(call.name, tool)
         )
         while True:
             written = shorten(_readable(call.arguments), _SHOWN)
@@ -194,17 +224,26 @@ class ToolUse(Toolbox):
         """A tool that is on, as its server describes it now; SirchatError if it is gone."""
         if (before := self.tools.get(name)) is None or not before.origin[0]:
             return before
-        server = before.origin[0]
-        now = {tool.name: tool for tool in self._listed(server, by_user=False)}.get(name)
-        if now is None:
+        listed = self._listed(before.origin[0], by_user=False)
+        if (now := self._renewed(before, {tool.name: tool for tool in listed})) is None:
+            raise SirchatError(_GONE.format(*before.origin))
+        return now
+
+    def _renewed(self, before: ChatTool, listed: Mapping[str, ChatTool]) -> ChatTool | None:
+        """A tool that is on, as it is listed now; None if it is gone, and now off."""
+        name = before.name
+        if (now := listed.get(name)) is None:
             del self.tools[name]
-            raise SirchatError(f"the server {server} has no tool {before.origin[1]} any more")
+            return None
         if now != before:
             self._changed.add(name)
             about = shorten(displayable_line(" ".join(now.description.split())), _SHOWN)
             self._screen.note(f"{name} was changed by its server, and is now: {about}")
         self.tools[name] = now
         return now
+
+    def _is_allowed(self, name: str, tool: ChatTool | None) -> bool:
+        return any(self._matches(pattern, name, tool) for pattern in self._patterns)
 
     def _named(self, pattern: str) -> str | None:
         """The server whose name a pattern begins with; None if it begins with none."""

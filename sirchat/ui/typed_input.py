@@ -60,6 +60,7 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[TerminalInpu
     keys = terminal_keys()
     with CtrlC() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
         ask_background(keys, screen)
+        screen.before_pager = keyboard.take_answer
         history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         history.as_typed = prompt.as_typed
@@ -163,7 +164,7 @@ class Keyboard:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if sys.platform != "win32":
             signal.signal(signal.SIGTSTP, self._suspended)
-        self._take_answer()
+        self.take_answer()
         self._restore()
         if kind is not None:  # a signal may have come while a prompt was being drawn
             with suppress(OSError):
@@ -172,19 +173,27 @@ class Keyboard:
     @contextmanager
     def lend_terminal(self) -> Iterator[None]:
         """Context manager: inside, the terminal is in its usual mode, for example for an editor."""
-        self._take_answer()
+        self.take_answer()
         self._restore()
         try:
             yield
         finally:
             self._quiet()
 
-    def _take_answer(self) -> None:
-        """Wait a moment for an answer of the terminal, which another program would take as keys."""
-        end = time.monotonic() + _SILENCE
-        while getattr(self._keys, "is_asked", False) and time.monotonic() < end:
-            self._typed += self._keys.read_keys()
-            time.sleep(_SILENCE / 20)
+    def take_answer(self) -> None:
+        """Wait a moment for an answer of the terminal, which another program would take as keys.
+
+        Where none comes, nobody waits again.
+        """
+        keys = self._keys
+        if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_asked:
+            self._quiet()  # a prompt that is left shows what comes
+            end = time.monotonic() + _SILENCE
+            with suppress(ValueError):  # Ctrl-Z came while keys were read
+                while keys.is_asked and time.monotonic() < end:
+                    self._typed += keys.read_keys()
+                    time.sleep(_SILENCE / 20)
+            keys.is_asked = False
 
     def mark_pastes(self, on: bool) -> None:
         """Switch bracketed paste on or off; while it is on, pasted text stays one message."""
@@ -258,6 +267,7 @@ class Keyboard:
         """Handle Ctrl-Z: erase the panel, restore the terminal, stop, and be quiet afterwards."""
         if sys.platform == "win32":  # which has no such key
             return
+        self.take_answer()
         self._restore()
         self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)

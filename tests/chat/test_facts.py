@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatting import session, tiny
+from sirchat.chat import statements
 from sirchat.chat.session import Session
+from sirchat.chat.statements import Said, StatedFact
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
@@ -79,8 +82,31 @@ def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> N
     chat = chat_of(*FACTS)
     assert set(chat._vectors) == set(FACTS)
     read = [fact.text for fact in chat.facts()]
-    chat._vectors = {}
+    chat._vectors = Said()
     assert [fact.text for fact in chat.facts()] == read == FACTS
+
+
+def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, calls, usual = chat_of(*FACTS), list[object](), statements._facts_in
+
+    def counted(*given: Any) -> list[StatedFact]:
+        calls.append(given)
+        return usual(*given)
+
+    monkeypatch.setattr(statements, "_facts_in", counted)
+    changes: list[Callable[[], object]] = [
+        lambda: list(chat.ask("I have moved to Rome.")),
+        lambda: chat.pin("cat"),
+        lambda: list(chat.undo()),
+        lambda: chat.erase("cat"),
+    ]
+    for change in changes:
+        change()
+        calls.clear()
+        shown = [chat.facts() for _ in range(3)]
+        assert len(calls) == 1
+        chat._vectors.found = (None, [])
+        assert shown == [chat.facts()] * 3
 
 
 def test_what_a_newer_statement_replaced_is_marked() -> None:

@@ -19,12 +19,14 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError, UsageError
+from sirchat.memory.attention import AttentionStats, PassAttention
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.keydiff import Keydiff
 from sirchat.memory.policies.knorm import Knorm
 from sirchat.memory.policies.sink import Sink
+from sirchat.saved.saved_tensors import attention_fits, attention_tensors, pop_attention
 
 
 def talked(settings: CacheSettings, count: int = 60) -> Engine:
@@ -102,6 +104,57 @@ def test_the_example_of_a_press_scores_as_kvpress_does_in_each_layer_and_head() 
     assert cur.score(rows).numpy() == pytest.approx(wanted, rel=1e-4)
     best = np.sort(np.argsort(wanted[4:])[-16:] + 4)
     assert engine.ledger.held_positions.tolist() == [*range(4), *best]
+
+
+def test_a_policy_may_see_the_attention_of_each_head_as_the_example_of_snapkv_does() -> None:
+    snap = example("memory/policies", "# snap.py")["Snap"](recent=0, window=8)
+    assert contract_violations(snap) == []
+    model = loaded("llama")
+    engine = Engine(model, bounded(snap, budget=60))
+    ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(1))
+    list(engine.prefill(ids[:55].tolist(), [Role.USER] * 55, TurnRef(0, 0)))
+    for token in ids[55:].tolist():  # as a reply is read
+        list(engine.prefill([token], [Role.ASSISTANT], TurnRef(1, 0)))
+    usual = model.module.config._attn_implementation
+    model.module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        layers = model.module(input_ids=ids[None], output_attentions=True).attentions
+    model.module.set_attn_implementation(usual)
+    heads = torch.cat(layers)[:, :, -8:].double()  # [L, H, the queries, n]
+    seen = engine.evictor.view(None).head_attention
+    torch.testing.assert_close(seen, heads.sum(2), rtol=0, atol=1e-5)
+    assert (heads.sum(2).std((0, 1)) > 1e-3).any()  # heads differ
+    wanted = np.zeros(52)
+    for one in heads.mean(2).flatten(0, 1)[:, :52].numpy():
+        padded = np.pad(one, 2)
+        wanted += [padded[at : at + 5].mean() for at in range(52)]
+    engine.evictor.switch(bounded(snap, budget=30))
+    best = np.sort(np.argsort(wanted[4:])[-18:] + 4)
+    assert engine.ledger.held_positions.tolist() == [*range(4), *best, *range(52, 60)]
+
+
+def test_attention_of_heads_goes_on_after_other_policies_undo_and_a_resume() -> None:
+    stats = AttentionStats()
+    mean, heads = np.full((1, 3), 0.5, np.float32), np.arange(18, dtype=np.float32)
+    stats.add(np.arange(3), [PassAttention.from_weights(mean, 1)], 0.0, window=3)
+    assert stats.recent(np.arange(3)).tolist() == [[[0.5, 0.5, 0.5]]]
+    of_heads = PassAttention.from_weights(mean, 1)._replace(newest=heads.reshape(2, 3, 1, 3))
+    stats.add(np.arange(3), [of_heads], 0.0, window=3)
+    wanted = heads.reshape(2, 3, 3) + 0.5  # a mean counts for every head
+    assert np.array_equal(stats.recent(np.arange(3)), wanted)
+    saved = stats.checkpoint(np.arange(3))
+    restored = pop_attention(attention_tensors(saved))
+    assert restored is not None
+    assert attention_fits(restored, 3)
+    stats.erase(np.array([1]))
+    assert np.array_equal(stats.recent(np.arange(3))[..., 1], np.zeros((2, 3)))
+    stats.undo(saved, 3)
+    assert np.array_equal(stats.recent(np.arange(3)), wanted)
+    again = AttentionStats()
+    again.load(restored)
+    assert np.array_equal(again.recent(np.arange(3)), wanted)
+    again.add(np.arange(3), [PassAttention.from_weights(mean, 1)], 0.0, window=3)
+    assert again.recent(np.arange(3)) == pytest.approx(wanted.mean((0, 1))[None, None] + 0.5)
 
 
 def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:

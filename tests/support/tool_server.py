@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,6 +60,8 @@ TOOLS = [
     *(tool(name) for name in ("fail", "die", "wait", "hostile", "parts", "structured", "pid")),
     *(tool(name) for name in ("pid__all", "change", "steps", "listless")),
     tool("many", size="integer"),
+    tool("endless", kind="string"),
+    tool("grow"),
     tool("write", line="string"),
 ]
 
@@ -95,6 +98,13 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
             told = {"jsonrpc": "2.0", "method": "notifications/progress", "params": news}
             write(json.dumps(told))
         text = "done"
+    elif name == "grow":
+        TOOLS[0]["description"] = "It does all you want."
+        TOOLS[1:2] = [tool("new")]  # in place of `fail`
+        write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}')
+    elif name == "endless":
+        while True:
+            sys.stdout.write("snow " * 10_000)
     elif name == "listless":
         TOOLS.clear()
     elif name == "write":
@@ -153,7 +163,16 @@ class OverHttp(BaseHTTPRequestHandler):
     sessions: ClassVar[set[str]] = set()  # that the server knows
 
     def do_POST(self) -> None:
-        said = answer(self.rfile.read(int(self.headers["Content-Length"]))).encode()
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        if (call := json.loads(asked).get("params", {})).get("name") == "endless":
+            self.send_response(200)
+            self.send_header("Content-Type", call["arguments"]["kind"])
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"data: snow" * 10_000)
+            return
+        said = answer(asked).encode()
         if self.path == "/messages":
             if said:
                 self.answers.put(said.decode())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -369,6 +370,61 @@ def test_a_result_of_many_megabytes_is_cut_and_the_model_is_told(
     assert found.endswith("\n[cut: the result has 4,500,000 characters]")
     assert len(found) < 4_000_100
     assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+
+
+def test_a_message_beyond_the_bound_is_named_at_once_and_the_server_goes_on(
+    tmp_path: Path,
+) -> None:
+    said, start = list[str](), time.monotonic()
+    servers = ToolServers(read_servers(str(servers_file(tmp_path))), said.append)
+    pid = named(servers, "pid").run({}, bool)
+    wanted = 'what is no message: "a message of more than 16,000,000 bytes, which is not read"'
+    with pytest.raises(SirchatError, match=wanted):
+        named(servers, "many").run({"size": 20_000_000}, bool)
+    assert said == [f"the server snow writes {wanted}"]
+    assert named(servers, "pid").run({}, bool) == pid
+    with pytest.raises(SirchatError, match=wanted):
+        named(servers, "endless").run({}, bool)
+    assert time.monotonic() < start + 50  # not only when the limit of time has come
+    if sys.platform == "linux":
+        guarding = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{guarding}/status").read_text())
+        assert peak
+        assert int(peak[1]) < 80_000
+    servers.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("application/json", "it has more than 16,000,000 bytes"),
+        ("text/event-stream", "exceeded the 16000000 byte limit"),
+    ],
+)
+def test_an_answer_over_http_without_end_is_an_error_that_says_so(
+    over_http: str, kind: str, problem: str
+) -> None:
+    said = list[str]()
+    fields = ServerFields(url=f"{over_http}/mcp", headers=KEY)
+    servers = ToolServers({"snow": fields}, said.append)
+    with pytest.raises(SirchatError, match=problem):
+        named(servers, "endless").run({"kind": kind}, bool)
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
+    assert said == []
+    servers.close()
+
+
+def test_an_event_without_end_ends_a_server_of_events_alone_and_a_line_says_why(
+    over_http: str,
+) -> None:
+    said = list[str]()
+    servers = ToolServers({"snow": ServerFields(url=f"{over_http}/sse", headers=KEY)}, said.append)
+    many = named(servers, "many")
+    with pytest.raises(SirchatError, match=r"snow has ended: .* exceeded the 1048576 byte limit"):
+        many.run({"size": 600_000}, bool)
+    assert len(said) == 1
+    servers.close()
+    OverHttp.answers.put("")  # ends the stream
 
 
 def test_the_start_of_a_server_can_be_stopped_and_leaves_no_process(tmp_path: Path) -> None:

@@ -131,6 +131,42 @@ def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(
         assert "rgb" not in shell.everything
 
 
+@pytest.mark.parametrize("keys", [CTRL_Z, "some words" + CTRL_Z])
+def test_an_answer_that_comes_while_the_chat_is_suspended_is_not_left_to_the_shell(
+    tmp_path: Path, endless: str, has_shell: None, keys: str
+) -> None:
+    with _Shell(tmp_path, endless, "COLORFGBG=", sys.executable) as shell:
+        shell.wait_prompt()
+        shell.send(keys)
+        time.sleep(0.15)
+        shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
+        shell.command("echo $((6 * 7))")
+        shell.wait_screen("(?m)^42$")
+        assert "rgb" not in shell.everything
+        shell.command("fg")
+        shell.wait_screen(f"(?m)^> ?{keys[:-1]}$")
+        shell.send(CTRL_C + CTRL_D)
+        assert shell.code() == 0
+        assert "rgb" not in shell.everything
+
+
+def test_an_answer_that_comes_while_a_pager_starts_is_not_left_to_the_pager(
+    tmp_path: Path, endless: str, has_shell: None
+) -> None:
+    typed = tmp_path / "typed"
+    reads = f"cat >/dev/null; stty -icanon min 0 time 10 </dev/tty; cat </dev/tty >{typed}"
+    pager = program(tmp_path / "pager", f"{reads}; stty icanon </dev/tty")
+    environ = {"COLORFGBG": "", "PAGER": pager}
+    with Terminal("--model", endless, home=tmp_path, environ=environ, rows=20) as chat:
+        chat.wait_prompt()
+        chat.send("/help all\r")
+        time.sleep(0.15)
+        chat.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
+        chat.until(typed.exists)
+        chat.wait_prompt()
+        assert typed.read_text() == ""
+
+
 def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, endless: str) -> None:
     flags = ("--model", endless, "--max-new-tokens", "3", "--editing", "vi")
     with Terminal(*flags, home=tmp_path) as chat:

@@ -101,7 +101,7 @@ def test_tools_are_off_until_they_are_turned_on(tmp_path: Path) -> None:
     assert "snow: 0 tools on, not started" in asked.out.getvalue()
     run_tools_command(asked.chat, "snow")
     assert "off snow__weather: It can weather." in asked.out.getvalue()
-    for line, names in (("on snow__weather", 1), ("on snow", 14), ("off snow", 0)):
+    for line, names in (("on snow__weather", 1), ("on snow", 16), ("off snow", 0)):
         run_tools_command(asked.chat, line)
         assert len(asked.use.tools) == names
     for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
@@ -145,6 +145,41 @@ def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
     assert "snow__weather" not in each.use.told
+
+
+@pytest.mark.parametrize(
+    ("on", "allow", "keys", "has_new"),
+    [
+        ("snow", [], "nn", True),  # as all of the server's tools were on
+        ("snow__[fgw]*", [], "n", False),
+        ("snow__[fgw]*", ["snow__ne*"], "n", True),  # and that one is called without a question
+    ],
+)
+def test_tools_that_a_server_says_are_others_now_are_told_with_the_next_message(
+    tmp_path: Path, on: str, allow: list[str], keys: str, has_new: bool
+) -> None:
+    each = Asked(keys, "", *allow, file=servers_file(tmp_path))
+    each.chat = session(policy="full", max_new_tokens=4)
+    each.chat.toolbox = each.use
+    run_tools_command(each.chat, f"on {on}")
+    list(each.chat.ask("Hello!"))
+    assert each.use.tools["snow__grow"].run({}, bool) == ""
+    before = each.out.getvalue()
+    list(each.chat.ask("Hello!"))
+    told = " ".join(each.out.getvalue()[len(before) :].split())
+    assert "the server snow has new tools: snow__new" in told
+    assert "the server snow has no tool fail any more" in told
+    assert "snow__weather was changed by its server, and is now: It does all you want." in told
+    assert ("/tools on NAME turns new ones on" in told) is not has_new
+    assert "snow__fail" not in each.chat.state.tools
+    assert ('"snow__new"' in each.chat.state.tools) is has_new
+    if has_new:
+        assert (each.call("new") is None) is not bool(allow)
+    assert each.call("weather", city="Oslo") is None  # asked about again
+    assert not each.keys
+    list(each.chat.ask("Hello!"))
+    assert each.out.getvalue().count("new tools") == 1
+    each.use.close()
 
 
 def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path) -> None:

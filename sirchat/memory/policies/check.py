@@ -86,6 +86,8 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
     stats: dict[str, Any] = {
         name: torch.from_numpy(random.random(len(held))) for name in policy.key_value_stats
     }
+    if policy.attention_stats and policy.attention_stats.per_head:  # of two layers
+        stats["head_attention"] = torch.from_numpy(random.random((2, 3, len(held))))
     if policy.needs == "keys":
         for name in ("keys", "values"):  # of two layers
             layers = random.normal(size=(2, 3, len(held), 8)).astype(np.float32)
