@@ -107,8 +107,7 @@ class Session:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._vectors = dict[str, Tensor]()  # of sentences that were said
-        self.last_reply = AfterReply()
+        self._vectors, self.last_reply = dict[str, Tensor](), AfterReply()  # of sentences said
 
     @property
     def template(self) -> Template:
@@ -197,7 +196,6 @@ class Session:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, before=before, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
-        wanted = wanted and self.turns[-1].finish != "interrupt"
         chat = self.engine, self._texts, self.model.encoder, self.state, self._vectors
         yield from pin_rules(*chat, is_wanted=wanted)
 
@@ -377,6 +375,7 @@ class Session:
         UndoError, changing nothing, if there is no such turn, or if a token is no longer archived.
         """
         text, point = self.last_said, self.undo_points[-1]
+        own = self.ledger.own_pins(point.checkpoint.cache.seen) if keep_pins else ()
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -385,6 +384,7 @@ class Session:
         self.undo_points.pop()
         self.recall.undo()
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
+        self.state.pinned_since = text, tuple(own)
         prompt, pin_system = self.state.prompt, self.profile.pin_system
         if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
             self.profile = self.profile.model_copy(update={"system": prompt})
