@@ -449,7 +449,7 @@ class Session:
 
     def restore(self, target: Target, around: int = 0) -> list[Event]:
         """Hold what `tokens_asked` says until the next reply ends; UsageError if it is nothing."""
-        asked = tokens_asked(target, self.engine, self._texts, self.state, around)
+        asked = tokens_asked(target, self.engine, self._texts, self.state, around, self.recall)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
         self.state.asked = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]

@@ -308,6 +308,8 @@ class Commands:
         if held:
             more = counted(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
+        if recall.nothing and not shown:
+            screen.note(f"nothing was restored for your last message: {recall.nothing}")
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
         return bool(shown)
