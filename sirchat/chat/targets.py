@@ -48,12 +48,11 @@ def positions_of(
         what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
         if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
             raise UsageError(f"{what} was evicted, and is no longer archived")
-        words = list(dict.fromkeys(words_of(without_quotes(target))))
-        found = [word for word in words if len(_matches(word, ledger, texts, roles, everything)[1])]
-        if words and len(found) == len(words):
+        words, chat = dict.fromkeys(words_of(without_quotes(target))), (ledger, texts, roles)
+        missing = [word for word in words if not len(_matches(word, *chat, everything)[1])]
+        if words and not missing:
             raise UsageError(f"{what}: these words are in this chat, but not side by side")
-        missing = " ".join(word for word in words if word not in found)
-        what = format_value(missing) if found else what
+        what = format_value(" ".join(missing)) if len(missing) < len(words) else what
         raise UsageError(f"{what}: these words are not in this chat")
     turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
@@ -80,12 +79,7 @@ def tokens_to_erase(
 
 
 def tokens_asked(
-    target: Target,
-    engine: Engine,
-    texts: Texts,
-    now: ConversationState,
-    around: int,
-    recall: Recall,
+    target: Target, engine: Engine, texts: Texts, now: ConversationState, near: int, recall: Recall
 ) -> Positions:
     """Positions of the tokens that are to be held for the next reply, those asked for before, too.
 
@@ -95,7 +89,7 @@ def tokens_asked(
     """
     among = engine.store.recallable()
     try:
-        at = positions_of(target, engine.ledger, texts, now.roles, among, around)
+        at = positions_of(target, engine.ledger, texts, now.roles, among, near)
     except UsageError:
         passages = recall.passages_with(target) if isinstance(target, str) else []
         whole = [one for one in passages if np.isin(one, among).all()]

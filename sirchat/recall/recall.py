@@ -188,11 +188,8 @@ class Recall:
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
-        has_room = engine.evictor.recall_room(len(ids)) > 0
-        why = "nothing evicted fits it" if has_room else "the budget leaves no room for it"
-        self.nothing = "all was held" if is_all_held else problem or why
-        if recall is None:  # only what the user asked for could be restored
-            self.nothing = ""
+        why = "all was held" if is_all_held else problem or "nothing evicted fits it, or has room"
+        self.nothing = why if recall else ""
         seconds = time.perf_counter() - start
         return Recollection(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
@@ -269,15 +266,12 @@ class Recall:
         search.update(ledger)  # with the words, as recall may be off
         wanted = set(search.telling_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
-        chosen, found = [n for n, words in enumerate(having) if words == wanted], set[str]()
-        scores = search.by_words((text,))
-        if not chosen:
-            for number in best_first(scores, 0.0, search.passages.rows["turn"]).tolist():
-                if not having[number] <= found:
-                    chosen.append(number)
-                    found |= having[number]
-            chosen = chosen if found == wanted else []
-        return [rows_of(search.passages.rows[number : number + 1]) for number in chosen]
+        scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
+        for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
+            if having[number] & left or having[number] == wanted:
+                chosen.append(rows_of(search.passages.rows[number : number + 1]))
+                left -= having[number]
+        return chosen if wanted and not left else []
 
     def held_anyway(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
         """The scores of tokens that fit the last turn but needed no restoring, and their turns."""

@@ -127,8 +127,7 @@ class Switching:
         how = "restored" if came else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
         price = counted(len(asked), "token") + f", {came:,} of them were evicted" * bool(came)
-        others = "1 other steps" if aside == 1 else f"{aside:,} others step"
-        others = f"; {others} aside until it is answered" * bool(aside)
+        others = f"; {aside:,} others step aside until it is answered" * bool(aside)
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
         self._screen.note(f"{price}{others}; {held}")
 

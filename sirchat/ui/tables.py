@@ -268,10 +268,9 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
         else:
             table.add_column(name, justify="right", no_wrap=True, min_width=longest)
     for row in zip(*columns.values(), strict=True):
-        texts = [Text(cell) if isinstance(cell, str) else cell for cell in row]
-        for text in texts:
-            text.no_wrap = True
-        table.add_row(*texts)
+        table.add_row(
+            *(Text(cell, no_wrap=True) if isinstance(cell, str) else cell for cell in row)
+        )
     return table
 
 
@@ -285,7 +284,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
         case "role":
             return _role(row.role, theme)
         case "token":
-            return Text(quoted(row.text), theme.token(row))
+            return Text(quoted(row.text), theme.token(row), no_wrap=True)
         case "surprisal" | "surprise":
             return nats(row.surprisal)
         case "score":
@@ -299,7 +298,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
 
 
 def _role(role: str, theme: Theme) -> Text:
-    return Text(ROLE_NAMES.get(role, role), theme.role(role))
+    return Text(ROLE_NAMES.get(role, role), theme.role(role), no_wrap=True)
 
 
 def _width(table: Table) -> int:

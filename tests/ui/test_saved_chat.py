@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,7 +291,13 @@ def _interrupted(*_: object) -> None:
 
 
 def test_a_resumed_chat_names_each_setting_that_is_not_the_default_once() -> None:
-    given = {"recall": "words", "sinks": 2, "decay": 0.9, "temperature": 0.5, "max_new_tokens": 9}
+    given: dict[str, Any] = {
+        "recall": "words",
+        "sinks": 2,
+        "decay": 0.9,
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+    }
     chat, out = session(babbler(), policy="sink", budget=96, **given), io.StringIO()
     list(chat.ask("Hello."))
     show_resumed_chat(chat, Screen(out, out))
