@@ -125,8 +125,7 @@ class Conversation:
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, before=before, given=given)
-        can_pin = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
-        wanted = can_pin and self.turns[-1].finish != "interrupt"
+        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         engine, encoder = self.engine, self.model.encoder
         yield from pin_rules(
             engine, self._texts, encoder, self.state, self._vectors, is_wanted=wanted

@@ -47,7 +47,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
         session.undo()
         raise
     yield from (event for event in pinned if isinstance(event, Notice))
-    replaced = "; the former summary is no longer pinned" * bool(former)
+    replaced = "; the former summary is no longer pinned" if former else ""
     yield Notice(f"the summary is turn {index}, which is now pinned{replaced}; /undo removes it")
 
 

@@ -109,10 +109,12 @@ def retry_under(
         if before is not None:
             list(session.ask(text, attempt=attempt, reply=before))
         raise
+    yield Notice(note)
     for event in session.ask(text, attempt=attempt + 1, reply=reply):
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            session.recall.undo()  # what it has found now, the reply did not have
         if not isinstance(event, Reading | Delta | Undone):
             yield event
-    yield Notice(note)
 
 
 def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event]:

@@ -151,6 +151,7 @@ class Session(Conversation):
         """
         text = self.last_said
         point = self.undo_points[-1]
+        own = self.ledger.own_pins(point.checkpoint.cache.seen) if keep_pins else ()
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -159,6 +160,7 @@ class Session(Conversation):
         self.undo_points.pop()
         self.recall.undo()
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
+        self.state.pinned_since = text, tuple(own)
         prompt, profile = self.state.prompt, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
@@ -231,7 +233,7 @@ class Session(Conversation):
 
         Raises UsageError if no token is meant.
         """
-        asked = tokens_asked(target, self.engine, self._texts, self.state, around)
+        asked = tokens_asked(target, self.engine, self._texts, self.state, around, self.recall)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
         self.state.asked = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]

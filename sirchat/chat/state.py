@@ -98,6 +98,8 @@ class ConversationState:
     # After the text was read again: of the tokens that the user had pinned, how many are pinned
     # again, and how many are not.
     repinned: tuple[int, int] = (0, 0)
+    # The last message that was undone to be answered again, and what the user had pinned since.
+    pinned_since: tuple[str, Sequence[int]] = "", ()
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
     # again when the message is answered again.
     unpinned: frozenset[tuple[int, str]] = frozenset()

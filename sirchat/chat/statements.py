@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -88,13 +89,20 @@ def pin_rules(
 ) -> Iterator[Event]:
     """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
 
-    Those pinned so have at most a quarter of the budget; the oldest are let go. The ledger still
-    has the vectors of the turn's tokens. Those of its sentences are put into `vectors`.
+    If the turn is read again, what the user had pinned in it is pinned first. Rules pinned so have
+    at most a quarter of the budget; the oldest are let go. The ledger still has the vectors of the
+    turn's tokens. Those of its sentences are put into `vectors`.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
+    (said, pins), state.pinned_since = state.pinned_since, ("", ())
+    if said == state.turns[turn].text:
+        with suppress(SettingError):  # older rules that had been let go may have the room again
+            evictor.pin_held(np.asarray(pins, np.int64))
+    is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
     for text, positions in _rules_in(ledger, texts, encoder, turn, vectors):
         was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)
-        if not is_wanted or was_unpinned:  # before the message was read again
+        is_own = np.isin(positions, ledger.pinned_positions).all()
+        if not is_wanted or was_unpinned or is_own:  # before the message was read again
             continue
         short, count = format_value(text), len(positions)
         what = short if short[1:-1] == text else f"turn {turn}"

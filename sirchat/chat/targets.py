@@ -13,6 +13,8 @@ from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall.passages import sentences_of
+from sirchat.recall.recall import Recall
+from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import Texts, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -46,6 +48,11 @@ def positions_of(
         what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
         if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
             raise UsageError(f"{what} was evicted, and is no longer archived")
+        words, chat = dict.fromkeys(words_of(without_quotes(target))), (ledger, texts, roles)
+        missing = [word for word in words if not len(_matches(word, *chat, everything)[1])]
+        if words and not missing:
+            raise UsageError(f"{what}: these words are in this chat, but not side by side")
+        what = format_value(" ".join(missing)) if len(missing) < len(words) else what
         raise UsageError(f"{what}: these words are not in this chat")
     turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
@@ -72,15 +79,23 @@ def tokens_to_erase(
 
 
 def tokens_asked(
-    target: Target, engine: Engine, texts: Texts, now: ConversationState, around: int
+    target: Target, engine: Engine, texts: Texts, now: ConversationState, near: int, recall: Recall
 ) -> Positions:
     """Positions of the tokens that are to be held for the next reply, those asked for before, too.
 
-    What the model wrote is left out if others said it; of too much, all but the newest. Raises
-    UsageError if nothing matches, or there is no room.
+    Words that are not side by side name the passages that have them. What the model wrote is left
+    out if others said it; of too much, all but the newest. Raises UsageError if nothing matches, or
+    there is no room.
     """
     among = engine.store.recallable()
-    at = positions_of(target, engine.ledger, texts, now.roles, among, around)
+    try:
+        at = positions_of(target, engine.ledger, texts, now.roles, among, near)
+    except UsageError:
+        passages = recall.passages_with(target) if isinstance(target, str) else []
+        whole = [one for one in passages if np.isin(one, among).all()]
+        if not whole:
+            raise
+        at = np.unique(np.concatenate(whole))
     told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
     at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
     if not len(at) or room < 1:

@@ -45,6 +45,7 @@ class TokenRank:
     held: int  # number of held tokens
     threshold: float | None  # as in `Snapshot`
     leaves: bool  # whether it is among the tokens that will be evicted next
+    is_measured: bool = True  # false if the policy ranks by attention, and none to it is recorded
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ def token_ranks(
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
     for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
         states[index] = "lost"
-    leaving = set(now.evicted_next)
+    leaving, measured = set(now.evicted_next), np.ones(len(positions), bool)
+    if (config := engine.settings.policy.attention_stats) is not None:
+        measured[:] = ledger.attention.recent(ledger.held_positions).any()
+        if not config.window:
+            measured = ledger.attention.totals(positions, ledger.log_decay) > 0
     factors = {  # surprisal and decay have columns of their own
         name: values[asked]
         for name, values in score_factors(engine, among).items()
@@ -93,10 +98,11 @@ def token_ranks(
             state=states[i],
             decayed_to=float(decayed_to[i]),
             factors={name: float(values[i]) for name, values in factors.items()},
-            rank=ranks[i],
+            rank=ranks[i] if measured[i] else None,
             held=ledger.held_count,
             threshold=now.threshold,
             leaves=row.position in leaving,
+            is_measured=bool(measured[i]),
         )
         for i, row in enumerate(rows)
     ]

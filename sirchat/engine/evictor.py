@@ -395,6 +395,8 @@ class Evictor:
             self._ledger.pin(to.pinned[is_rule], True)
         else:
             self._ledger.pin_only(to.pinned)
+            for rule in to.rules:
+                self._ledger.flag(Flag.RULE, rule, True)
         if not self._fits() or not self._holds_pins(self._store.placement):
             return self._place(self._choose())
         return []

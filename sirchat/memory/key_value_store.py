@@ -51,6 +51,7 @@ class CacheCheckpoint:
     seen: int  # tokens read by this moment
     placement: Placement
     pinned: Positions  # ascending
+    rules: list[Positions]  # see `Ledger.rules`
     log_decay: float  # accumulated in the ledger
     attention: AttentionCheckpoint  # that the held tokens have received
     state: CacheState = ()  # of the model's recurrent and convolution layers
@@ -185,6 +186,7 @@ class KeyValueStore:
             ledger.seen,
             placement,
             ledger.pinned_positions,
+            ledger.rules(),
             ledger.log_decay,
             ledger.attention.checkpoint(placement.held),
             self.cache.state,

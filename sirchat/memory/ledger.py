@@ -275,6 +275,12 @@ class Ledger:
         flags = self._rows["flags"][self.pinned_positions]
         return _runs(self.pinned_positions[flags & np.uint8(Flag.RULE) != 0])
 
+    def own_pins(self, start: int) -> Positions:
+        """Positions of tokens from stream position `start` on that are pinned, and not as rules."""
+        pinned = self.pinned_positions[bisect_left(self.pinned_positions, start) :]
+        own: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]
+        return own
+
     def release_rules(self, positions: Positions) -> None:
         """Rules that have one of these tokens no longer count as pinned by themselves."""
         flags = self.column("flags")

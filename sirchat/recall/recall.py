@@ -33,7 +33,7 @@ from sirchat.recall.passage_search import (
 )
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
-from sirchat.recall.word_index import LESS
+from sirchat.recall.word_index import LESS, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
@@ -86,7 +86,8 @@ class Recall:
     """Restores archived tokens that fit a new turn, to the KV cache of one engine.
 
     `scores` are those of the tokens restored for the last turn, by stream position, and `turns`
-    their turns, in order; `found` is what the last search for passages found, or None.
+    their turns, in order; `found` is what the last search for passages found, or None. `nothing`
+    says why nothing was restored for the last turn, if that is known.
     """
 
     def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
@@ -94,6 +95,7 @@ class Recall:
         self.scores: dict[int, float] = {}
         self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None
+        self.nothing = ""
         self.search = PassageSearch(texts, model.tokenizer)
 
     @property
@@ -109,7 +111,7 @@ class Recall:
 
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
-        self.scores, self.turns, self.found = {}, (), None
+        self.scores, self.turns, self.found, self.nothing = {}, (), None, ""
         self.search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
@@ -160,12 +162,12 @@ class Recall:
             return None
         start, result, problem = time.perf_counter(), None, ""
         released, self.found = np.fromiter(self.scores, np.int64), None
-        may_help = self._focus() or engine.resident != engine.ledger.seen
+        is_all_held = engine.resident == engine.ledger.seen
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
                 result = search(engine, self._model, ids, roles, at)
-            elif recall and len(self.search.passages) and may_help:
+            elif recall and len(self.search.passages) and (self._focus() or not is_all_held):
                 room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
                 self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
                 result = self.found.result
@@ -186,6 +188,8 @@ class Recall:
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
+        why = "all was held" if is_all_held else problem or "nothing evicted fits it, or has room"
+        self.nothing = why if recall else ""
         seconds = time.perf_counter() - start
         return Recollection(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
@@ -251,6 +255,23 @@ class Recall:
             positions[order], torch.from_numpy(np.concatenate([np.zeros(0), *of_rows])[order])
         )
         return FoundPassages(result, tuple(chosen), message, float(best), is_question)
+
+    def passages_with(self, text: str) -> list[Positions]:
+        """The tokens of each passage that has all telling words of a text; none if one is missing.
+
+        If no passage has all, those that the search by words finds first for each word.
+        """
+        self.update()
+        search, ledger = self.search, self._engine.ledger
+        search.update(ledger)  # with the words, as recall may be off
+        wanted = set(search.telling_words(text) or words_of(text))
+        having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
+        scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
+        for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
+            if having[number] & left or having[number] == wanted:
+                chosen.append(rows_of(search.passages.rows[number : number + 1]))
+                left -= having[number]
+        return chosen if wanted and not left else []
 
     def held_anyway(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
         """The scores of tokens that fit the last turn but needed no restoring, and their turns."""

@@ -308,6 +308,8 @@ class Commands:
         if held:
             more = counted(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
+        if recall.nothing and not shown:
+            screen.note(f"nothing was restored for your last message: {recall.nothing}")
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
         return bool(shown)
@@ -436,7 +438,7 @@ class Commands:
         if facts:
             self._screen.page(draw_facts(facts, time(), self._screen.theme))
         else:
-            self._screen.note("you stated no facts" + " with these words" * bool(rest))
+            self._screen.note("you stated no facts" + (" with these words" if rest else ""))
 
     def do_summarize(self, rest: str) -> Action:
         """-: sum up the whole chat, evicted or not, by its most telling sentences; if you keep the

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from rich.console import Group
 from rich.text import Text
 
-from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
+from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
@@ -50,8 +50,9 @@ _OF_THE_SESSION = ("description", "seed")
 
 _TURNS = 4  # of a resumed chat that are shown
 _LENGTH = 200  # characters of a turn
+_VALUE = 60  # characters of a setting
 _LEAD = 24  # characters of a found message before the first word
-_ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")  # settings that are named if not the defaults
+_NAMED = (*FIXED, "policy", "budget")  # settings that the line before, or the start, names
 
 
 class SavedChat:
@@ -422,7 +423,7 @@ class SavedChat:
 
 
 def show_resumed_chat(session: Session, screen: Screen) -> None:
-    """Print a resumed chat's last turns, its tokens, and settings of replies that differ."""
+    """Print a resumed chat's last turns, its tokens, and the settings that are not the defaults."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
@@ -434,9 +435,9 @@ def show_resumed_chat(session: Session, screen: Screen) -> None:
     screen.note(repinned_note(session))
     usual = with_model_defaults(Profile(), session.model)
     changed = [
-        f"{name} {as_typed(getattr(session.profile, name))}"
-        for name in _ANSWERS
-        if getattr(session.profile, name) != getattr(usual, name)
+        f"{name} {shorten(as_typed(getattr(session.profile, name)), _VALUE)}"
+        for name in Profile.model_fields
+        if name not in _NAMED and getattr(session.profile, name) != getattr(usual, name)
     ]
     if changed:
         screen.note(f"settings that differ from the defaults: {', '.join(changed)}")

@@ -123,11 +123,14 @@ class Switching:
         for event in session.restore(target, around):
             self._report(event)
         now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
-        self._screen.note(f"restored for your next message: “{self._text_at(asked)}”")
-        price = f"{counted(len(asked), 'token')}, {len(now - before):,} of them were evicted"
-        aside = f"; {len(before - now):,} others step aside until it is answered"
+        came, aside = len((now - before).intersection(asked)), len(before - now)
+        how = "restored" if came else "held already, and stays"
+        self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
+        evicted = f", {came:,} of them were evicted" if came else ""
+        price = counted(len(asked), "token") + evicted
+        others = f"; {aside:,} others step aside until it is answered" if aside else ""
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
-        self._screen.note(f"{price}{aside if len(before - now) > 0 else ''}; {held}")
+        self._screen.note(f"{price}{others}; {held}")
 
     def _text_at(self, positions: Sequence[int]) -> str:
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
@@ -138,9 +141,9 @@ class Switching:
     def pin(self, target: Target, *, pinned: bool) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
         evicted, restored, named = 0, list[int](), 0
-        ledger = self._session.ledger
+        session, ledger = self._session, self._session.ledger
         before = set(ledger.pinned_positions)
-        for event in self._session.pin(target, pinned):
+        for event in session.pin(target, pinned):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
@@ -165,7 +168,8 @@ class Switching:
         if 0 < count < named:
             price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:
-            price.append(f"{counted(others, 'other')} restored, too")
+            why = f"as policy {session.profile.policy} fills the budget anew"
+            price.append(f"{counted(others, 'other')} restored, {why}")
         if evicted:
             price.append(f"{evicted:,} evicted to make room")
         held = f"holds {self._session.resident:,}/{self._session.budget:,}"

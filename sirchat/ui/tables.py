@@ -254,20 +254,23 @@ def significant(number: float) -> str:
 
 
 def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
-    """A table; in a window that is too narrow for it, words are cut, and no number."""
+    """A table; in a window that is too narrow for it, texts are cut with …, and no number."""
     table = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
     )
     for name, cells in columns.items():
         longest = max(cell_len(str(cell)) for cell in [name, *cells])
         if name in _TEXTS:
-            table.add_column(name, no_wrap=True, **_TEXTS[name])
+            # rich makes only columns that wrap narrower.
+            table.add_column(Text(name, no_wrap=True), **_TEXTS[name])
         elif name in ("is", "when", "said"):
             table.add_column(name, no_wrap=True, min_width=longest)
         else:
             table.add_column(name, justify="right", no_wrap=True, min_width=longest)
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(
+            *(Text(cell, no_wrap=True) if isinstance(cell, str) else cell for cell in row)
+        )
     return table
 
 
@@ -281,7 +284,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
         case "role":
             return _role(row.role, theme)
         case "token":
-            return Text(quoted(row.text), theme.token(row))
+            return Text(quoted(row.text), theme.token(row), no_wrap=True)
         case "surprisal" | "surprise":
             return nats(row.surprisal)
         case "score":
@@ -295,7 +298,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
 
 
 def _role(role: str, theme: Theme) -> Text:
-    return Text(ROLE_NAMES.get(role, role), theme.role(role))
+    return Text(ROLE_NAMES.get(role, role), theme.role(role), no_wrap=True)
 
 
 def _width(table: Table) -> int:

@@ -167,4 +167,4 @@ def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
         why = note or "some tokens were erased, or are no longer archived"
         how = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
     usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
-    return f"{how}; the memory is as before: {usual}"
+    return f"{how}, for this reply alone; the memory is then as before: {usual}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatting import session, tiny
+from drawing import NONE, lines
 from sirchat.chat import statements
 from sirchat.chat.session import Session
 from sirchat.chat.statements import Said, StatedFact
@@ -21,6 +24,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.tables import draw_facts
 from sirchat.ui.typed_input import InMemory
 from statement_telling import FACTS, OTHERS, RULE, telling
 
@@ -133,6 +137,14 @@ def test_the_command_shows_them_in_a_table() -> None:
     assert line == ["just", "now", "held", *FACTS[0].split()]
     commands.run("/facts Rome")
     assert "you stated no facts with these words" in notes.getvalue()
+
+
+def test_a_fact_that_the_window_cuts_ends_with_a_mark() -> None:
+    long = replace(chat_of(FACTS[0]).facts()[0], text="My cat is called Tom, " + "a tabby " * 20)
+    for width in range(40, 90, 7):
+        row = lines(draw_facts([long], 0.0, NONE), width)[1].rstrip()
+        assert re.fullmatch(r".*My cat is .*…", row)
+        assert len(row) == width
 
 
 @pytest.mark.parametrize(

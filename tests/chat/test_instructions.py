@@ -98,6 +98,29 @@ def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_aga
     assert LINE in ask(chat, RULE)  # it was unpinned in what was undone
 
 
+def test_undo_and_retry_tell_the_users_pins_from_rules() -> None:
+    chat = chat_of(budget=160)
+    for text in ("Hello.", RULE, "I see."):
+        ask(chat, text)
+    (rule,) = chat.ledger.rules()
+    chat.pin(f'"{RULE}"', pinned=False)
+    chat.undo()
+    assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
+    ask(chat, "I see.")
+    chat.pin(f'"{RULE}"')  # now it is the user's choice
+    chat.undo()
+    assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
+    assert not chat.ledger.own_pins(0).size
+    chat.pin("last")
+    before = chat.ledger.own_pins(0).tolist()
+    list(chat.retry())
+    list(retry_under(chat, {"temperature": 0.5}, lambda _: "warmer"))
+    assert chat.ledger.own_pins(0).tolist() == before
+    assert not chat.ledger.rules()
+    list(chat.retry(text="Hello."))  # another message has none of these pins
+    assert not chat.ledger.pinned_positions.size
+
+
 def test_of_a_rule_that_is_erased_nothing_stays() -> None:
     chat = chat_of()
     ask(chat, f"Hello.\n{RULE}")

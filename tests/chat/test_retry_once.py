@@ -18,6 +18,7 @@ from sirchat.chat.state import reply_at_end
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
+from sirchat.ui.status import describe_recalled
 from sirchat.ui.turn_commands import parse_retry, retry
 
 SAID = ("My dog is called Rex.", "I live in Lisbon.", "Tell me a joke.", "What is my dog called?")
@@ -43,10 +44,20 @@ def test_retry_full_answers_with_everything_once() -> None:
     assert reply == chat.turns[-1].text == "Your dog is called Rex."
     (note,) = notes
     assert note == (
-        f"answered with all {chat.seen} tokens held; the memory is as before: "
+        f"answered with all {chat.seen} tokens held, for this reply alone; "
+        "the memory is then as before: "
         "policy sink, budget 64"
     )
     assert (chat.profile.policy, chat.budget, chat.resident) == ("sink", 64, 64)
+
+
+def test_after_a_reply_with_everything_held_no_line_says_that_something_was_recalled() -> None:
+    chat = told(recall="words")
+    assert chat.recall.turns
+    for event in retry(chat, parse_retry("full"), lambda: False):
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            assert not describe_recalled(chat.recall, event.seen)
+    assert not chat.recall.turns
 
 
 def test_where_something_was_erased_the_line_says_why_not_all_is_held() -> None:

@@ -40,11 +40,20 @@ def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> N
     assert "did you mean words?" in refusal(chat, "/recall wrods")
     assert '"Ostrich": these words are not in this chat' in refusal(chat, "/recall Ostrich")
     chat.say("I like wrods.")
-    assert "restored for your next message: “I like wrods.”" in chat.do("/recall wrods")
+    assert "stays for your next message: “I like wrods.”" in chat.do("/recall wrods")
     assert chat.session.profile.recall == "mips"
     chat = Chat(policy="sink", archive="off")
     chat.say(*SAID)
     assert '"Pelican" was evicted, and is no longer archived' in refusal(chat, "/recall Pelican")
+
+
+def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat: Chat) -> None:
+    assert "message: “The Pelican is grey.”" in chat.do("/recall grey Pelican")
+    assert "message: “The Pelican is grey. … green" in chat.do("/recall green Pelican")
+    assert '"ostrich": these words are not in this chat' in refusal(chat, "/recall Ostrich grey")
+    line = '"green Pelican": these words are in this chat, but not side by side'
+    for command in ("/pin", "/why", "/unpin"):
+        assert line in refusal(chat, f"{command} green Pelican")
 
 
 def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> None:

@@ -193,11 +193,13 @@ class Talk:
         if not shown:
             return
         self.claim(self.flagged(Flag.PINNED) == pins, f"restored words are pinned: {shown}")
-        if not (match := re.search(r"(\d+) tokens?, (\d+) of them were evicted", shown)):
+        if not (match := re.search(r"” (\d+) tokens?(?:, (\d+) of them were evicted)?", shown)):
             return
         self.by_hand = True
-        self.claim(int(match[2]) == len(self.held - before) <= int(match[1]), shown)
-        aside = re.findall(r"(\d+) others step aside", shown)
+        came = (self.held - before) & set(self.chat.session.state.asked)
+        self.claim(int(match[2] or 0) == len(came) <= int(match[1]), shown)
+        self.claim(shown.startswith("restored") == bool(came), shown)
+        aside = re.findall(r"(\d+) others? steps? aside", shown)
         self.claim(int(*aside or [0]) == len(before - self.held), shown)
         told = re.findall("“(.*?)”", shown)[0]
         self.claim(re.search(rf"\b{word}\b", told, re.IGNORECASE), shown)

@@ -230,3 +230,26 @@ def test_once_recall_is_off_no_former_recall_is_reported_any_more() -> None:
         panel = draw_memory(chat.session.snapshot(strongest=0), [], NONE, 100)
         assert "recalled" not in "\n".join(lines(panel, 100)), step
         assert chat.do("/recall") == "recall is off\n", step
+
+
+def test_recall_says_why_nothing_was_restored() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, recall="words", max_new_tokens=24)
+    said = "nothing was restored for your last message: "
+    assert chat.do("/recall") == "recall is words\n"
+    chat.say("My name is Anna.")
+    assert chat.do("/recall") == f"{said}all was held\nrecall is words\n"
+    chat.say(*["Tell me a joke."] * 3, "Which zebra?")
+    assert chat.do("/recall") == f"{said}nothing evicted fits it, or has room\nrecall is words\n"
+    chat.do("/undo")
+    assert said not in chat.do("/recall")
+
+
+def test_a_pin_says_why_other_tokens_came_back_with_it() -> None:
+    chat = Chat(policy="sink", max_new_tokens=2)
+    chat.say(ZEBRA, *["red " * 20] * 3)
+    before = chat.session.ledger.held_positions.tolist()
+    shown = chat.do("/pin Our")
+    pins, now = chat.session.ledger.pinned_positions, chat.session.ledger.held_positions
+    came = np.setdiff1d(np.setdiff1d(now, before), pins)
+    assert len(came)
+    assert f"{len(came)} others restored, as policy sink fills the budget anew" in shown

@@ -55,7 +55,9 @@ def test_what_was_said_at_a_time_is_restored_for_the_next_message() -> None:
 
 def test_first_and_last_mean_places_and_words_stay_words() -> None:
     chat = chat_of_days((0, "My name is Anna."), (0, "I met her yesterday."))
-    assert "restored for your next message: “My name is Anna.”" in chat.do("/recall first")
+    shown = chat.do("/recall first")
+    assert "held already, and stays for your next message: “My name is Anna.”" in shown
+    assert "evicted" not in shown
     shown = chat.do('/recall "yesterday"')
     assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
 

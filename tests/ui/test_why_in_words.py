@@ -72,6 +72,19 @@ def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     assert _said(_told("window"), "turn 0").endswith("The tokens are archived: /pin restores them.")
 
 
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
+def test_right_after_a_switch_no_attention_is_compared_as_none_is_recorded(policy: str) -> None:
+    chat = _told("sink")
+    chat.switch("/policy", policy=policy)
+    none = f"; policy {policy} ranks by attention, and none to it is recorded."
+    for target in ("Anna", "turn 5"):
+        assert f" is {chat.why(target)[-1].state.replace('archived', 'evicted')}{none}" in _said(
+            chat, target
+        )
+    list(chat.ask("Tell me a joke."))
+    assert "more attention" in _said(chat, f"turn {len(chat.turns) - 1}")
+
+
 def test_pins_sinks_and_fading_are_named() -> None:
     chat = _told("entropy", decay=0.5)
     assert "(older surprise counts less)" in _said(chat, "Lisbon")
