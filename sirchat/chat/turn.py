@@ -141,8 +141,8 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Read a tool's result as `read` does, with its first `head` ids pinned.
 
-        After its text, what fits `sought` is recalled: the reply follows the template's ids, which
-        come last.
+        After its text, what fits `sought` is recalled; then the template's ids are read, which the
+        reply's first token follows.
         """
         end = turn.content[1]
         for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):

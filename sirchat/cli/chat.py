@@ -220,11 +220,7 @@ def ask(
         if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
             return
     elif server == "auto" and needs_own["--tools"]:
-        from sirchat.cli.own_server import connect_to_own_server
-
-        if found := connect_to_own_server(profile.model):
-            found[0].close()
-            screen.note("the running server calls no tools of --tools: this process answers")
+        _note_unused_server(profile.model, screen)
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
@@ -234,6 +230,15 @@ def ask(
         session = _open_saved(profile, trust, report, store, {})
     with tools_of(servers, session, screen), _in_saved_chat(session, screen, store, later):
         print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
+
+
+def _note_unused_server(model: str, screen: "Screen") -> None:
+    """Say that the server of this model, if it runs, does not answer, as it calls no tools."""
+    from sirchat.cli.own_server import connect_to_own_server
+
+    if found := connect_to_own_server(model):
+        found[0].close()
+        screen.note("the running server calls no tools of --tools: this process answers")
 
 
 @contextmanager

@@ -40,10 +40,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *_fields("kind n k", ctypes.c_int64),
-        *_fields("weights scales", ctypes.c_void_p),
-    ]
+    _fields_ = [*_fields("kind n k", ctypes.c_int64), *_fields("weights scales", ctypes.c_void_p)]
 
 
 class _Product(ctypes.Structure):
