@@ -54,9 +54,8 @@ def served_dir() -> Path:
 
 def server_file(model: str) -> Path:
     """The file that says where the user's server for this model (a name or a path) answers."""
-    path = Path(os.path.expanduser(model))
-    name = str(path.absolute()) if path.exists() else model
-    return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.port"
+    name = sha256(_whole_name(model).encode()).hexdigest()[:12]
+    return state_dir() / "servers" / f"{name}.port"
 
 
 def models_dir() -> Path:
@@ -69,10 +68,13 @@ def encoder_files(model: str) -> tuple[Path, Path]:
 
     That of a model's folder or file is called after its absolute path.
     """
-    path = Path(os.path.expanduser(model))
-    name = str(path.absolute()) if path.exists() else model
-    file = f"{quote(name, safe='')}.safetensors"
+    file = f"{quote(_whole_name(model), safe='')}.safetensors"
     return data_dir() / "encoders" / file, _package() / "encoders" / file
+
+
+def encoder_attempts(model: str) -> Path:
+    """The file about the attempts to learn a model's encoder in the background."""
+    return state_dir() / "encoders" / f"{quote(_whole_name(model), safe='')}.txt"
 
 
 def archives_dir() -> Path:
@@ -157,6 +159,12 @@ def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def _whole_name(model: str) -> str:
+    """A model's name, or the absolute path of its folder or file."""
+    path = Path(os.path.expanduser(model))
+    return str(path.absolute()) if path.exists() else model
 
 
 def _owner_only(path: str, flags: int) -> int:

@@ -10,6 +10,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 os.environ.setdefault("SIRCHAT_STOP_LOOPS", "off")  # models without sense repeat themselves
+os.environ.setdefault("SIRCHAT_LEARN_ENCODER", "off")  # keeps all cores busy for minutes
 os.environ.setdefault("SIRCHAT_COMPILE", "off")  # takes seconds, and rounds in another way
 
 from collections.abc import Generator, Iterator

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # Settings that flags change before a saved chat is loaded; others change after that.
 _AT_ONCE = (
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
-    *("compile", "save", "save_kv"),
+    *("compile", "learn_encoder", "save", "save_kv"),
 )
 _SHOWN = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
 

@@ -105,8 +105,13 @@ def open_session(
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
+            from sirchat.models.learning import learn_in_background
 
         model = load(profile, trust, report)
+        if profile.learn_encoder and profile.device_map == "off" and not model.encoder.size:
+            told = learn_in_background(model.name, model.module, trust_remote_code=trust)
+            notices = getattr(model.tokenizer, "notices", [])
+            model.tokenizer.notices = [*notices, *filter(None, (told,))]
         profile = with_model_defaults(profile, model)
         return Session(model, profile, rows_in_events=rows_in_events)
 

@@ -26,7 +26,8 @@ _AtLeastOne = Annotated[int, Field(ge=1, le=_MANY)]
 # The settings that can't change during a conversation.
 FIXED = (
     *("description", "model", "device", "device_map", "dtype", "quantize", "unpack_dtype"),
-    *("cache_dtype", "compile", "threads", "recall_encoder", "seed", "save"),
+    *("cache_dtype", "compile", "threads", "recall_encoder", "learn_encoder", "seed"),
+    "save",
 )
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
@@ -159,6 +160,9 @@ class Profile(BaseModel):
     """What recall compares by meaning: auto is the model's own encoder; or a sentence encoder of
     yours, such as sentence-transformers/all-MiniLM-L6-v2: a folder, or a name of the hub after
     `sirchat models pull NAME`."""
+    learn_encoder: bool = True
+    """Where the model has no encoder, learn one from its own states, once and in the background,
+    for later chats; only of a model of some size, on a CPU, and if there is memory."""
     recall_n: _AtLeastOne | Literal["auto"] = "auto"
     """How many tokens are restored for a message at most; auto chooses by the budget,
     and of passages it leaves out those that do not fit."""

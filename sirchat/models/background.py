@@ -1,4 +1,7 @@
-"""A prepared file may be written by a process that outlives its command, one at a time."""
+"""Processes that outlive their command, one at a time: a prepared file is written, a model learned.
+
+Each has a lock of its own, which another process can look at.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,22 @@ if sys.platform != "win32":
     import fcntl
 
 _LOWEST = 19  # niceness
+_WRITING = "background"  # the lock of what writes a prepared file
 
 
-def lock() -> int | None:
+def lock_file(name: str) -> Path:
+    """The file that is locked while a process works; it may say what on."""
+    return state_dir() / f"{name}.lock"
+
+
+def lock(name: str = _WRITING) -> int | None:
     """Lock a file in the folder of states; None if another process has it, or if it can't be made.
 
     It is free once the returned descriptor is closed, here and where it was inherited by a fork.
     """
     with suppress(OSError):
-        path = private_dir(state_dir()) / "background.lock"
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        private_dir(state_dir())
+        descriptor = os.open(lock_file(name), os.O_CREAT | os.O_RDWR, 0o600)
         try:
             if sys.platform != "win32":
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,11 +42,22 @@ def lock() -> int | None:
     return None
 
 
-def is_running() -> bool:
+def is_running(name: str = _WRITING) -> bool:
     """Whether a process in the background works now."""
-    if (descriptor := lock()) is not None:
+    if (descriptor := lock(name)) is not None:
         os.close(descriptor)
     return descriptor is None
+
+
+def give_way(process: int) -> None:
+    """Give a process with one thread the lowest priority, so that a chat's replies stay fast."""
+    if sys.platform == "win32":
+        return
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process, _LOWEST)
+    # Linux shares processors among sessions first, each with a priority of its own.
+    with suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST), encoding="ascii")
 
 
 def leave_parent(lock: int) -> None:
@@ -52,8 +72,4 @@ def leave_parent(lock: int) -> None:
         os.dup2(null, number)
     os.closerange(3, lock)
     os.closerange(lock + 1, 1 << 16)
-    os.nice(_LOWEST)  # so that a chat's replies stay fast
-    if os.path.exists("/proc/self/autogroup"):
-        # Linux shares processors among sessions first, each with a priority of its own.
-        with suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(_LOWEST), encoding="ascii")
+    give_way(os.getpid())

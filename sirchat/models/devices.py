@@ -187,7 +187,10 @@ def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
         now = int(loadavg.read_text("ascii").split()[3].partition("/")[0]) - 1
     except (OSError, ValueError, LookupError):  # not Linux
         return load
-    # What compiles in the background has the lowest priority, and gives way.
+    # What works in the background has the lowest priority, and gives way; what learns keeps all
+    # cores busy.
+    if background.is_running("learning"):
+        return 0.0
     return max(0.0, min(load, now) - background.is_running())
 
 

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -85,11 +85,11 @@ class Encoder:
         return len(weight) > 0 and float(vector.float() @ weight[:-1] + weight[-1]) > 0
 
     def save(self, path: Path) -> None:
-        """Write the map into a file; raises ModelError if it can't be written."""
+        """Write the map into a file, wholly or not at all; ModelError if it can't be written."""
         try:
             paths.private_dir(path.parent)
             about = {**self.about, "layers": json.dumps(self.layers)}
-            save_file(self._stored(), path, about)
+            paths.write_private(path, save(self._stored(), about), replaces=True)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"encoder {path} can't be written: {error}") from None
 
@@ -112,7 +112,8 @@ class Encoder:
 
         Raises ModelError for a file that is damaged or was made for a model of another shape.
         """
-        path = next((path for path in paths.encoder_files(name) if path.is_file()), None)
+        own, bundled = paths.encoder_files(name)
+        path = next((path for path in (own, bundled) if path.is_file()), None)
         if path is None:
             return cls()
         found, count = cls.load(path), layer_count(module)
@@ -120,7 +121,7 @@ class Encoder:
         is_valid = list(found.layers) == sorted({n for n in found.layers if 1 <= n <= count})
         if not (is_valid and len(found.weight) == len(found.layers) * size > 0):
             raise _unusable(path, "was trained for another model")
-        return found
+        return replace(found, about={**found.about, "bundled": "yes"}) if path == bundled else found
 
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)

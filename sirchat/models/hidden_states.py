@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class _PassEnded(Exception):
-    """Ends a forward pass after the deepest layer that is needed."""
+    """Ends a forward pass after the deepest layer that is needed; has the states recorded."""
 
 
 def layer_count(module: Any) -> int:
@@ -35,13 +35,17 @@ def recorded_states(
         hidden = output[0] if isinstance(output, tuple) else output  # [1, m, d]
         states.append(hidden[0])
         if ends_pass and len(states) == len(layers):
-            raise _PassEnded
+            raise _PassEnded(states)
 
-    with ExitStack() as hooks, suppress(_PassEnded):
-        for number in layers:
-            layer = decoder_layers(module)[number - 1]
-            hooks.callback(layer.register_forward_hook(record).remove)
-        yield states
+    try:
+        with ExitStack() as hooks:
+            for number in layers:
+                layer = decoder_layers(module)[number - 1]
+                hooks.callback(layer.register_forward_hook(record).remove)
+            yield states
+    except _PassEnded as ended:  # a pass may be recorded twice
+        if ended.args[0] is not states:
+            raise
 
 
 def side_by_side(states: Sequence[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ from sirchat.models.devices import (
 from sirchat.models.encoder import Encoder
 from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.hub_step import HubStep
+from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model_config import context_length, refuse_odd_numbers, sliding_window
 from sirchat.models.packed import SharedWeights, packed_buffers
@@ -353,10 +354,13 @@ class LoadedModel:
         if own is not None:
             return f"sentence encoder {own.name}, {own.size} numbers"
         if not encoder.layers:
-            return f"none; sirchat train encoder --model {self.name} makes one"
+            return why_no_encoder(self.name)
         layers = ", ".join(map(str, encoder.layers))
-        learned = f", learned from {encoder.about['teacher']}" if "teacher" in encoder.about else ""
-        return f"the model's own states after layers {layers}, {encoder.size} numbers{learned}"
+        about = encoder.about
+        how = f", learned from {about['teacher']}" if "teacher" in about else ""
+        how += f" on {about['date']}" if "date" in about else ""
+        how += ", bundled" * ("bundled" in about)
+        return f"the model's own states after layers {layers}, {encoder.size} numbers{how}"
 
     @cached_property
     def exposes_attention(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sirchat.models import background
 from sirchat.models.devices import (
     cpu_quota,
     free_threads,
@@ -62,9 +63,12 @@ def test_the_load_is_what_still_runs_and_does_not_give_way(
 ) -> None:
     (tmp_path / "loadavg").write_text(f"{last_minute} 1.00 1.00 {now}/300 12345\n")
     monkeypatch.setattr("os.getloadavg", lambda: (last_minute, 1.0, 1.0))
-    monkeypatch.setattr("sirchat.models.background.is_running", lambda: compiles)
+    running = {"background": compiles, "learning": False}
+    monkeypatch.setattr(background, "is_running", lambda name="background": running[name])
     assert load_of_others(tmp_path / "loadavg") == load
     assert load_of_others(tmp_path / "none") == last_minute
+    running["learning"] = True  # with all cores, of which it gives each away
+    assert load_of_others(tmp_path / "loadavg") == 0
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:

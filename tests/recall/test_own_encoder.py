@@ -75,6 +75,30 @@ def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceE
     np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
 
 
+@pytest.mark.usefixtures("own_home")
+def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> None:
+    model = babbler()
+    chat = session(model, max_new_tokens=8, recall="meaning")
+    saving = Autosave(chat)
+    list(chat.ask("My sister Anna lives in Rome. I drive a red car."))
+    saving.save()
+    saving.close_without_saving()
+    assert saving._store is not None
+    with SessionStore.open(saving._store.path) as store:
+        again = session(with_question(model), max_new_tokens=8, recall="meaning")
+        resume_session(again, store)
+    list(again.ask("It rains."))
+    again.recall.update()
+    passages = again.recall.search.passages
+    has_vector = np.isfinite(passages.vectors).all(1)
+    assert has_vector.tolist() == (passages.rows["turn"] > 1).tolist()
+    turn = again.template.opening("Where does my sister live?")[1]
+    found = again.recall.find(turn.ids, turn.roles, 40)
+    texts = [passages.texts(again.ledger, at, at + 1)[0] for at in found.passages]
+    assert found.message.vector is not None
+    assert "My sister Anna lives in Rome" in texts[0]
+
+
 def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEncoder) -> None:
     named = changed_profile(Profile(compile="off"), "", recall_encoder="some/encoder", model="no")
     with pytest.raises(ModelError, match="'some/encoder' is neither a folder nor a model"):

@@ -36,9 +36,14 @@ def train_anchor(trust_remote_code: Trust = False, debug: Debug = False, **given
 @train_app.command("encoder")
 @with_flags(_declared["encoder"])
 def train_encoder(trust_remote_code: Trust = False, debug: Debug = False, **given: Any) -> None:
+    from sirchat.lab.studies.study import refuse_unknown
     from sirchat.lab.training.display import train_encoder_with_progress
     from sirchat.lab.training.encoder import EncoderOptions
+    from sirchat.models.devices import DeviceName
 
+    refuse_unknown("--device", (given["device"],), get_args(DeviceName))
+    lesson = given.pop("lesson")
     layers = whole_numbers("layers", given["layers"])
     given |= {"data": tuple(given["data"] or ()), "layers": layers}
-    train_encoder_with_progress(EncoderOptions(**given, trust_remote_code=trust_remote_code))
+    options = EncoderOptions(**given, trust_remote_code=trust_remote_code)
+    train_encoder_with_progress(options, lesson)

@@ -49,7 +49,7 @@ WITHOUT_SESSION = (
     *("recall_query", "recall_encoder"),
 )
 # Settings that change no results, or only by rounding; `setting_key` leaves them out.
-UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
+UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup", "learn_encoder")
 
 
 class Study(ABC):

@@ -39,14 +39,20 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
     Console().print(str(options.out), soft_wrap=True, highlight=False, markup=False)
 
 
-def train_encoder_with_progress(options: EncoderOptions) -> None:
+def train_encoder_with_progress(options: EncoderOptions, lesson: Path | None = None) -> None:
     """Train a sentence encoder, by which recall finds what is said in other words.
 
-    Progress and the test's result are printed to stderr, and the path of the file to stdout.
+    Progress and the test's result are printed to stderr, and the path of the file to stdout. With
+    a path `lesson`, a lesson is written there instead.
     """
-    from sirchat.lab.training.encoder import ids_of, open_trainer
+    from sirchat.lab.training.encoder import ids_of, open_trainer, write_lesson
 
     console, done = make_notes_console(), 0
+    if lesson is not None:
+        with quiet_libraries():
+            write_lesson(options, lesson)
+        Console().print(str(lesson), soft_wrap=True, highlight=False, markup=False)
+        return
     with quiet_libraries():
         trainer = open_trainer(options)  # errors in the options appear before the bar
     with shown_progress(console, "first conversation") as show:
@@ -55,10 +61,8 @@ def train_encoder_with_progress(options: EncoderOptions) -> None:
             done += len(ids_of(conversation))
             show(min(done, options.tokens), options.tokens, "tokens")
     path, test, told, focus = trainer.finish()
-    lines = [
-        f"finds {test.found:.2f} of paraphrases among {test.sentences:,} sentences; the teacher "
-        f"finds {test.by_teacher:.2f}"
-    ]
+    teacher = "" if test.by_teacher is None else f"; the teacher finds {test.by_teacher:.2f}"
+    lines = [f"finds {test.found:.2f} of paraphrases among {test.sentences:,} sentences{teacher}"]
     for one in told:
         wrong = "" if math.isnan(one.in_talk) else f", {one.in_talk:.2f} of talk"
         lines.append(

@@ -1,15 +1,18 @@
 """Trains a sentence encoder for any model: a linear map from its hidden states to a teacher's.
 
-The teacher is a small sentence encoder such as all-MiniLM-L6-v2. The map is ridge regression from
-the mean states of a sentence's tokens to the teacher's vector of the sentence.
+The teacher is a small sentence encoder such as all-MiniLM-L6-v2, or the bundled lesson, which has
+its vectors. The map is ridge regression from the mean states of a sentence's tokens to the
+teacher's vector of the sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
-from itertools import count, cycle
+from itertools import chain, count, cycle
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -26,13 +29,23 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest, measure_focus
 from sirchat.lab.studies.reading import ask, whole_round
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.lab.training.lesson import Lesson
 from sirchat.lab.training.ridge import Ridge
-from sirchat.lab.training.statements import StatementTest, learn_kinds, learn_question
+from sirchat.lab.training.statements import (
+    StatementTest,
+    learn_kinds,
+    learn_question,
+    statement_rounds,
+)
 from sirchat.memory.ledger import Role
+from sirchat.models import background
+from sirchat.models.compiling import use_compiled
+from sirchat.models.devices import DeviceName
 from sirchat.models.encoder import Encoder
 from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
+from sirchat.models.names import cached_folder
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
@@ -67,16 +80,19 @@ class EncoderOptions:
     """The options of `sirchat train encoder`."""
 
     model: str  # name of the model whose states are encoded
-    teacher: str = TEACHER  # folder or name of the sentence encoder to learn from
+    # folder or name of the sentence encoder to learn from, or lesson, the bundled one; auto is
+    # `TEACHER` if it is on this machine, or else lesson
+    teacher: str = "auto"
     # files of conversations, of which every second dialogue is kept back for tests; if the others
     # have fewer than `tokens` tokens, half of the rest is synthetic dialogue, and the model writes
-    # the other half
+    # the other half; a lesson has its own text
     data: tuple[Path, ...] = ()
     # numbers (from 1) of the layers whose states are mapped; empty for those of `encoder_layers`
     layers: tuple[int, ...] = ()
     tokens: int = 40_000  # number of tokens to read
     # file of the encoder; None for the path where chats look for an encoder of the model
     out: Path | None = None
+    device: DeviceName = "auto"
     seed: int = 0  # of the order of the data, of synthetic dialogue and of what the model writes
     trust_remote_code: bool = False
 
@@ -96,7 +112,7 @@ class EncoderTest:
     """The share of `PARAPHRASES` whose question finds its fact among other sentences."""
 
     found: float  # by the trained encoder
-    by_teacher: float
+    by_teacher: float | None  # None for a lesson
     sentences: int  # that the questions were compared with
 
 
@@ -107,25 +123,26 @@ class EncoderTrainer:
     """
 
     def __init__(
-        self, model: LoadedModel, options: EncoderOptions, teacher: SentenceEncoder
+        self, model: LoadedModel, options: EncoderOptions, teacher: SentenceEncoder | Lesson
     ) -> None:
         count = layer_count(model.module)
         self._layers = options.layers or encoder_layers(count)
         check_layers(self._layers, count)
         self._model, self._options, self._teacher = model, options, teacher
-        size = model.module.config.get_text_config(decoder=True).hidden_size
-        self._ridge = Ridge(len(self._layers) * size, teacher.size)
-        self._others = list[Sentence]()  # among which the questions search
+        self._sentences = list[Sentence]()  # that were read
         self._given = [one for file in options.data for one in load_dialogues(file)]
         Random(f"encoder/{options.seed}").shuffle(self._given)
 
     def conversations(self) -> Iterator[Conversation]:
         """Yield what is to be read, about `tokens` tokens in all; the model writes a part of it.
 
-        Of the data, every second dialogue is kept back.
+        Of the data, every second dialogue is kept back. A lesson is read as a whole.
         """
         options, model, left = self._options, self._model, self._options.tokens
         template, rng = Template(model.tokenizer, model.anchors), Random(f"{options.seed}")
+        if isinstance(self._teacher, Lesson):
+            yield from cut_into_conversations(iter(self._teacher.rounds), template, _LENGTH)
+            return
         rounds = (pair for one in self._given[::2] for pair in one)
         for one in cut_into_conversations(rounds, template, _LENGTH):
             if left <= 0:
@@ -146,33 +163,40 @@ class EncoderTrainer:
             left -= 2 * len(ids_of(one))
 
     def read(self, conversation: Conversation) -> None:
-        """Let the model read a conversation, and learn from its sentences."""
+        """Let the model read a conversation, and keep its sentences."""
         found = sentences(self._model, conversation, self._layers)
-        if not found:
-            return
-        wanted = self._teacher.vectors([one.text for one in found])
-        self._ridge.add(torch.stack([one.states for one in found]), wanted)
-        self._others += found[::4]
+        if isinstance(self._teacher, Lesson):  # a reply such as "I see." stands there often
+            new = self._teacher.known.keys() - {one.text for one in self._sentences}
+            found = [one for text, one in {one.text: one for one in found}.items() if text in new]
+        self._sentences += found
 
     def finish(self) -> tuple[Path, EncoderTest, list[StatementTest], FocusTest | None]:
         """Fit the encoder and what tells statements by its vectors, and write its file.
 
         Returns the path of the file, and the results of the tests; that of focus needs data.
         """
-        ridge = self._ridge
-        weight, bias = ridge.solve(PENALTY * ridge.count)
+        read = self._sentences
+        states = torch.stack([one.states for one in read])
+        ridge = Ridge(states, self._teacher.vectors([one.text for one in read]))
+        weight, bias = ridge.solve(PENALTY * len(read))
         axes = ridge.main_axes(weight, bias, SIZE)  # [K, D]
         encoder = Encoder(self._layers, (weight @ axes).float(), (bias @ axes).float())
         test = self._tested(encoder)
         about = {
             "model": self._model.name,
             "teacher": Path(self._teacher.name).name,
-            "sentences": str(ridge.count),
+            "date": date.today().isoformat(),
+            "sentences": str(len(read)),
             "found": f"{test.found:.2f}",
         }
-        talk, model = _encoded(encoder, self._others), replace(self._model, encoder=encoder)
-        (hidden, kinds), told = learn_kinds(model, talk)
-        question, asking = learn_question(model, self._messages(0), self._messages(1))
+        vectors, model = _encoded(encoder, read), replace(self._model, encoder=encoder)
+        # The statements are a part of a lesson.
+        has_all = isinstance(self._teacher, Lesson)
+        known = {one.text: vectors[at] for at, one in enumerate(read) if has_all}
+        stated = {user for user, _ in statement_rounds()}
+        talk = vectors[[at for at, one in enumerate(read) if one.text not in stated][::4]]
+        (hidden, kinds), told = learn_kinds(model, talk, known)
+        question, asking = learn_question(model, self._messages(0), self._messages(1), known)
         encoder = replace(encoder, about=about, hidden=hidden, kinds=kinds, question=question)
         focus = self._measured_focus(encoder)
         if focus is not None:
@@ -197,7 +221,8 @@ class EncoderTrainer:
             return measure_focus(replace(self._model, encoder=encoder), str(path))
 
     def _tested(self, encoder: Encoder) -> EncoderTest:
-        model, others = self._model, self._others[:1000]
+        model, step = self._model, max(1, len(self._sentences) // 1000)
+        others = self._sentences[::step][:1000]
         template = Template(model.tokenizer, model.anchors)
         told = [
             whole_round(template, fact, "I see.", first=not number)
@@ -211,16 +236,19 @@ class EncoderTrainer:
             start, end = ids.content
             states = _states(model, ids.ids[:end], encoder.layers)[start:]
             asked.append(Sentence(question, states.mean(0)))
-        known, both = [*facts, *others], list[float]()
+        known, teacher = [*facts, *others], self._teacher
 
         def taught(many: Sequence[Sentence]) -> Tensor:
-            return self._teacher.vectors([one.text for one in many])
+            return teacher.vectors([one.text for one in many])
 
-        for vectors in (partial(_encoded, encoder), taught):
+        def share_found(vectors: Callable[[Sequence[Sentence]], Tensor]) -> float:
             scores = vectors(asked) @ vectors(known).T  # [questions, sentences]
             own = scores.diagonal()[:, None]
-            both.append(float(((scores > own).sum(1) < _FOUND).float().mean()))
-        return EncoderTest(both[0], both[1], len(known))
+            return float(((scores > own).sum(1) < _FOUND).float().mean())
+
+        found = share_found(partial(_encoded, encoder))
+        by_teacher = None if isinstance(teacher, Lesson) else share_found(taught)
+        return EncoderTest(found, by_teacher, len(known))
 
 
 def _encoded(encoder: Encoder, many: Sequence[Sentence]) -> Tensor:
@@ -309,13 +337,40 @@ def written(model: LoadedModel, rng: Random) -> Iterator[tuple[str, str]]:
 
 def _states(model: LoadedModel, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The hidden states [m, layers x d] of ids [m] that are read in one pass."""
-    with recorded_states(model.module, layers) as states:
+    with recorded_states(model.module, layers, ends_pass=True) as states:
         model.read(ids, model.new_cache(len(ids)))
     return side_by_side(states).cpu()
 
 
+def write_lesson(options: EncoderOptions, path: Path) -> None:
+    """Write a lesson of the statements, and of texts that the model writes, into a file."""
+    teacher = SentenceEncoder(TEACHER if options.teacher == "auto" else options.teacher)
+    model = load_model(options.model, device=options.device, compiles=True)
+    use_compiled(model, "auto")
+    template, left = Template(model.tokenizer, model.anchors), options.tokens
+    rounds, texts = list[tuple[str, str]](), dict[str, None]()
+    # Of other signs, a small model writes pages of faces.
+    own = (pair for pair in written(model, Random(f"{options.seed}")) if pair[1].isascii())
+    for pair in chain(statement_rounds(), own):
+        rounds.append(pair)
+        left -= len(whole_round(template, *pair, first=False).ids)
+        if left <= 0:
+            break
+    for one in cut_into_conversations(iter(rounds), template, _LENGTH):
+        texts |= dict.fromkeys(found.text for found in sentences(model, one, (1,)))
+    known = dict(zip(texts, teacher.vectors(list(texts)), strict=True))
+    Lesson(Path(teacher.name).name, rounds, known).save(path, SIZE)
+
+
 def open_trainer(options: EncoderOptions) -> EncoderTrainer:
     """Load model and teacher that `options` name, and make a trainer."""
-    teacher = SentenceEncoder(options.teacher)
-    model = load_model(options.model, trust_remote_code=options.trust_remote_code)
+    name = options.teacher
+    if name == "auto":
+        name = TEACHER if cached_folder(TEACHER).is_dir() else "lesson"
+    teacher = Lesson.load() if name == "lesson" else SentenceEncoder(name)
+    while background.is_running():  # it writes a file, maybe one that spares memory here
+        time.sleep(1)
+    model = load_model(
+        options.model, device=options.device, trust_remote_code=options.trust_remote_code
+    )
     return EncoderTrainer(model, options, teacher)

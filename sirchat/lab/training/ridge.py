@@ -1,4 +1,4 @@
-"""Ridge regression in closed form, of which only sums are kept in memory."""
+"""Ridge regression in closed form."""
 
 from __future__ import annotations
 
@@ -7,51 +7,35 @@ from torch import Tensor
 
 
 class Ridge:
-    """Ridge regression that predicts a vector y [k] from a vector x [d], with d = `size`.
+    """Ridge regression that predicts vectors y [n, k] from vectors x [n, d].
 
-    The penalty applies to the weights of the standardised x, and not to the intercept. Observations
-    are added in parts, and only their sums are kept in memory.
+    The penalty applies to the weights of the standardised x, and not to the intercept.
     """
 
-    def __init__(self, size: int, k: int = 1) -> None:
-        self._count = 0
-        self._x, self._y = (torch.zeros(n, dtype=torch.float64) for n in (size, k))
-        self._xx = torch.zeros(size, size, dtype=torch.float64)
-        self._xy = torch.zeros(size, k, dtype=torch.float64)
-
-    @property
-    def count(self) -> int:
-        """Number of observations that have been added to the regression."""
-        return self._count
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add m observations to the regression: vectors `x` [m, d] and their `y` [m, k]."""
-        x, y = x.double().cpu(), y.double()
-        self._count += len(y)
-        self._x += x.sum(0)
-        self._y += y.sum(0)
-        self._xx += x.T @ x
-        self._xy += x.T @ y
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x, y.double()
 
     def solve(self, penalty: float) -> tuple[Tensor, Tensor]:
         """Fit the regression with the given penalty; returns weights [d, k] and bias [k], float64.
 
-        Both apply to vectors x as they were added, not to standardised ones.
+        Both apply to vectors x as they were given, not to standardised ones.
         """
-        mean, mean_y = self._x / self._count, self._y / self._count
-        covariance = self._xx - self._count * mean.outer(mean)
-        deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
+        mean, mean_y = self._x.double().mean(0), self._y.mean(0)
+        x, y = self._x - mean, self._y - mean_y
+        deviation = x.square().mean(0).sqrt()
         deviation[deviation <= 1e-6 * mean.abs()] = 1  # x is constant, apart from rounding
-        scaled = covariance / deviation.outer(deviation)
-        wanted = (self._xy - self._count * mean.outer(mean_y)) / deviation[:, None]
-        weight = torch.linalg.solve(scaled + penalty * torch.eye(len(mean)), wanted)
+        x /= deviation
+        # Of both matrices that give the same weights, the smaller one: a large model has more
+        # numbers in a state than there are sentences.
+        if x.shape[0] < x.shape[1]:
+            weight = x.T @ torch.linalg.solve(x @ x.T + penalty * torch.eye(len(x)), y)
+        else:
+            weight = torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1]), x.T @ y)
         weight /= deviation[:, None]
         return weight, mean_y - mean @ weight
 
     def main_axes(self, weight: Tensor, bias: Tensor, most: int) -> Tensor:
         """The axes [k, most] on which what `solve` found predicts the most, orthonormal."""
-        cross = (weight.T @ self._x).outer(bias)
-        products = weight.T @ self._xx @ weight + cross + cross.T
-        products += self._count * bias.outer(bias)
-        axes: Tensor = torch.linalg.eigh(products).eigenvectors[:, -most:]
+        found = self._x.double() @ weight + bias
+        axes: Tensor = torch.linalg.eigh(found.T @ found).eigenvectors[:, -most:]
         return axes

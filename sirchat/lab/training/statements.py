@@ -7,9 +7,10 @@ hand. Sentences of given talk are further examples of what is no instruction.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import cycle
 from random import Random
 
 import torch
@@ -38,6 +39,7 @@ _ROUNDS = 40  # in a conversation, in which the sentences are read as messages
 _REPLIES = ("Okay.", "I see.", "All right.", "Sure, I can do that.", "Thank you for telling me.")
 
 Statements = dict[str, list[str]]  # by kind: those in `KINDS`, and `other`
+Vectors = Mapping[str, Tensor]  # [D], by text
 Network = tuple[Tensor, Tensor]  # `Encoder.hidden` and `Encoder.kinds`
 
 
@@ -58,14 +60,25 @@ def load_statements() -> tuple[Statements, Statements]:
     return examples, examples.pop("kept_back")
 
 
-def learn_kinds(model: LoadedModel, talk: Tensor) -> tuple[Network, list[StatementTest]]:
+def statement_rounds() -> list[tuple[str, str]]:
+    """The written examples as messages, each once, in an order without sense, with replies."""
+    taught, _ = load_statements()
+    texts = list(dict.fromkeys(text for some in taught.values() for text in some))
+    Random(0).shuffle(texts)
+    return list(zip(texts, cycle(_REPLIES)))
+
+
+def learn_kinds(
+    model: LoadedModel, talk: Tensor, known: Vectors
+) -> tuple[Network, list[StatementTest]]:
     """Fit `Encoder.hidden` and `Encoder.kinds` for the encoder of `model`, and test them.
 
-    `talk` [m, D] are vectors of sentences of talk; every second one is kept back, too.
+    `talk` [m, D] are vectors of sentences of talk; every second one is kept back, too. Sentences
+    that are `known` are not read again.
     """
     taught, kept = load_statements()
-    network = fit_kinds(*read_statements(model, taught), talk[::2])
-    vectors, is_kind = read_statements(model, kept)
+    network = fit_kinds(*read_statements(model, taught, known), talk[::2])
+    vectors, is_kind = read_statements(model, kept, {})
     found, of_talk = kind_scores(vectors, *network) > 0, kind_scores(talk[1::2], *network) > 0
     tests = list[StatementTest]()
     for at, kind in enumerate(KINDS):
@@ -102,16 +115,18 @@ def fit_kinds(vectors: Tensor, is_kind: Tensor, talk: Tensor, penalty: float = _
 
 
 def learn_question(
-    model: LoadedModel, talk: Sequence[str], kept_talk: Sequence[str]
+    model: LoadedModel, talk: Sequence[str], kept_talk: Sequence[str], known: Vectors
 ) -> tuple[Tensor, StatementTest]:
     """Fit `Encoder.question` [D + 1] for the encoder of `model` by ridge regression, and test it.
 
     `talk` are messages of people to each other, of which hardly any asks for what was told;
-    `kept_talk` and the questions of `facts-in-dialogue` are kept back for the test.
+    `kept_talk` and the questions of `facts-in-dialogue` are kept back for the test. Messages that
+    are `known` are not read again.
     """
     examples, kept = load_statements()
     asks, others = examples["question"], [*examples["no_question"], *examples["other"], *talk]
-    x = _with_one(model, [*asks, *others])
+    others += [text for text in examples["fact"] if text in known]
+    x = _with_one(model, [*asks, *others], known)
     is_asking = torch.arange(len(x)) < len(asks)
     share = torch.where(is_asking, 1 / len(asks), 1 / len(others)).double() * len(x) / 2
     penalty = _QUESTION_PENALTY * torch.eye(x.shape[1], dtype=torch.float64)
@@ -128,16 +143,16 @@ def learn_question(
     ]
     asked = list(dict.fromkeys(text for fact in facts for text in fact.asked.values()))
     shares = [
-        (_with_one(model, texts) @ weight > 0).double().mean().item() if texts else math.nan
+        (_with_one(model, texts, {}) @ weight > 0).double().mean().item() if texts else math.nan
         for texts in (asked, kept["other"], kept_talk)
     ]
     return weight.float(), StatementTest("question", *shares)
 
 
-def _with_one(model: LoadedModel, messages: Sequence[str]) -> Tensor:
+def _with_one(model: LoadedModel, messages: Sequence[str], known: Vectors) -> Tensor:
     """The vectors of messages, and a one: float64 [n, D + 1]."""
-    vectors = torch.stack([_read_alone(model, text) for text in messages]).double()
-    return pad(vectors, (0, 1), value=1.0)
+    vectors = [known[text] if text in known else _read_alone(model, text) for text in messages]
+    return pad(torch.stack(vectors).double(), (0, 1), value=1.0)
 
 
 def _read_alone(model: LoadedModel, text: str) -> Tensor:
@@ -147,14 +162,21 @@ def _read_alone(model: LoadedModel, text: str) -> Tensor:
     return model.encode(turn.ids[: min(end, start + _LONGEST)], start)
 
 
-def read_statements(model: LoadedModel, statements: Statements) -> tuple[Tensor, Tensor]:
-    """The vectors [n, D] of all statements, read as messages of conversations, and `is_kind`."""
+def read_statements(
+    model: LoadedModel, statements: Statements, known: Vectors
+) -> tuple[Tensor, Tensor]:
+    """The vectors [n, D] of all statements, read as messages of conversations, and `is_kind`.
+
+    Those that are `known` are not read again.
+    """
     pairs = [(text, kind) for kind in (*KINDS, "other") for text in statements[kind]]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = [pairs[number] for number in order]
-    vectors = list[Tensor]()
-    for start in range(0, len(pairs), _ROUNDS):
-        vectors += _vectors(model, [text for text, _ in pairs[start : start + _ROUNDS]])
+    unknown, found = [text for text, _ in pairs if text not in known], dict(known)
+    for start in range(0, len(unknown), _ROUNDS):
+        texts = unknown[start : start + _ROUNDS]
+        found |= zip(texts, _vectors(model, texts), strict=True)
+    vectors = [found[text] for text, _ in pairs]
     return torch.stack(vectors), torch.tensor([[kind == one for one in KINDS] for _, kind in pairs])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import date
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +24,19 @@ from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.training import encoder as training
 from sirchat.lab.training import statements
-from sirchat.lab.training.encoder import EncoderOptions, ids_of, open_trainer, sentences
+from sirchat.lab.training.encoder import (
+    PARAPHRASES,
+    EncoderOptions,
+    ids_of,
+    open_trainer,
+    sentences,
+)
+from sirchat.lab.training.lesson import LESSON, Lesson
 from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import load_statements
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
+from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files, tiny_dir
 from sirchat.text.template import Template
 
@@ -57,16 +68,14 @@ def test_sentences_are_split_without_the_templates_tokens_and_get_their_tokens_m
         )
 
 
+@pytest.mark.parametrize("n", [200, 4])  # 4: fewer sentences than numbers in a state
 @pytest.mark.parametrize("penalty", [0.1, 3.0, 100.0])
-def test_ridge_is_least_squares_with_the_penalty_as_further_rows(penalty: float) -> None:
+def test_ridge_is_least_squares_with_the_penalty_as_further_rows(penalty: float, n: int) -> None:
     random = np.random.default_rng(0)
-    x = random.normal(3.0, [0.1, 1.0, 40.0, 1.0, 1.0], (200, 5))
+    x = random.normal(3.0, [0.1, 1.0, 40.0, 1.0, 1.0], (n, 5))
     x[:, 4] = 7.0  # tells nothing
-    y = x @ [2.0, -1.0, 0.1, 0.0, 0.0] + random.normal(size=200) + 5
-    ridge = Ridge(5)
-    for part in np.array_split(np.arange(200), 7):
-        ridge.add(torch.from_numpy(x[part]), torch.from_numpy(y[part, None]))
-    weights, biases = ridge.solve(penalty)
+    y = x @ [2.0, -1.0, 0.1, 0.0, 0.0] + random.normal(size=n) + 5
+    weights, biases = Ridge(torch.from_numpy(x), torch.from_numpy(y[:, None])).solve(penalty)
     weight, bias = weights[:, 0], float(biases[0])
     scale = np.where(x.std(0) > 1e-9, x.std(0), 1)
     standardised = (x - x.mean(0)) / scale
@@ -79,13 +88,10 @@ def test_ridge_is_least_squares_with_the_penalty_as_further_rows(penalty: float)
 def test_ridge_predicts_several_numbers_as_it_does_one_and_finds_their_main_axes() -> None:
     random = np.random.default_rng(0)
     x, y = (torch.from_numpy(random.normal(1, 2, (60, n))) for n in (4, 3))
-    both = Ridge(4, 3)
-    both.add(x, y)
+    both = Ridge(x, y)
     weight, bias = both.solve(2.0)
     for at in range(3):
-        one = Ridge(4)
-        one.add(x, y[:, [at]])
-        alone, bias_alone = one.solve(2.0)
+        alone, bias_alone = Ridge(x, y[:, [at]]).solve(2.0)
         torch.testing.assert_close(weight[:, [at]], alone)
         torch.testing.assert_close(bias[[at]], bias_alone)
     axes = both.main_axes(weight, bias, 2)
@@ -116,11 +122,76 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     assert "of paraphrases among" in ran.stderr
     assert "of the kind question" in ran.stderr
     assert "focus: auto is on: right +0.25" in ran.stderr
-    encoder = load_model("tiny").encoder
+    model = load_model("tiny")
+    encoder = model.encoder
     assert (encoder.size, encoder.about["teacher"], encoder.about["focus"]) == (8, "teacher", "on")
+    today = f"learned from teacher on {date.today()}"
+    assert model.encoder_in_words.endswith(today)
     assert encoder.question.shape == (9,)
     kept_back = {user for dialogues in measured for one in dialogues for user, _ in one}
     assert 0 < len(kept_back) < 40, "measured in every second dialogue"
+
+
+def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(own_home))
+    monkeypatch.setattr(training, "SIZE", 8)
+    monkeypatch.setattr(training, "written", lambda model, rng: pytest.fail("it writes a text"))
+    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
+    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    whole = Lesson.load()
+    short = Lesson(whole.name, whole.rounds[-30:], whole.known)
+    short = replace(short, rounds=[*short.rounds, ("I own a kayak made of xenon.", "Sure.")])
+    monkeypatch.setattr(training.Lesson, "load", lambda: short)
+    ran = CliRunner().invoke(train_app, ["encoder", "--model", "tiny"])
+    assert ran.exception is None
+    assert "of paraphrases among" in ran.stderr
+    assert "the teacher finds" not in ran.stderr
+    encoder = load_model("tiny").encoder
+    assert (encoder.size, encoder.about["teacher"]) == (8, "all-MiniLM-L6-v2")
+    assert 30 < int(encoder.about["sentences"]) < 500
+
+
+def test_the_command_makes_a_lesson_of_the_statements_and_of_what_a_model_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SIZE", 8)
+    said = [("Say something.", "I like green tea. Do you?"), ("Go on.", "\N{GRINNING FACE} ha ha.")]
+    monkeypatch.setattr(training, "written", lambda model, rng: cycle(said))
+    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
+    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    teacher, path = write_sentence_encoder(tmp_path / "teacher"), tmp_path / "lesson.xz"
+    flags = ["--model", "tiny", "--teacher", str(teacher), "--tokens", "1500"]
+    ran = CliRunner().invoke(train_app, ["encoder", *flags, "--lesson", str(path)])
+    assert ran.exception is None
+    made = Lesson.load(path)
+    assert (made.name, made.size) == ("teacher", 8)
+    messages = {user for user, _ in made.rounds}
+    assert messages >= {text for some in few[0].values() for text in some}
+    assert "I like green tea." in made.known
+    assert not any("\N{GRINNING FACE}" in text for text in made.known)
+    known = list(made.known)
+    exact = SentenceEncoder(str(teacher)).vectors(known)
+    near = made.vectors(known) @ made.vectors(known).T
+    torch.testing.assert_close(near, exact @ exact.T, atol=0.35, rtol=0)  # 8 axes, in bytes
+
+
+def test_the_bundled_lesson_knows_the_statements_and_is_small() -> None:
+    assert LESSON.stat().st_size < 1_500_000
+    lesson = Lesson.load()
+    taught, kept = load_statements()
+    texts = {text for some in taught.values() for text in some}
+    assert len(texts & lesson.known.keys()) > 0.95 * len(texts)
+    judged = {text for some in kept.values() for text in some}
+    judged |= {text for pair in PARAPHRASES for text in pair}
+    assert not judged & lesson.known.keys()
+    vectors = lesson.vectors(list(lesson.known))
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
+    one, like, other = lesson.vectors(
+        ["Please call me Doctor Lee from now on.", "You can call me Tom.", "Never mention prices."]
+    )
+    assert one @ like > one @ other + 0.1
 
 
 def focus_test(measured: list[list[Dialogue]], model: LoadedModel, data: str) -> FocusTest:

@@ -1,0 +1,114 @@
+"""A process in the background learns a sentence encoder for a model that has none.
+
+It is `sirchat train encoder`, which writes the whole file or none. A file of each model has
+the version, a line for each start, and what the process said after it: progress, or its error.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sirchat import __version__, paths
+from sirchat.models import background
+from sirchat.models.hidden_states import layer_count
+from sirchat.models.shape import free_memory
+
+# Of a smaller model, such as tiny, states know too little of what words mean: one or the other.
+_LEAST_SIZE, _LEAST_LAYERS = 512, 24
+_LEARNED_A_MINUTE = 150 << 20  # bytes of weights, with two cores
+_SPARE = 2 << 30  # bytes that must be free beside those of a second load
+_MOST_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
+_LOCK = "learning"
+_PACKAGE = Path(__file__).parents[1]
+_START, _ERROR = "start", "sirchat: "
+
+
+def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
+    """Start to learn a model's encoder; returns what to tell the user, or "" if it can't be.
+
+    Nothing starts for a small model, without free memory, while another model's is learned, or
+    after an error or three starts with this version.
+    """
+    said, weights = _said(name), sum(one.nbytes for one in module.state_dict().values())
+    size = module.config.get_text_config(decoder=True).hidden_size
+    is_small = size < _LEAST_SIZE and layer_count(module) < _LEAST_LAYERS
+    failed = said.count(_START) >= _MOST_STARTS or any(line.startswith(_ERROR) for line in said)
+    can_run = sys.platform != "win32" and (_PACKAGE / "lab").is_dir()
+    if is_small or failed or not can_run or (free_memory() or 0) < weights + _SPARE:
+        return ""
+    if paths.encoder_files(name)[0].is_file():  # learned while the model was loaded
+        return ""
+    if (lock := background.lock(_LOCK)) is None:
+        return ""
+    try:
+        file = paths.encoder_attempts(name)
+        paths.private_dir(file.parent)
+        lines = "".join(f"{line}\n" for line in (__version__, *said, _START))
+        paths.write_private(file, lines, replaces=True)
+        os.truncate(lock, 0)
+        os.write(lock, file.name.encode())
+        _start(name, trust_remote_code, file, lock)
+    except OSError:  # no room for files, or for a process
+        return ""
+    finally:
+        os.close(lock)
+    minutes = max(1, round(weights / _LEARNED_A_MINUTE))
+    return (
+        f"learning what words mean to this model, in the background, some {minutes} min: chats "
+        "that begin later then recall what was said in other words, too; --no-learn-encoder "
+        "prevents it"
+    )
+
+
+def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
+    """Start the process, whose errors go to `file`, and which has the lock until it ends."""
+    path = Path(os.path.expanduser(name))
+    command = ["train", "encoder", "--model", str(path.absolute()) if path.exists() else name]
+    command += ["--teacher", "lesson", "--device", "cpu"]
+    command += ["--trust-remote-code"] * trust_remote_code
+    folders = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with file.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "sirchat", *command],  # -P: not of the current folder
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(folders),
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+            start_new_session=True,  # it outlives the chat
+            pass_fds=[lock],
+        )
+    background.give_way(process.pid)
+    process.returncode = 0  # nobody waits for it
+
+
+def why_no_encoder(name: str) -> str:
+    """Why a model has no encoder: it is being learned, that failed, or nobody learned it."""
+    said, by_hand = _said(name), f"sirchat train encoder --model {name}"
+    last = said[-1] if said else ""
+    if background.is_running(_LOCK):
+        with suppress(OSError):
+            file = background.lock_file(_LOCK).read_text("utf-8")
+            if file == paths.encoder_attempts(name).name:
+                return f"none yet, it is learned in the background{f': {last}' * (last != _START)}"
+    if last.startswith(_ERROR):
+        return f"none, it can't be learned: {last.removeprefix(_ERROR)}; {by_hand} tries again"
+    stopped = "learning was stopped; " if said else ""
+    return f"none; {stopped}{by_hand} makes one"
+
+
+def _said(name: str) -> list[str]:
+    """The lines about this version's attempts to learn a model's encoder, without the first."""
+    with suppress(OSError, ValueError):
+        version, *lines = paths.encoder_attempts(name).read_text("utf-8").splitlines()
+        if version == __version__:
+            return lines
+    return []
