@@ -54,17 +54,6 @@ __attribute__((noinline)) float dot(const float* x, const float* y, int64_t n) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-inline float power(float x) {  // 2^x for x <= 0
-  x = x < -126.0f ? -126.0f : x;
-  const float whole = x + 0x1.8p23f, t = (x - (whole - 0x1.8p23f)) * 0.693147181f;
-  float y = 1 + t * (1 + t * (1 / 2.f + t * (1 / 6.f + t * (1 / 24.f + t * (1 / 120.f + t / 720)))));
-  int32_t exponent, bits;
-  memcpy(&exponent, &whole, 4), memcpy(&bits, &y, 4);
-  bits += exponent << 23;
-  memcpy(&y, &bits, 4);
-  return y;
-}
-
 // Attention of one token's queries q [H, G, D], times log2(e), to n keys and values [H, n, D] of
 // numbers T. Each `SPLIT` rows are computed apart, and then put together in order.
 template <class T>

@@ -170,8 +170,8 @@ void in_parts(int64_t count, int64_t threads, Work work) {
       others.emplace_back([=] { work(count * begun / parts, count * (begun + 1) / parts); });
   } catch (const std::system_error&) {  // this thread computes what no other could be made for
   }
-  work((int64_t)0, count / parts);
-  work(count * begun / parts, count);
+  auto rest = [&](int64_t from, int64_t to) __attribute__((noinline)) { work(from, to); };
+  rest(0, count / parts), rest(count * begun / parts, count);
   for (auto& other : others) other.join();
 }
 

@@ -287,8 +287,9 @@ class _Network(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         if not _ROWS < h.shape[1] <= getattr(self.gate_proj, "own_rows", 0):
             return self._added(h)
-        # Of many rows the inner ones take much memory; each has the same bits alone.
-        return torch.cat([self._added(rows) for rows in torch.split(h, _ROWS, 1)], 1)
+        # Of many rows the inner ones take much memory; each has the same bits among fewer.
+        parts = h.tensor_split(-(-h.shape[1] // _ROWS), 1)
+        return torch.cat([self._added(rows) for rows in parts], 1)
 
     def _added(self, h: Tensor) -> Tensor:
         gate, up = _products((self.gate_proj, self.up_proj), h)

@@ -415,6 +415,11 @@ def has_own_products() -> bool:
     return torch._C._dispatch_has_kernel("sirchat::multiply_4")
 
 
+def has_tiles() -> bool:
+    """Whether it multiplies by matrix units, as `tiles.cpp` says, and so many rows fastest."""
+    return torch._C._dispatch_has_kernel("sirchat::score_8")
+
+
 def set_matmul_method(module: nn.Module, products: MatmulMethod) -> None:
     """Set how all packed layers of a module multiply."""
     for layer in _layers_of(module):

@@ -15,6 +15,7 @@ from sirchat.models.packed import (
     ANY_ROWS,
     MatmulMethod,
     has_fast_bfloat16,
+    has_tiles,
     matmul_method_of,
     set_matmul_method,
 )
@@ -67,8 +68,8 @@ def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
 
 
 def own_rows() -> int:
-    """Up to how many rows `products.cpp` is to multiply."""
-    return fastest_method(features()).own
+    """Up to how many rows `products.cpp` is to multiply, once it is loaded."""
+    return ANY_ROWS if has_tiles() else fastest_method(features()).own
 
 
 def processor() -> str:

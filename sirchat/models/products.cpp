@@ -24,6 +24,7 @@
 namespace {
 
 constexpr int GROUP = 32, CHUNKS = GROUP / 4, TILE = 8;
+constexpr int64_t FEW = 32;  // rows of x that `tiles.cpp` does not multiply faster
 
 // Vectors of L numbers. In a vector of bytes, each of L rows of the weights has four neighbours.
 #ifdef __AVX512BW__
@@ -145,6 +146,17 @@ constexpr bool PAIRED = true;
 inline int64_t second(int64_t) { return 16; }
 inline I row_pair(const uint8_t* p, int64_t) { return load(p); }
 #endif
+
+inline float power(float x) {  // 2^x for x <= 0
+  x = x < -126.0f ? -126.0f : x;
+  const float whole = x + 0x1.8p23f, t = (x - (whole - 0x1.8p23f)) * 0.693147181f;
+  float y = 1 + t * (1 + t * (1 / 2.f + t * (1 / 6.f + t * (1 / 24.f + t * (1 / 120.f + t / 720)))));
+  int32_t exponent, bits;
+  memcpy(&exponent, &whole, 4), memcpy(&bits, &y, 4);
+  bits += exponent << 23;
+  memcpy(&y, &bits, 4);
+  return y;
+}
 
 // Add the products of four unsigned weights and four signed numbers to each sum. With four bits, a
 // whole group fits into pairs of sums of 16 bits.
@@ -434,8 +446,17 @@ void in_parallel(Work& work, int64_t count) {
   torch_parallel_for(0, count, 1, call, &work);
 }
 
+}  // namespace
+
+#include "tiles.cpp"
+
+namespace {
+
 template <class W>
 void multiply(const W& weights, const float* x, int64_t m, float* y) {
+#ifdef HAS_TILES
+  if (m > FEW && may_use_tiles()) return multiply_by_tiles(weights, x, m, y);
+#endif
   Memory memory;
   Rounded rounded(m, weights.k, memory.of(Rounded::size(m, weights.k)));
   auto round = [&](int64_t from, int64_t to) {
@@ -457,33 +478,61 @@ T* data(AtenTensorHandle tensor) {
   return (T*)p;
 }
 
-AOTITorchError empty(const int64_t* shape, const int64_t* strides, int count, AtenTensorHandle* y) {
+AOTITorchError empty(int64_t rows, int64_t columns, AtenTensorHandle* y) {
+  const int64_t shape[] = {rows, columns}, strides[] = {columns, 1};
   const int32_t float32 = aoti_torch_dtype_float32(), cpu = aoti_torch_device_type_cpu();
-  return aoti_torch_empty_strided(count, shape, strides, float32, cpu, 0, y);
+  return aoti_torch_empty_strided(2, shape, strides, float32, cpu, 0, y);
+}
+
+int64_t size_of(AtenTensorHandle tensor, int dim) {
+  int64_t* sizes;
+  aoti_torch_get_sizes(tensor, &sizes);
+  return sizes[dim];
+}
+
+// Operators are given x, packed weights, their scales, and perhaps ids.
+template <class W>
+W weights_of(const AtenTensorHandle* given) {
+  const int64_t n = size_of(given[1], 0);
+  return {data<uint8_t>(given[1]), data<uint16_t>(given[2]), n, size_of(given[0], 1), n};
 }
 
 template <class W>
-AOTITorchError product(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scales, AtenTensorHandle* y) {
-  int64_t* sizes;
-  aoti_torch_get_sizes(x, &sizes);
-  const int64_t m = sizes[0], k = sizes[1];
-  aoti_torch_get_sizes(packed, &sizes);
-  const int64_t shape[] = {m, sizes[0]}, strides[] = {sizes[0], 1};
-  if (auto error = empty(shape, strides, 2, y)) return error;
-  const W weights{data<uint8_t>(packed), data<uint16_t>(scales), shape[1], k, shape[1]};
-  multiply(weights, data<float>(x), m, data<float>(*y));
+AOTITorchError product(const AtenTensorHandle* given, AtenTensorHandle* y) {
+  const W weights = weights_of<W>(given);
+  const int64_t m = size_of(given[0], 0);
+  if (auto error = empty(m, weights.n, y)) return error;
+  multiply(weights, data<float>(given[0]), m, data<float>(*y));
   return 0;
 }
 
-template <AOTITorchError (*F)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)>
+template <int COUNT, AOTITorchError (*F)(const AtenTensorHandle*, AtenTensorHandle*)>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   auto tensors = (AtenTensorHandle*)stack;
   AtenTensorHandle y;
-  const auto error = F(tensors[0], tensors[1], tensors[2], &y);
-  for (int i = 0; i < 3; i++) aoti_torch_delete_tensor_object(tensors[i]);
+  const auto error = F(tensors, &y);
+  for (int i = 0; i < COUNT; i++) aoti_torch_delete_tensor_object(tensors[i]);
   if (error) throw std::bad_alloc();
   tensors[0] = y;
 }
+
+#ifdef HAS_TILES
+AOTITorchError scores(const AtenTensorHandle* given, AtenTensorHandle* y) {
+  const Eight weights = weights_of<Eight>(given);
+  const int64_t m = size_of(given[0], 0);
+  if (auto error = empty((weights.n + SCORED - 1) / SCORED + 1, m, y)) return error;
+  score(weights, data<float>(given[0]), m, data<int64_t>(given[3]), data<float>(*y));
+  return 0;
+}
+
+void register_scores(TorchLibraryHandle definitions, TorchLibraryHandle kernels) {
+  if (!may_use_tiles()) return;
+  aoti_torch_library_def(definitions, "score_8(Tensor x, Tensor packed, Tensor scales, Tensor ids) -> Tensor");
+  torch_library_impl(kernels, "score_8", boxed<4, scores>, TORCH_ABI_VERSION);
+}
+#else
+void register_scores(TorchLibraryHandle, TorchLibraryHandle) {}
+#endif
 
 const int registered = [] {
   TorchLibraryHandle definitions, kernels;  // never deleted, or torch would forget them
@@ -491,8 +540,9 @@ const int registered = [] {
   aoti_torch_library_init_impl("sirchat", "CPU", __FILE__, __LINE__, &kernels);
   aoti_torch_library_def(definitions, "multiply_4(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   aoti_torch_library_def(definitions, "multiply_8(Tensor x, Tensor packed, Tensor scales) -> Tensor");
-  torch_library_impl(kernels, "multiply_4", boxed<product<Four>>, TORCH_ABI_VERSION);
-  return torch_library_impl(kernels, "multiply_8", boxed<product<Eight>>, TORCH_ABI_VERSION);
+  register_scores(definitions, kernels);
+  torch_library_impl(kernels, "multiply_4", boxed<3, product<Four>>, TORCH_ABI_VERSION);
+  return torch_library_impl(kernels, "multiply_8", boxed<3, product<Eight>>, TORCH_ABI_VERSION);
 }();
 
 }  // namespace

@@ -32,7 +32,7 @@ from sirchat.models.packed import (
     has_own_products,
     packing_layout,
 )
-from sirchat.models.processor import cpuinfo, processor
+from sirchat.models.processor import cpuinfo, features, processor
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _MAIN = Path(__file__).with_name("step.cpp")  # it includes the others
@@ -124,7 +124,7 @@ def _compare_with_torch() -> None:
     four = Int4Linear.of_values(q.to(torch.uint8), scale, -7 * scale)
     eight = Int8Linear((17 * q - 127)[:-3].to(torch.int8), scale[:-3, 0].bfloat16())
     layers: list[PackedLinear] = [four, eight]
-    for layer, rows in product(layers, (1, 19)):
+    for layer, rows in product(layers, (1, 19, 40)):
         x = torch.linspace(-2, 3, rows * columns).sin_().view(rows, columns)
         wanted = layer.multiply_few(x).float()
         layer.matmul_method = MatmulMethod(own=rows)
@@ -139,7 +139,7 @@ def _flags() -> list[str]:
     flags += ["-shared", "-fPIC", "-pthread"]
     if platform.machine().lower() in ("arm64", "aarch64"):
         return [*flags, "-mcpu=native"]
-    flags.append("-march=native")
+    flags += ["-march=native", *["-DWITH_TILES"] * features().has_amx]
     # torch, and so the layout of its four-bit weights, may be restricted to less than there is
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         flags.append("-mno-avx512f")

@@ -267,7 +267,7 @@ class Step {
   }
 
   template <class T>
-  void attend(const Layer& layer, int64_t at) {
+  __attribute__((noinline)) void attend(const Layer& layer, int64_t at) {
     std::vector<Attention<T>> each;
     int64_t most = 1;
     float* parts = buffers.parts;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.devices import has_vnni
-from sirchat.models.packed import Int8Linear, has_fast_bfloat16
+from sirchat.models.packed import Int8Linear, has_fast_bfloat16, has_tiles
 
 # Types of models whose logits are the product of the last hidden states and the output head.
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -61,8 +61,8 @@ def has_linear_head(module: Any) -> bool:
 def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
 
-    On a CPU logits are float32, also for bfloat16 weights; without VNNI those of eight-bit weights
-    have relative errors of about 2^-17. They are never all in memory.
+    On a CPU logits are float32, also for bfloat16 weights; without VNNI, and by `tiles.cpp`, those
+    of eight-bit weights have relative errors of about 2^-17. They are never all in memory.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -70,6 +70,10 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         blocks = zip(each, torch.split(ids, _ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
+    if has_tiles() and isinstance(head, Int8Linear) and head.own_rows and head.bias is None:
+        given = hidden.float().contiguous(), head.q, head.scale, ids
+        scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
+        return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()

@@ -40,7 +40,8 @@ class Threads {
  private:
   using Call = void (*)(const void*, int64_t, int64_t, int64_t);
 
-  void run(int64_t n, int64_t least, const void* with, Call call) {
+  // Not inlined, nor are others that are called in many places: code takes time to be compiled.
+  __attribute__((noinline)) void run(int64_t n, int64_t least, const void* with, Call call) {
     const int64_t parts = std::max<int64_t>(1, std::min(n / least, 4 * count()));
     if (parts == 1 || others.empty()) return call(with, 0, n, 0);
     this->n = n, this->parts = parts, this->with = with, this->call = call;

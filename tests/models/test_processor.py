@@ -45,7 +45,9 @@ def test_the_features_decide_how_packed_weights_are_multiplied(
     """These were the fastest ways where all were measured: AVX2, AVX-512 with and without BF16."""
     assert fastest_method(found) == method
     monkeypatch.setattr(processor, "features", lambda: found)
-    assert own_rows() == method.own
+    for has_tiles, own in ((False, method.own), (True, ANY_ROWS)):
+        monkeypatch.setattr(processor, "has_tiles", lambda has=has_tiles: has)
+        assert own_rows() == own
     model = load_model("tiny", device="cpu", quantize="int4")
     assert matmul_method_of(model.module) == method._replace(own=0), "products.cpp is not loaded"
 

@@ -28,8 +28,10 @@ from sirchat.models.packed import (
     Int8Linear,
     MatmulMethod,
     four_bit_block,
+    has_tiles,
     set_matmul_method,
 )
+from sirchat.models.surprisal import surprisal_at
 
 pytestmark = has_library
 
@@ -92,8 +94,64 @@ def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
     torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=2e-5 * exact.norm().item())
 
 
+@pytest.fixture(scope="module")
+def tiles(library: Path) -> None:
+    if not has_tiles():
+        pytest.skip("needs matrix units (AMX)")
+
+
+@settings(max_examples=20 * ATTACK)
+@given(st.data())
+def test_of_many_rows_tiles_round_numbers_and_weights_to_bfloat16_alone(
+    tiles: None, data: Any
+) -> None:
+    block, seed = four_bit_block(), data.draw(st.integers(0, 99))
+    columns, rows = 32 * data.draw(st.integers(1, 40)), data.draw(st.integers(33, 100))
+    layer: Any
+    if data.draw(st.booleans()):
+        layer = four_bits(block * data.draw(st.integers(1, 6)), columns, seed)
+        weights = layer.unpacked(torch.bfloat16).double()
+    else:
+        layer = eight_bits(data.draw(st.integers(16, 300)), columns, seed)
+        weights = exact_weights(layer)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    exact = x.bfloat16().double() @ weights
+    torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=2e-6 * exact.norm().item())
+
+
+@pytest.mark.parametrize("make", [four_bits, eight_bits])
+def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any) -> None:
+    layer, x = make(5 * four_bit_block(), 160, 7), torch.randn(100, 160)
+    left, right = torch.randn(2, 64, 64).bfloat16()  # multiplied by tiles of torch
+    of_torch, wanted = left @ right, layer(x)
+    for some in (slice(33), slice(60, 100), slice(1, 98)):
+        assert torch.equal(layer(x[some]), wanted[some])
+        assert torch.equal(left @ right, of_torch)
+    try:
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), wanted)
+    finally:
+        torch.set_num_threads(1)
+
+
+@settings(max_examples=10 * ATTACK)
+@given(size=st.integers(16, 900), rows=st.integers(1, 70), seed=st.integers(0, 99))
+def test_tiles_tell_the_surprisal_of_any_vocabulary(
+    tiles: None, size: int, rows: int, seed: int
+) -> None:
+    head, made = eight_bits(size, 96, seed), torch.Generator().manual_seed(seed)
+    head.scale.mul_(0.02)
+    x, ids = torch.randn(rows, 96, generator=made), torch.arange(rows) * 7 % size
+    logits = torch.log_softmax(x.double() @ exact_weights(head), -1)
+    found = surprisal_at(head, x, ids)
+    wanted = -logits.gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(surprisal_at(head, x[:1], ids[:1]), found[:1])
+
+
 @settings(max_examples=8 * ATTACK)
-@given(rows=st.integers(2, 40), make=st.sampled_from([four_bits, eight_bits]))
+@given(rows=st.integers(2, 32), make=st.sampled_from([four_bits, eight_bits]))
 def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threads(
     rows: int, make: Any
 ) -> None:
@@ -110,9 +168,10 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("make", [four_bits, eight_bits])
-def test_what_is_no_number_stays_none(make: Any) -> None:
-    layer, x = make(four_bit_block(), 64, 0), torch.randn(3, 64)
+def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
+    layer, x = make(four_bit_block(), 64, 0), torch.randn(rows, 64)
     x[0, 5], x[2, 40] = torch.nan, torch.inf
     found = layer(x).isfinite()
     assert found[1].all()
