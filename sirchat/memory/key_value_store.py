@@ -26,6 +26,7 @@ from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.placement import Placement
 from sirchat.memory.policies.scores import or_usual
+from sirchat.memory.tiers import NOWHERE, Tiers
 
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
@@ -91,8 +92,8 @@ class KeyValueStore:
             self._shrink()
             return
         new = Archive(limit or UNDO_BYTES, folder)
-        if limit and len(old):
-            new.add(old.fetch(old.positions))  # may fail; then nothing has changed
+        if limit:
+            new.copy_from(old)  # may fail; then nothing has changed
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
@@ -279,11 +280,19 @@ class KeyValueStore:
             return in_cache
         return merged(in_cache, self.archive.fetch(archived))
 
-    def load(self, saved: KeyValues) -> None:
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where the archive has each token, to be saved; None if all were always exact."""
+        return self.archive.tiers(self.ledger.column("state") == State.GONE)
+
+    def load(self, saved: KeyValues, tiers: Tiers | None = None) -> None:
         """Load a saved conversation, whose ledger is loaded already.
 
-        What the ledger records as held goes into the cache, the rest into the archive.
+        What the ledger records as held goes into the cache, the rest into the archive, in the tiers
+        in which it was.
         """
+        if tiers is not None and self._archiving:
+            self.archive.restore_tiers(tiers)
         held = np.searchsorted(saved.positions, self.ledger.held_positions)
         self.cache.replace(saved.take(held))
         if self._archiving:
@@ -292,9 +301,15 @@ class KeyValueStore:
             self.ledger.mark_archived(saved.positions[archived])
             self._shrink()
 
-    def load_evicted(self, saved: Iterable[KeyValues]) -> None:
-        """Archive more tokens of a saved conversation, which may be in the cache, too."""
-        for tokens in saved if self._archiving else ():
+    def load_evicted(self, saved: Iterable[KeyValues], tiers: Tiers | None = None) -> None:
+        """Archive more tokens of a saved conversation, which may be in the cache, too.
+
+        Those that were nowhere according to `tiers` are left out.
+        """
+        for each in saved if self._archiving else ():
+            tokens = each
+            if tiers is not None:
+                tokens = each.take(np.flatnonzero(tiers.bits[each.positions] != NOWHERE))
             self.archive.add(tokens)
             self.ledger.mark_archived(tokens.positions)
             self._shrink()
@@ -338,6 +353,7 @@ class KeyValueStore:
             if len(leaving):
                 archive.add(cache.first_written(leaving, gone[~stored]))
             restored = archive.fetch(came)
+            archive.note_restored(np.setdiff1d(came, self._placement.aside, assume_unique=True))
             if len(rows):
                 restored = merged(cache.first_written(rows, held[stays]), restored)
             cache.replace(restored)
@@ -369,7 +385,7 @@ class KeyValueStore:
         return min(limit, self.archive.nbytes + _MOST_UNWRITTEN)
 
     def _shrink(self) -> None:
-        """Delete what is over the archive's limit; note a full archive or a failed disk."""
+        """Bring the archive within its limit; note a full archive or a failed disk."""
         archive = self.archive
         if self.has_recall:  # what is aside is nowhere else
             return
@@ -380,11 +396,12 @@ class KeyValueStore:
                 "the archive can't be written to disk, so what is evicted now stays in "
                 f"memory: {archive.disk_error}"
             )
-        dropped = archive.shrink(self.ledger.log_decayed_surprisal_of)
+        is_full = archive.is_over_limit and self._archiving
+        dropped = archive.shrink(self.ledger.held_positions, lossless=not self._archiving)
         self.ledger.mark_gone(dropped)
-        if len(dropped) and self._archiving and not self._is_full_reported:
+        if is_full and not self._is_full_reported:
             self._is_full_reported = True
             self._problems.append(
-                "the archive is full: from now on the rows with the lowest surprisal are deleted "
-                "(/set archive_limit raises the limit)"
+                "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
+                "then in 4, and then deleted (/set archive_limit raises the limit)"
             )

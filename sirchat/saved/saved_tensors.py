@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.key_values import CacheState, KeyValues
+from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers
 
 _ATTENTION = "attention."
 _STATE = "state."
+_TIERS = "tiers."
 
 
 def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
@@ -43,6 +45,32 @@ def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
         for number, layer in enumerate(state)
         for (kind, which), tensor in layer.items()
     }
+
+
+def tier_tensors(tiers: Tiers | None) -> dict[str, torch.Tensor]:
+    """The tensors to save for the archive's tiers; none if all are exact."""
+    if tiers is None:
+        return {}
+    named = {f"{_TIERS}{number}": centre for number, centre in enumerate(tiers.centres)}
+    return {**named, f"{_TIERS}bits": torch.from_numpy(tiers.bits)}
+
+
+def pop_tiers(tensors: dict[str, torch.Tensor], like: KeyValues, seen: int) -> Tiers | None:
+    """Take the archive's tiers out of `tensors`; None if there are none, or they don't fit.
+
+    `like` has the keys and values of one token.
+    """
+    named = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_TIERS)}
+    bits = named.pop(f"{_TIERS}bits", torch.zeros(0)).numpy()
+    if [len(named), bits.dtype, bits.shape] != [len(like.tensors), np.uint8, (seen,)]:
+        return None
+    centres = [named[f"{_TIERS}{number}"] for number in range(len(named))]
+    fits = all(
+        (one.shape, one.dtype) == (row.shape, row.dtype) and bool(one.isfinite().all())
+        for one, row in zip(centres, like.tensors, strict=True)
+    )
+    fits = fits and bool(np.isin(bits, [EXACT, *LOWER.values(), NOWHERE]).all())
+    return Tiers(bits, centres) if fits else None
 
 
 def pop_key_values(tensors: dict[str, torch.Tensor]) -> KeyValues:
