@@ -190,7 +190,7 @@ def copied_beginning(session: Session, profile: Profile) -> Session | None:
         return None
     now, rows = engine.save(), session.ledger.rows()[at]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
-    saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0, tiers=None)
+    saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system, state.prompt = [turn], prompt, session.state.prompt
     written = engine.cache.first_written(torch.from_numpy(at), at)  # the first ones are in order

@@ -210,7 +210,6 @@ class Engine:
             logits=None if logits is None else logits.float().cpu().numpy(),
             round=self.evictor.round,
             state=self.cache.state,
-            tiers=self.store.tiers,
         )
 
     def load(
@@ -231,8 +230,8 @@ class Engine:
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         tiers = None
         if rows is not None and np.isin(saved.held, rows.positions).all():
-            tiers = saved.tiers
-            self.store.load(rows, tiers)
+            self.store.load(rows)
+            tiers = rows.tiers
             if attention is not None:
                 ledger.attention.load(attention)
         else:

@@ -16,7 +16,6 @@ from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.key_values import CacheState, Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -163,4 +162,3 @@ class EngineState:
     # Of recurrent and convolution layers, on their device; empty without such layers or if it was
     # not saved.
     state: CacheState = ()
-    tiers: Tiers | None = None  # of the archive; None if all in it is exact, or it was not saved

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
-from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers, decoded, encoded
+from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers, decoded, lowered
 
 SEGMENT_ROWS = 512
 _MOST_ARRIVING = 8  # unfinished transfers from a GPU
@@ -161,8 +162,8 @@ class Archive:
         for tier in np.unique(bits).tolist():
             some = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
             if tier != EXACT:
-                codes = encoded(some.to("cpu").tensors, self._centres, tier)
-                some = KeyValues(some.positions, some.written_at, codes)
+                codes = lowered(some.to("cpu").tensors, self._centres, EXACT, tier)
+                some = replace(some, tensors=codes)
             self._append(some, tier)
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
@@ -207,9 +208,7 @@ class Archive:
             written_at[order[start:end]] = segment.written_at[places]
             of_layer = slice(None) if layer is None else slice(2 * layer, 2 * layer + 2)
             part = segment.rows(places, segment.tensors[of_layer]).tensors
-            if segment.bits != EXACT:
-                part = decoded(part, self._centres[of_layer], segment.bits)
-            parts.append(part)
+            parts.append(decoded(part, self._centres[of_layer], segment.bits))
         tensors = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
         if (np.diff(order) < 0).any():  # copies everything, so only where the order differs
             inverse = torch.from_numpy(np.argsort(order))
@@ -217,81 +216,70 @@ class Archive:
         return KeyValues(positions.copy(), written_at, tensors)
 
     @torch.inference_mode()
-    def shrink(self, held: Positions, *, lossless: bool = False) -> Positions:
+    def shrink(self, held: Positions) -> Positions:
         """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
-        Those in the cache, at `held`, are only deleted here, and are stored again when they are
-        evicted. With `lossless`, tokens are only deleted. Returns the positions of the deleted.
+        Those in the cache, at `held`, are only deleted here: they are stored again when they are
+        evicted. Returns the positions of the deleted.
         """
         gone = [np.zeros(0, np.int64)]
         while self.is_over_limit:
-            gone.append(self._lower(self._next_down(), held, lossless))
-        if not lossless:
-            self._encode_ahead()
+            gone.append(self._lower(self._next_down(), held))
+        last = self._segments.get(self._open.get(EXACT, -1))
+        if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
+            number = self._next_down()
+            is_arriving = any(number == part[0] for _, parts in self._arriving for part in parts)
+            if self._segments[number].is_full and not is_arriving:
+                self._encode(number)  # so that nobody waits for it
         return np.concatenate(gone)
 
-    def _lower(self, number: int, held: Positions, lossless: bool) -> Positions:
+    def _lower(self, number: int, held: Positions) -> Positions:
         """Move a segment's tokens to the tier below; returns the positions of those deleted."""
         self._flush()
-        segment = self._segments[number]
-        lower = None if lossless else LOWER.get(segment.bits)
-        codes = None if lower is None else self._codes_of(number)
+        segment, gone = self._segments[number], np.zeros(0, np.int64)
+        codes = self._encode(number)
         stored = np.flatnonzero(segment.positions >= 0)
         stored = stored[~np.isin(segment.positions[stored], held)]
         is_used = self._restored[segment.positions[stored]] > 0
-        again, down = stored[is_used & (not lossless)], stored[~is_used | lossless]
+        again, down = segment.rows(stored[is_used], segment.tensors), stored[~is_used]
         self._slots[segment.stored] = -1
         self._drop(number)
-        self._restored[segment.positions[again]] -= 1
-        self._append(segment.rows(again, segment.tensors), segment.bits)
-        if codes is None or lower is None:
-            self._forget(segment.positions[down])
-            return segment.positions[down]
-        self._append(segment.rows(down, codes), lower)
-        self._bits[segment.positions[down]] = lower
-        return np.zeros(0, np.int64)
+        self._restored[again.positions] -= 1
+        self._append(again, segment.bits)
+        if codes is None:
+            gone = segment.positions[down]
+            self._forget(gone)
+        else:
+            self._append(segment.rows(down, codes.result()), LOWER[segment.bits])
+            self._bits[segment.positions[down]] = LOWER[segment.bits]
+        return gone
 
     def _next_down(self) -> int:
         """The oldest segment of the first tier that has more than its share, or of the lowest."""
         of = {bits: list[int]() for bits in (EXACT, *LOWER.values())}
         for number, segment in self._segments.items():
             of[segment.bits].append(number)
-        for bits in LOWER:
-            size = sum(self._segments[number].nbytes for number in of[bits])
-            if len(of[bits]) > 1 and size * _SHARE > (self.limit or 0):
+        for bits, (_, size) in sorted(self.by_tier().items()):
+            if bits in LOWER and len(of[bits]) > 1 and size * _SHARE > (self.limit or 0):
                 return of[bits][0]
         return next(numbers[0] for numbers in reversed(of.values()) if numbers)
 
-    def _encode_ahead(self) -> None:
-        """In the archive's thread, encode what goes down next, if that is soon."""
-        last = self._segments.get(self._open.get(EXACT, -1))
-        if self.limit is None or last is None or self.nbytes + last.nbytes <= self.limit:
-            return
-        number = self._next_down()
-        arriving = {part[0] for _, parts in self._arriving for part in parts}
-        if (self._ahead and self._ahead[0] == number) or number in arriving:
-            return
+    def _encode(self, number: int) -> Future[list[Tensor]] | None:
+        """Let the archive's thread encode a segment for the tier below; None if there is none."""
         segment = self._segments[number]
-        if segment.is_full and segment.bits in LOWER:
-            self._ahead = number, self._files.run(self._encoding(segment))
-
-    def _codes_of(self, number: int) -> list[Tensor]:
-        """What all places of a segment are in the tier below, encoded ahead or now."""
-        if self._ahead and self._ahead[0] == number:
-            return self._ahead[1].result()
-        return self._encoding(self._segments[number])()
-
-    def _encoding(self, segment: Segment) -> Callable[[], list[Tensor]]:
-        """A function that returns a segment's tensors in the tier below."""
+        if segment.bits not in LOWER:
+            return None
         if not self._centres:
-            at = np.flatnonzero(segment.positions >= 0)
+            rows = segment.rows(np.flatnonzero(segment.positions >= 0), segment.tensors)
             # A mean of few tokens would tell what they were after they are erased.
-            share = float(2 * len(at) >= SEGMENT_ROWS)
-            rows = segment.rows(at, segment.tensors).tensors
+            share = float(2 * len(rows) >= SEGMENT_ROWS)
             self._centres = [
-                (share * tensor.float().mean(1, keepdim=True)).to(tensor.dtype) for tensor in rows
+                (share * one.float().mean(1, keepdim=True)).to(one.dtype) for one in rows.tensors
             ]
-        return partial(_lowered, list(segment.tensors), self._centres, segment.bits)
+        if not self._ahead or self._ahead[0] != number:
+            given = list(segment.tensors), self._centres, segment.bits, LOWER[segment.bits]
+            self._ahead = number, self._files.run(partial(lowered, *given))
+        return self._ahead[1]
 
     @torch.inference_mode()
     def remove(self, positions: Positions) -> None:
@@ -301,7 +289,7 @@ class Archive:
         slots = self._slots[positions]
         for number in np.unique(slots // SEGMENT_ROWS).tolist():
             self._files.wait()  # a pending write would set the old tensors again
-            self._stop_ahead(number)
+            self._ahead = None
             segment = self._segments[number]
             was_full = segment.is_full
             segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS)
@@ -334,7 +322,7 @@ class Archive:
     def copy_from(self, other: Archive) -> None:
         """Store all that another archive holds, each token as it is there."""
         other._flush()
-        self._grow(len(other._slots))
+        self._slots = np.full(len(other._slots), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
         self._centres = list(other._centres)
         for segment in other._segments.values():
@@ -380,19 +368,14 @@ class Archive:
     def _drop(self, number: int) -> None:
         del self._segments[number]
         self._files.drop(number)
-        self._stop_ahead(number)
-
-    def _stop_ahead(self, number: int) -> None:
-        """Discard what was encoded ahead of a segment."""
-        if self._ahead and self._ahead[0] == number:
-            self._ahead = None
+        self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
 
 
 class Segment:
     """Room for the keys and values of `SEGMENT_ROWS` tokens, filled from the front.
 
     Its tensors have the heads, dimensions and dtypes of those of `like`, [H, n, D]; with fewer
-    `bits` than `EXACT`, they are what `encoded` returns.
+    `bits` than `EXACT`, they are what `lowered` returns.
     """
 
     def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:
@@ -505,12 +488,6 @@ class SegmentFiles:
             self.error = f"{getattr(error, 'strerror', None) or error}: {folder.path}"
             with suppress(OSError):
                 new.unlink(missing_ok=True)  # a part of a segment would fill the disk for good
-
-
-def _lowered(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
-    """A segment's tensors in the tier below that of so many bits."""
-    exact = tensors if bits == EXACT else decoded(tensors, centres, bits)
-    return encoded(exact, centres, LOWER[bits])
 
 
 def _path(folder: ArchiveFolder, number: int) -> Path:

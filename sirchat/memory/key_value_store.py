@@ -272,27 +272,23 @@ class KeyValueStore:
         if limit is not None and len(held) * first.nbytes > limit:
             return None
         in_cache = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
+        tiers = self.archive.tiers(self.ledger.column("state") == State.GONE)
         archived = np.setdiff1d(positions, held, assume_unique=True)
         if but is not None:
             archived = np.setdiff1d(archived, but, assume_unique=True)
         size = (len(held) + len(archived)) * first.nbytes
         if not len(archived) or (limit is not None and size > limit):
-            return in_cache
-        return merged(in_cache, self.archive.fetch(archived))
+            return replace(in_cache, tiers=tiers)
+        return replace(merged(in_cache, self.archive.fetch(archived)), tiers=tiers)
 
-    @property
-    def tiers(self) -> Tiers | None:
-        """Where the archive has each token, to be saved; None if all were always exact."""
-        return self.archive.tiers(self.ledger.column("state") == State.GONE)
-
-    def load(self, saved: KeyValues, tiers: Tiers | None = None) -> None:
+    def load(self, saved: KeyValues) -> None:
         """Load a saved conversation, whose ledger is loaded already.
 
         What the ledger records as held goes into the cache, the rest into the archive, in the tiers
         in which it was.
         """
-        if tiers is not None and self._archiving:
-            self.archive.restore_tiers(tiers)
+        if saved.tiers is not None and self._archiving:
+            self.archive.restore_tiers(saved.tiers)
         held = np.searchsorted(saved.positions, self.ledger.held_positions)
         self.cache.replace(saved.take(held))
         if self._archiving:
@@ -306,10 +302,9 @@ class KeyValueStore:
 
         Those that were nowhere according to `tiers` are left out.
         """
-        for each in saved if self._archiving else ():
-            tokens = each
+        for tokens in saved if self._archiving else ():
             if tiers is not None:
-                tokens = each.take(np.flatnonzero(tiers.bits[each.positions] != NOWHERE))
+                tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOWHERE))
             self.archive.add(tokens)
             self.ledger.mark_archived(tokens.positions)
             self._shrink()
@@ -396,12 +391,14 @@ class KeyValueStore:
                 "the archive can't be written to disk, so what is evicted now stays in "
                 f"memory: {archive.disk_error}"
             )
-        is_full = archive.is_over_limit and self._archiving
-        dropped = archive.shrink(self.ledger.held_positions, lossless=not self._archiving)
-        self.ledger.mark_gone(dropped)
-        if is_full and not self._is_full_reported:
+        if not self._archiving:  # the turn can't be undone
+            if archive.is_over_limit:
+                archive.clear()
+            return
+        if archive.is_over_limit and not self._is_full_reported:
             self._is_full_reported = True
             self._problems.append(
                 "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
                 "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
+        self.ledger.mark_gone(archive.shrink(self.ledger.held_positions))

@@ -7,7 +7,6 @@ which in many models is far larger than what tells one from another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,21 +31,34 @@ class Tiers:
     bits: NDArray[np.uint8]
     centres: list[Tensor]
 
+    def fit(self, row: list[Tensor], seen: int) -> bool:
+        """Whether they are of a stream of `seen` tokens with such keys and values [H, 1, D]."""
+        shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
+        is_known = np.isin(self.bits, [EXACT, *LOWER.values(), NOWHERE]).all()
+        is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
+        return bool(is_of_stream and is_known and shapes[0] == shapes[1])
+
 
 @torch.inference_mode()
-def encoded(numbers: Sequence[Tensor], centres: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """The bytes [H, n, B] of numbers [H, n, D]: two for the step, then 8 or 4 bits a number."""
-    return [_encoded(one, centre, bits) for one, centre in zip(numbers, centres, strict=True)]
+def lowered(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: int) -> list[Tensor]:
+    """What is stored in so many `bits` in fewer: bytes [H, n, B] of each n tokens' numbers.
+
+    The first two bytes are the step's, the others those of the codes.
+    """
+    exact = decoded(tensors, centres, bits)
+    return [_encoded(one, centre, lower) for one, centre in zip(exact, centres, strict=True)]
 
 
 @torch.inference_mode()
-def decoded(codes: Sequence[Tensor], centres: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """The numbers [H, n, D] of what `encoded` returned, in the type of the centres."""
-    return [_decoded(one, centre, bits) for one, centre in zip(codes, centres, strict=True)]
+def decoded(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
+    """The numbers [H, n, D] of what is stored in so many bits, in the type of the centres."""
+    if bits == EXACT:
+        return tensors
+    return [_decoded(one, centre, bits) for one, centre in zip(tensors, centres, strict=True)]
 
 
 def _encoded(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:
-    rest = numbers.float() - centre.float()
+    rest = numbers.contiguous().float() - centre.float()
     most = rest.abs().amax(-1, keepdim=True)
     # Steps are powers of two, and in 4 bits small multiples of the step in 8. So numbers that were
     # rounded once get the same step and codes when they are stored again; 0.1 is for roundings.

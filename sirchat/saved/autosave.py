@@ -23,12 +23,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import Flag, State
 from sirchat.saved.saved_state import make_head, passages_of, session_metadata
-from sirchat.saved.saved_tensors import (
-    attention_tensors,
-    key_value_tensors,
-    state_tensors,
-    tier_tensors,
-)
+from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
 from sirchat.saved.segments import FEWEST, TEXT
 from sirchat.saved.session_list import make_room, remove_session, reveals_text
 from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
@@ -130,7 +125,6 @@ class Autosave:
         received = self._session.ledger.attention.checkpoint(rows.positions)
         saved = self._session.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
-        tensors |= tier_tensors(saved.tiers)
         self._store.kv.save(tensors, stamp)
         self._head = self._make_head(saved, len(self._session.turns), stamp)
         self._store.save_state(self._head)

@@ -17,7 +17,6 @@ from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import CacheState, KeyValues
-from sirchat.memory.tiers import Tiers
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
 from sirchat.saved.saved_state import (
@@ -35,7 +34,6 @@ from sirchat.saved.saved_tensors import (
     pop_attention,
     pop_key_values,
     pop_state,
-    pop_tiers,
 )
 from sirchat.saved.store import SessionStore
 
@@ -57,10 +55,9 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
     cache = _with_one_token(session.model)
     like = cache.first_written(torch.arange(1), np.arange(1))
-    rows, received, state, tiers = _load_tensors(store, stamp, like, cache.state, head.seen)
+    rows, received, state = _load_tensors(store, stamp, like, cache.state, head.seen)
     evicted = store.segments.load(saved.rows, like)
-    saved = replace(saved, state=state, tiers=tiers)
-    session.load(saved, conversation, rows, received, evicted=evicted)
+    session.load(replace(saved, state=state), conversation, rows, received, evicted=evicted)
     load_passages(session, store, head)
 
 
@@ -74,21 +71,21 @@ def _with_one_token(model: LoadedModel) -> BoundedCache:
 
 def _load_tensors(
     store: SessionStore, stamp: str, like: KeyValues, of_one: CacheState, seen: int
-) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState, Tiers | None]:
-    """The saved keys and values, attention, recurrent state and tiers with this stamp.
+) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
+    """The saved keys and values, attention and recurrent state with this stamp.
 
     What is not saved, or does not fit those of one token and `seen` tokens, is None or empty.
     """
     tensors = store.kv.load(stamp)
     if tensors is None:
-        return None, None, (), None
+        return None, None, ()
     try:
-        state, tiers = pop_state(tensors, of_one), pop_tiers(tensors, like, seen)
+        state = pop_state(tensors, of_one)
         received, rows = pop_attention(tensors), pop_key_values(tensors)
     except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
-        return None, None, (), None
+        return None, None, ()
     if not key_values_fit(rows, like, seen):
-        return None, None, (), None
+        return None, None, ()
     if received is not None and not attention_fits(received, seen):
         received = None
-    return rows, received, state, tiers
+    return rows, received, state

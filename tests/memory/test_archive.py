@@ -146,21 +146,6 @@ def test_a_row_is_stored_once() -> None:
     assert archive.nbytes == 2 * once
 
 
-def test_an_archive_without_tiers_drops_its_oldest_segments() -> None:
-    archive = Archive()
-    archive.add(rows(list(range(4 * SEGMENT_ROWS))))
-    archive.limit = archive.nbytes // 2
-    gone = archive.shrink(np.zeros(0, np.int64), lossless=True)
-    lost = list(range(2 * SEGMENT_ROWS))
-    assert sorted(gone.tolist()) == lost
-    assert archive.nbytes <= archive.limit
-    assert not archive.has(np.array(lost)).any()
-    kept = [2 * SEGMENT_ROWS, 3 * SEGMENT_ROWS, 4 * SEGMENT_ROWS - 1]
-    check_fetched(archive, kept)
-    archive.add(rows(lost[:3]))
-    check_fetched(archive, [*lost[:3], *kept])
-
-
 @pytest.mark.parametrize("positions", [[1, 3], [10**6]])
 def test_fetching_rows_that_are_not_stored_is_an_error(positions: list[int]) -> None:
     archive = Archive()
