@@ -124,7 +124,7 @@ def test_the_engine_knows_no_text(module: str) -> None:
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.times", "text.transcript"}
     others = {
-        "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values"},
+        "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values", "memory.tiers"},
         "sirchat.saved.segments": {"memory.key_values"},
     }
     knowing = ("autosave", "resume", "saved_state")

@@ -16,6 +16,7 @@ from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows, Role
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.tiers import EXACT
 from sirchat.text.detokenizer import Texts
 
 Floats = NDArray[np.float64]
@@ -77,6 +78,7 @@ def token_rows(
     turn, role, surprisal = column("turn"), column("role"), column("surprisal")
     erased = int(Flag.ERASED)  # comparing with a Flag takes ten times as long
     arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
+    bits = engine.store.archive.bits(positions).tolist()
     return tuple(
         TokenRow(
             position=at[i],
@@ -88,7 +90,7 @@ def token_rows(
             decayed_surprisal=decayed[i],
             score=shown[i],
             arrival_key=arrival_key[i],
-            flags=_flag_names(flags[i], at[i] < sinks),
+            flags=_flag_names(flags[i], at[i] < sinks, bits[i]),
             attention=attention[i] if counted else None,
         )
         for i in range(len(at))
@@ -125,8 +127,8 @@ def _finite_exp(logarithms: Floats) -> Floats:
 
 
 @lru_cache(maxsize=256)
-def _flag_names(flags: int, is_sink: bool) -> tuple[str, ...]:
-    names = ["sink"] if is_sink else []
+def _flag_names(flags: int, is_sink: bool, bits: int) -> tuple[str, ...]:
+    names = ["sink"] * is_sink + [f"{bits} bits"] * (bits != EXACT)
     shown = flags & ~Flag.CONTINUES  # the text itself shows this
     names += [flag.name.lower() for flag in Flag if shown & flag and flag.name]
     return tuple(names)

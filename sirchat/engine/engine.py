@@ -228,14 +228,16 @@ class Engine:
         ledger.load(saved.rows, saved.held, saved.log_decay)
         ledger.unknown_surprisal, self.evictor.round = saved.unknown_surprisal, saved.round
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
+        tiers = None
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows)
+            tiers = rows.tiers
             if attention is not None:
                 ledger.attention.load(attention)
         else:
             ids = ledger.column("token_id")[ledger.held_positions].tolist()
             reader.read_again(ids, saved.held, self.settings.attention_stats)
-        self.store.load_evicted(evicted)
+        self.store.load_evicted(evicted, tiers)
         if saved.state:
             self.cache.state = saved.state
         else:

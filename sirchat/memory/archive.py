@@ -2,7 +2,8 @@
 
 Tokens are appended to segments and looked up by stream position. A token that is restored to the
 cache also stays in the archive, and is not stored again when it is evicted again. Over its limit,
-the archive deletes whole segments, the one with the lowest mean score first.
+the archive stores its oldest segments in 8 bits a number, then in 4, and then deletes them. A token
+that was restored meanwhile is then counted among the newest of its tier instead.
 
 What is on a GPU is copied in the background, while the next step is computed. Its places in a
 segment are reserved at once, and written when the copy is finished, at the latest before anything
@@ -16,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +30,12 @@ from torch import Tensor
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
+from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers, decoded, lowered
 
 SEGMENT_ROWS = 512
 _MOST_ARRIVING = 8  # unfinished transfers from a GPU
+_SHARE = 8  # in a full archive, exact tokens and those of 8 bits take an eighth of the limit each
+_MOST_RESTORED = 3  # times that a token goes back to the newest of its tier, at most
 
 
 class Archive:
@@ -43,8 +49,10 @@ class Archive:
         self.limit = limit
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
-        self._segments: dict[int, Segment] = {}  # by number; the last one gets more tokens
+        self._segments: dict[int, Segment] = {}  # by number, the oldest first
         self._count = 0  # of the segments made
+        self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
+        self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
         self.clear()
 
     @property
@@ -62,12 +70,57 @@ class Archive:
         for number in list(self._segments):
             self._drop(number)
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
-        self._slots = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + place
+        self._open: dict[int, int] = {}  # of each tier, by its bits: the segment that gets more
+        # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
+        # while the cache alone has the token; restored so many times.
+        self._slots = np.full(1024, -1, np.int64)
+        self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return sum(segment.nbytes for segment in self._segments.values())
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether `shrink` has something to do."""
+        return self.limit is not None and self.nbytes > self.limit
+
+    def tiers(self, is_nowhere: NDArray[np.bool_]) -> Tiers | None:
+        """What must be saved to go on, by `restore_tiers`; None if all tokens were always exact.
+
+        `is_nowhere` is a mask of all tokens of the stream.
+        """
+        if not self._centres:
+            return None
+        bits = np.where(is_nowhere, NOWHERE, self.bits(np.arange(len(is_nowhere))))
+        return Tiers(bits.astype(np.uint8), list(self._centres))
+
+    def restore_tiers(self, tiers: Tiers) -> None:
+        """Before tokens are added to the empty archive: store each as it was stored before."""
+        count, self._centres = len(tiers.bits), list(tiers.centres)
+        self._grow(count)
+        self._bits[:count] = np.where(tiers.bits == NOWHERE, EXACT, tiers.bits)
+
+    def by_tier(self) -> dict[int, tuple[int, int]]:
+        """The tokens of each tier and their size in bytes, by its bits, `EXACT` or fewer."""
+        sizes = dict[int, tuple[int, int]]()
+        for segment in self._segments.values():
+            tokens, size = sizes.get(segment.bits, (0, 0))
+            sizes[segment.bits] = tokens + len(segment.stored), size + segment.nbytes
+        return sizes
+
+    def bits(self, positions: Positions) -> NDArray[np.uint8]:
+        """To how many bits the numbers of tokens [n], held or archived, were rounded, or EXACT."""
+        known = np.zeros(len(positions), np.uint8)
+        in_range = positions < len(self._bits)
+        known[in_range] = self._bits[positions[in_range]]
+        return known
+
+    def note_restored(self, positions: Positions) -> None:
+        """Let archived tokens that were restored to the cache go down a tier later."""
+        more = self._restored[positions] + np.uint8(1)
+        self._restored[positions] = np.minimum(more, _MOST_RESTORED)
 
     def bytes_by_device(self) -> Counter[str]:
         """Size in bytes in RAM (`cpu`) and in files (`disk`)."""
@@ -104,16 +157,23 @@ class Archive:
         new = np.flatnonzero(~self.has(tokens.positions))
         if len(new) < len(tokens):
             tokens = tokens.take(new)
+        self._grow(int(tokens.positions.max(initial=0)) + 1)
+        bits = self._bits[tokens.positions]
+        for tier in np.unique(bits).tolist():
+            some = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
+            if tier != EXACT:
+                codes = lowered(some.to("cpu").tensors, self._centres, EXACT, tier)
+                some = replace(some, tensors=codes)
+            self._append(some, tier)
+
+    def _append(self, tokens: KeyValues, bits: int) -> None:
+        """Store tokens, whose tensors are as the tier of so many `bits` has them."""
+        start, parts = 0, list[tuple[int, int, int]]()
         if not len(tokens):
             return
-        if (needed := int(tokens.positions.max()) + 1) > len(self._slots):
-            grown = np.full(max(needed, 2 * len(self._slots)), -1, np.int64)
-            grown[: len(self._slots)] = self._slots
-            self._slots = grown
-        start, parts = 0, list[tuple[int, int, int]]()
         try:
             while start < len(tokens):
-                number, segment = self._open(tokens.tensors)
+                number, segment = self._open_segment(tokens.tensors, bits)
                 end = min(len(tokens), start + SEGMENT_ROWS - segment.used)
                 places = segment.used + np.arange(end - start)
                 self._slots[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
@@ -147,28 +207,79 @@ class Archive:
             segment, places = self._segments[number], slots[start:end] % SEGMENT_ROWS
             written_at[order[start:end]] = segment.written_at[places]
             of_layer = slice(None) if layer is None else slice(2 * layer, 2 * layer + 2)
-            chosen = torch.from_numpy(places)
-            parts.append([tensor.index_select(1, chosen) for tensor in segment.tensors[of_layer]])
+            part = segment.rows(places, segment.tensors[of_layer]).tensors
+            parts.append(decoded(part, self._centres[of_layer], segment.bits))
         tensors = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
         if (np.diff(order) < 0).any():  # copies everything, so only where the order differs
             inverse = torch.from_numpy(np.argsort(order))
             tensors = [tensor.index_select(1, inverse) for tensor in tensors]
         return KeyValues(positions.copy(), written_at, tensors)
 
-    def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
-        """Delete segments until the size is within the limit; returns the positions deleted.
+    @torch.inference_mode()
+    def shrink(self, held: Positions) -> Positions:
+        """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
-        `score` returns the scores [n] of the tokens at stream positions [n].
+        Those in the cache, at `held`, are only deleted here: they are stored again when they are
+        evicted. Returns the positions of the deleted.
         """
-        gone = list[Positions]()
-        while self.limit is not None and self.nbytes > self.limit:
-            stored = {number: segment.stored for number, segment in self._segments.items()}
-            means = {n: float(score(at).mean()) if len(at) else -np.inf for n, at in stored.items()}
-            lowest = min(means, key=means.__getitem__)
-            gone.append(stored[lowest])
-            self._slots[stored[lowest]] = -1
-            self._drop(lowest)
-        return np.concatenate(gone) if gone else np.zeros(0, np.int64)
+        gone = [np.zeros(0, np.int64)]
+        while self.is_over_limit:
+            gone.append(self._lower(self._next_down(), held))
+        last = self._segments.get(self._open.get(EXACT, -1))
+        if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
+            number = self._next_down()
+            is_arriving = any(number == part[0] for _, parts in self._arriving for part in parts)
+            if self._segments[number].is_full and not is_arriving:
+                self._encode(number)  # so that nobody waits for it
+        return np.concatenate(gone)
+
+    def _lower(self, number: int, held: Positions) -> Positions:
+        """Move a segment's tokens to the tier below; returns the positions of those deleted."""
+        self._flush()
+        segment, gone = self._segments[number], np.zeros(0, np.int64)
+        codes = self._encode(number)
+        stored = np.flatnonzero(segment.positions >= 0)
+        stored = stored[~np.isin(segment.positions[stored], held)]
+        is_used = self._restored[segment.positions[stored]] > 0
+        again, down = segment.rows(stored[is_used], segment.tensors), stored[~is_used]
+        self._slots[segment.stored] = -1
+        self._drop(number)
+        self._restored[again.positions] -= 1
+        self._append(again, segment.bits)
+        if codes is None:
+            gone = segment.positions[down]
+            self._forget(gone)
+        else:
+            self._append(segment.rows(down, codes.result()), LOWER[segment.bits])
+            self._bits[segment.positions[down]] = LOWER[segment.bits]
+        return gone
+
+    def _next_down(self) -> int:
+        """The oldest segment of the first tier that has more than its share, or of the lowest."""
+        of = {bits: list[int]() for bits in (EXACT, *LOWER.values())}
+        for number, segment in self._segments.items():
+            of[segment.bits].append(number)
+        for bits, (_, size) in sorted(self.by_tier().items()):
+            if bits in LOWER and len(of[bits]) > 1 and size * _SHARE > (self.limit or 0):
+                return of[bits][0]
+        return next(numbers[0] for numbers in reversed(of.values()) if numbers)
+
+    def _encode(self, number: int) -> Future[list[Tensor]] | None:
+        """Let the archive's thread encode a segment for the tier below; None if there is none."""
+        segment = self._segments[number]
+        if segment.bits not in LOWER:
+            return None
+        if not self._centres:
+            rows = segment.rows(np.flatnonzero(segment.positions >= 0), segment.tensors)
+            # A mean of few tokens would tell what they were after they are erased.
+            share = float(2 * len(rows) >= SEGMENT_ROWS)
+            self._centres = [
+                (share * one.float().mean(1, keepdim=True)).to(one.dtype) for one in rows.tensors
+            ]
+        if not self._ahead or self._ahead[0] != number:
+            given = list(segment.tensors), self._centres, segment.bits, LOWER[segment.bits]
+            self._ahead = number, self._files.run(partial(lowered, *given))
+        return self._ahead[1]
 
     @torch.inference_mode()
     def remove(self, positions: Positions) -> None:
@@ -178,25 +289,26 @@ class Archive:
         slots = self._slots[positions]
         for number in np.unique(slots // SEGMENT_ROWS).tolist():
             self._files.wait()  # a pending write would set the old tensors again
+            self._ahead = None
             segment = self._segments[number]
             was_full = segment.is_full
             segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS)
             if was_full and not len(segment.stored):
                 self._drop(number)
-            elif was_full and not segment.is_full and number == self._count - 1:
+            elif was_full and not segment.is_full and number == self._open[segment.bits]:
                 # It gets more tokens, which would not be in a file that is written meanwhile.
                 self._files.drop(number)
             elif was_full:
                 self._files.put(number, segment)
         self._slots[positions] = -1
+        self._forget(positions)
 
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
         self._flush()
-        slots = np.full(max(1024, len(order)), -1, np.int64)
-        known = order < len(self._slots)
-        slots[: len(order)][known] = self._slots[order[known]]
-        self._slots = slots
+        self._grow(int(order.max(initial=0)) + 1)
+        for array, empty in (self._slots, -1), (self._bits, EXACT), (self._restored, 0):
+            array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
             segment.positions[stored] = rank[segment.positions[stored]]
@@ -205,14 +317,37 @@ class Archive:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
         stored = self.positions
         self.remove(stored[stored >= seen])
+        self._bits[seen:] = self._restored[seen:] = 0
 
-    def _open(self, like: list[Tensor]) -> tuple[int, Segment]:
-        """The segment to which the next tokens are appended, with its number."""
-        last = self._segments.get(self._count - 1)
+    def copy_from(self, other: Archive) -> None:
+        """Store all that another archive holds, each token as it is there."""
+        other._flush()
+        self._slots = np.full(len(other._slots), -1, np.int64)
+        self._bits, self._restored = other._bits.copy(), other._restored.copy()
+        self._centres = list(other._centres)
+        for segment in other._segments.values():
+            stored = np.flatnonzero(segment.positions >= 0)
+            self._append(segment.rows(stored, segment.tensors), segment.bits)
+
+    def _grow(self, count: int) -> None:
+        """Make room for what is known of the tokens at the first `count` positions."""
+        if count > (before := len(self._slots)):
+            more = 0, max(count, 2 * before) - before
+            self._slots = np.pad(self._slots, more, constant_values=-1)
+            self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
+
+    def _forget(self, positions: Positions) -> None:
+        """Tokens that are stored nowhere are exact if they are read again."""
+        self._bits[positions] = self._restored[positions] = 0
+
+    def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:
+        """The segment to which the next tokens of a tier are appended, with its number."""
+        last = self._segments.get(self._open.get(bits, -1))
         if last is None or last.is_full:
-            last = self._segments[self._count] = Segment(like)
+            last = self._segments[self._count] = Segment(like, bits)
+            self._open[bits] = self._count
             self._count += 1
-        return self._count - 1, last
+        return self._open[bits], last
 
     def _store_first_transfer(self) -> None:
         """Wait for the oldest unfinished copy from a GPU; write it to its reserved places."""
@@ -233,15 +368,18 @@ class Archive:
     def _drop(self, number: int) -> None:
         del self._segments[number]
         self._files.drop(number)
+        self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
 
 
 class Segment:
     """Room for the keys and values of `SEGMENT_ROWS` tokens, filled from the front.
 
-    Its tensors have the heads, dimensions and dtypes of those of `like`, [H, n, D].
+    Its tensors have the heads, dimensions and dtypes of those of `like`, [H, n, D]; with fewer
+    `bits` than `EXACT`, they are what `lowered` returns.
     """
 
-    def __init__(self, like: list[Tensor]) -> None:
+    def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:
+        self.bits = bits
         self.tensors = [
             torch.zeros((tensor.shape[0], SEGMENT_ROWS, tensor.shape[2]), dtype=tensor.dtype)
             for tensor in like
@@ -260,6 +398,12 @@ class Segment:
     def stored(self) -> Positions:
         """The stream positions of its tokens."""
         return self.positions[self.positions >= 0]
+
+    def rows(self, places: NDArray[np.int64], tensors: list[Tensor]) -> KeyValues:
+        """The tokens at these places [k], copied from `tensors`, its own or in other bits."""
+        chosen = torch.from_numpy(places)
+        copies = [tensor.index_select(1, chosen) for tensor in tensors]
+        return KeyValues(self.positions[places], self.written_at[places], copies)
 
     def reserve(self, positions: Positions, written_at: NDArray[np.int64]) -> None:
         """Reserve places, which must be free, for tokens whose tensors `put` writes later."""
@@ -299,6 +443,10 @@ class SegmentFiles:
     def has(self, segment: Segment) -> bool:
         """Whether the segment is in a file, or soon will be."""
         return self._folder is not None and segment.is_full
+
+    def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
+        """Call a function in the thread that writes the files, after what waits there."""
+        return self._writer.submit(convert)
 
     def put(self, number: int, segment: Segment) -> None:
         """Write a full segment; its tensors then become memory maps of the file."""

@@ -26,6 +26,7 @@ from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.placement import Placement
 from sirchat.memory.policies.scores import or_usual
+from sirchat.memory.tiers import NOWHERE, Tiers
 
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
@@ -92,8 +93,8 @@ class KeyValueStore:
             self._shrink()
             return
         new = Archive(limit or UNDO_BYTES, folder)
-        if limit and len(old):
-            new.add(old.fetch(old.positions))  # may fail; then nothing has changed
+        if limit:
+            new.copy_from(old)  # may fail; then nothing has changed
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
@@ -273,19 +274,23 @@ class KeyValueStore:
         if limit is not None and len(held) * first.nbytes > limit:
             return None
         in_cache = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
+        tiers = self.archive.tiers(self.ledger.column("state") == State.GONE)
         archived = np.setdiff1d(positions, held, assume_unique=True)
         if but is not None:
             archived = np.setdiff1d(archived, but, assume_unique=True)
         size = (len(held) + len(archived)) * first.nbytes
         if not len(archived) or (limit is not None and size > limit):
-            return in_cache
-        return merged(in_cache, self.archive.fetch(archived))
+            return replace(in_cache, tiers=tiers)
+        return replace(merged(in_cache, self.archive.fetch(archived)), tiers=tiers)
 
     def load(self, saved: KeyValues) -> None:
         """Load a saved conversation, whose ledger is loaded already.
 
-        What the ledger records as held goes into the cache, the rest into the archive.
+        What the ledger records as held goes into the cache, the rest into the archive, in the tiers
+        in which it was.
         """
+        if saved.tiers is not None and self._archiving:
+            self.archive.restore_tiers(saved.tiers)
         held = np.searchsorted(saved.positions, self.ledger.held_positions)
         self.cache.replace(saved.take(held))
         if self._archiving:
@@ -294,9 +299,14 @@ class KeyValueStore:
             self.ledger.mark_archived(saved.positions[archived])
             self._shrink()
 
-    def load_evicted(self, saved: Iterable[KeyValues]) -> None:
-        """Archive more tokens of a saved conversation, which may be in the cache, too."""
+    def load_evicted(self, saved: Iterable[KeyValues], tiers: Tiers | None = None) -> None:
+        """Archive more tokens of a saved conversation, which may be in the cache, too.
+
+        Those that were nowhere according to `tiers` are left out.
+        """
         for tokens in saved if self._archiving else ():
+            if tiers is not None:
+                tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOWHERE))
             self.archive.add(tokens)
             self.ledger.mark_archived(tokens.positions)
             self._shrink()
@@ -340,6 +350,7 @@ class KeyValueStore:
             if len(leaving):
                 archive.add(cache.first_written(leaving, gone[~stored]))
             restored = archive.fetch(came)
+            archive.note_restored(np.setdiff1d(came, self._placement.aside, assume_unique=True))
             if len(rows):
                 restored = merged(cache.first_written(rows, held[stays]), restored)
             cache.replace(restored)
@@ -371,7 +382,7 @@ class KeyValueStore:
         return min(limit, self.archive.nbytes + _MOST_UNWRITTEN)
 
     def _shrink(self) -> None:
-        """Delete what is over the archive's limit; note a full archive or a failed disk."""
+        """Bring the archive within its limit; note a full archive or a failed disk."""
         archive = self.archive
         if self.has_recall:  # what is aside is nowhere else
             return
@@ -382,11 +393,14 @@ class KeyValueStore:
                 "the archive can't be written to disk, so what is evicted now stays in "
                 f"memory: {archive.disk_error}"
             )
-        dropped = archive.shrink(self.ledger.log_decayed_surprisal_of)
-        self.ledger.mark_gone(dropped)
-        if len(dropped) and self._archiving and not self._is_full_reported:
+        if not self._archiving:  # the turn can't be undone
+            if archive.is_over_limit:
+                archive.clear()
+            return
+        if archive.is_over_limit and not self._is_full_reported:
             self._is_full_reported = True
             self._problems.append(
-                "the archive is full: from now on the rows with the lowest surprisal are deleted "
-                "(/set archive_limit raises the limit)"
+                "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
+                "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
+        self.ledger.mark_gone(archive.shrink(self.ledger.held_positions))

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.tiers import Tiers
+
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
 
 _JOINED = 2**26  # most bytes of tensors that are joined for one copy, which takes as many again
@@ -36,6 +38,7 @@ class KeyValues:
     positions: Positions
     written_at: NDArray[np.int64]
     tensors: list[Tensor]
+    tiers: Tiers | None = None  # of the archive, in what is saved; None if all is exact
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -111,6 +111,12 @@ class Ledger:
         """Number of tokens that are in the archive and not in the cache."""
         return int(np.count_nonzero(self.column("state") == State.ARCHIVED))
 
+    @property
+    def lost_count(self) -> int:
+        """Number of tokens of which the text alone is left, and which can be read again."""
+        hidden = self.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED) != 0
+        return int(np.count_nonzero((self.column("state") == State.GONE) & ~hidden))
+
     def of_turn(self, turn: int) -> Positions:
         """The stream positions of the tokens of the turn number `turn`."""
         turns = self.column("turn")  # ascending; numpy's search copies the column

@@ -13,3 +13,4 @@ class RecalledTurn:
     tokens: int  # how many of them recall restored
     words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared
     text: str = ""  # of its passage that fits best; empty if not compared
+    bits: int = 0  # the fewest, 8 or 4, to which numbers of the tokens were rounded; 0 if exact

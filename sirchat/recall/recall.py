@@ -356,9 +356,11 @@ class Recall:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
                 words = self.search.shared_words(text, self.found.message)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
+        rounded = self._engine.store.archive.bits(restored)
+        bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
         return tuple(
-            RecalledTurn(turn, count, *best.get(turn, ((), "")))
-            for turn, count in zip(turns.tolist(), counts.tolist(), strict=True)
+            RecalledTurn(turn, count, *best.get(turn, ((), "")), fewest)
+            for turn, count, fewest in zip(turns.tolist(), counts.tolist(), bits, strict=True)
         )
 
 

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.key_values import CacheState, KeyValues
+from sirchat.memory.tiers import Tiers
 
 _ATTENTION = "attention."
 _STATE = "state."
+_TIERS = "tiers."
 
 
 def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
     """The tensors to save for keys and values, by name: 0, 1, ..., and where their rows stand."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
+    if rows.tiers is not None:
+        named |= {f"{_TIERS}{n}": centre for n, centre in enumerate(rows.tiers.centres)}
+        named[f"{_TIERS}bits"] = torch.from_numpy(rows.tiers.bits)
     return {**named, "positions": positions, "written_at": written_at}
 
 
@@ -49,7 +54,10 @@ def pop_key_values(tensors: dict[str, torch.Tensor]) -> KeyValues:
     """Take the keys and values, which must be all that is left, out of `tensors`."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
-    return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
+    tiers, bits = None, tensors.pop(f"{_TIERS}bits", None)
+    if bits is not None:
+        tiers = Tiers(bits.numpy(), [tensors.pop(f"{_TIERS}{n}") for n in range(len(tensors) // 2)])
+    return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))], tiers)
 
 
 def key_values_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
@@ -65,6 +73,7 @@ def key_values_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
         and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
         and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
         and [tensor.dtype for tensor in rows.tensors] == [tensor.dtype for tensor in row.tensors]
+        and (rows.tiers is None or rows.tiers.fit(row.tensors, seen))
     )
 
 

@@ -398,7 +398,7 @@ class Commands:
             + f"; {at_control} replies ended at a control token, which is not shown"
             * bool(at_control)
         )
-        self._screen.note(memory_in_words(session.memory))
+        self._screen.note(memory_in_words(session))
 
     def do_tools(self, rest: str) -> None:
         """[NAME|on NAME|off NAME]: list the servers of --tools FILE, or the tools of one; let the

@@ -21,7 +21,7 @@ from sirchat.ui.text import class_help, counted, displayable, displayable_line, 
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
-    from sirchat.models.devices import DeviceMemory
+    from sirchat.chat.session import Session
     from sirchat.models.fit import Choice, ModelFit
     from sirchat.models.listing import FoundModel
     from sirchat.saved.search import Part
@@ -224,17 +224,31 @@ def print_fit(fit: ModelFit, console: Console) -> None:
         _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
 
 
-def memory_in_words(held: Iterable[DeviceMemory]) -> str:
-    """One line about what each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`."""
+def memory_in_words(session: Session) -> str:
+    """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`; the archive's tiers.
+
+    Tokens are counted in the tier of their keys and values, also those that the cache holds, too.
+    """
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
-    return "; ".join(
-        f"{memory.device}: "
-        + ", ".join(
-            f"{in_bytes(size)} {name}"
-            for kind, name in kinds.items()
-            if (size := int(getattr(memory, kind)))
+    tiers = session.engine.store.archive.by_tier()
+    parts = [
+        f"{counted(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'} ({in_bytes(size)})"
+        for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
+    ]
+    if lost := session.ledger.lost_count:
+        parts.append(f"{counted(lost, 'token')} as text alone")
+    archive = f"; archive: {', '.join(parts)}" if tiers else ""
+    return (
+        "; ".join(
+            f"{memory.device}: "
+            + ", ".join(
+                f"{in_bytes(size)} {name}"
+                for kind, name in kinds.items()
+                if (size := int(getattr(memory, kind)))
+            )
+            for memory in session.memory
         )
-        for memory in held
+        + archive
     )
 
 

@@ -36,7 +36,7 @@ from sirchat.ui.tables import (
     score_text,
     share_glyph,
 )
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import displayable_line, from_bits
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 # Of the compact panel:
@@ -387,8 +387,9 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 def _told(snapshot: Snapshot) -> list[str]:
     """The sentences that were recalled, that of most tokens first, and who said each."""
     turns = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
-    names = {share.index: f"{ROLE_NAMES.get(share.role, share.role)}: " for share in snapshot.turns}
-    return [f'{names.get(turn.turn, "")}"{turn.text}"' for turn in turns if turn.text]
+    names = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
+    whose = {turn.turn: names.get(turn.turn, "") + from_bits(turn.bits) for turn in turns}
+    return [f'{whose[turn.turn]}: "{turn.text}"'.lstrip(": ") for turn in turns if turn.text]
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:

@@ -137,8 +137,10 @@ def draw_recalled_turns(
         ],
         "tokens": [f"{turn.tokens:,}" for turn in turns],
         "by the words": [displayable_line(", ".join(turn.words)) for turn in turns],
-        "recalled text": list(map(displayable_line, texts)),
     }
+    if any(turn.bits for turn in turns):
+        columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
+    columns["recalled text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
 
 

@@ -92,6 +92,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
+def from_bits(bits: int) -> str:
+    """Such as ` (restored from 8 bits)`; empty if the numbers of a token are exact (0)."""
+    return f" (restored from {bits} bits)" if bits else ""
+
+
 def said_ago(turn: int, turns: Sequence[object]) -> str:
     """How many messages ago that with index `turn` of all `turns` was, such as "3 messages ago"."""
     return f"{counted(len(turns) - turn, 'message')} ago"

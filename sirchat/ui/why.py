@@ -23,7 +23,7 @@ from sirchat.recall.word_index import STOP_WORDS
 from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
-from sirchat.ui.text import displayable_line, said_ago, shorten
+from sirchat.ui.text import displayable_line, from_bits, said_ago, shorten
 
 _ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
 _MOST_ATTENDED = 5  # words that are named
@@ -117,13 +117,12 @@ def explain(
     best = min(held or ranks, key=lambda rank: (rank.rank is None, rank.rank))
     if not held:
         return f"{what} is evicted{_why_evicted(best, policy)} {_way_back(ranks, target)}"
+    bits = [int(flag[0]) for rank in held for flag in rank.row.flags if flag.endswith(" bits")]
+    is_held = f"is held{from_bits(min(bits, default=0))}{_why_held(best, policy, by_words)}"
     if len(held) == len(ranks):
-        return f"{what} is held{_why_held(best, policy, by_words)}"
+        return f"{what} {is_held}"
     share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
-    return (
-        f"Of the {len(ranks):,} tokens of {what}, {share}. "
-        f"The best of these is held{_why_held(best, policy, by_words)}"
-    )
+    return f"Of the {len(ranks):,} tokens of {what}, {share}. The best of these {is_held}"
 
 
 def _why(

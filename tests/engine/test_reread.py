@@ -107,7 +107,7 @@ def test_a_lost_passage_can_be_pinned_and_the_chat_says_once_that_it_is_read_aga
 @pytest.mark.parametrize("why", ["not saved", "archive full"])
 def test_recall_finds_what_is_lost_and_the_chat_says_once_that_it_is_read_again(why: str) -> None:
     is_full = why == "archive full"
-    limit = "40KiB" if is_full else "1GiB"
+    limit = "4KiB" if is_full else "1GiB"
     chat = told(budget=96, recall="words", archive_limit=limit)
     list(chat.ask("blue " * 60))
     chat = chat if is_full else reopened(chat)
