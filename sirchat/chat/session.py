@@ -160,7 +160,8 @@ class Session(Conversation):
         self.undo_points.pop()
         self.recall.undo()
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
-        self.state.pinned_since = text, tuple(own)
+        if keep_pins:
+            self.state.pinned_since = text, tuple(own)
         prompt, profile = self.state.prompt, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
