@@ -143,7 +143,7 @@ def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
     whole = Lesson.load()
     short = Lesson(whole.name, whole.rounds[-30:], whole.known)
     short = replace(short, rounds=[*short.rounds, ("I own a kayak made of xenon.", "Sure.")])
-    monkeypatch.setattr(training.Lesson, "load", lambda: short)
+    monkeypatch.setattr(Lesson, "load", lambda: short)
     ran = CliRunner().invoke(train_app, ["encoder", "--model", "tiny"])
     assert ran.exception is None
     assert "of paraphrases among" in ran.stderr
