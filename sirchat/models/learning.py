@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sirchat import __version__, paths
+from sirchat import paths
 from sirchat.models import background
 from sirchat.models.hidden_states import layer_count
 from sirchat.models.shape import free_memory
+from sirchat.version import __version__
 
 # Of a smaller model, such as tiny, states know too little of what words mean: one or the other.
 _LEAST_SIZE, _LEAST_LAYERS = 512, 24
