@@ -182,6 +182,18 @@ def test_an_encoder_that_can_t_be_used_or_written_is_refused_by_its_path(own_hom
         right.save(path / "encoder.safetensors")
 
 
+def test_an_encoder_that_is_not_written_wholly_leaves_the_former_one(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = encoder_files("model")[0], loaded("llama")
+    random_encoder(model, (1, 2)).save(path)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(ModelError, match="can't be written: killed"):
+        random_encoder(model, (3,)).save(path)
+    assert Encoder.load(path).layers == (1, 2)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
 def test_the_bundled_encoder_fits_smollm2() -> None:
     path = encoder_files("smollm2")[1]
     assert path.stat().st_size <= 450_000

@@ -185,7 +185,7 @@ def test_the_bundled_lesson_knows_the_statements_and_is_small() -> None:
     assert len(texts & lesson.known.keys()) > 0.95 * len(texts)
     judged = {text for some in kept.values() for text in some}
     judged |= {text for pair in PARAPHRASES for text in pair}
-    assert not judged & lesson.known.keys()
+    assert not (judged - texts) & lesson.known.keys()
     vectors = lesson.vectors(list(lesson.known))
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
     one, like, other = lesson.vectors(
