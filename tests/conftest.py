@@ -118,7 +118,6 @@ def data() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("SIRCHAT_TESTS_BUILT", str(config.rootpath / ".pytest_cache" / "built"))
     if sys.platform != "win32":  # chats that tests start would inherit that `nohup .. &` ignores it
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if config.getoption("markexpr") != "gpu":  # what others find is compared with a CPU's float32

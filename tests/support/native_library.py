@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 
+_BUILT = Path(__file__).parents[2] / ".pytest_cache" / "built"
 CAN_BUILD = bool(products.compiler() and products.suits_processor())
 has_library = pytest.mark.skipif(
     not CAN_BUILD, reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM"
@@ -21,7 +21,7 @@ has_library = pytest.mark.skipif(
 
 def built_library() -> Path:
     """The file of the library, which is not loaded yet; its name tells of what it was built."""
-    path = Path(os.environ["SIRCHAT_TESTS_BUILT"]) / products.library_name()
+    path = _BUILT / products.library_name()
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
