@@ -1,7 +1,7 @@
 """Finds the marks around the parts of a model's replies: reasoning, answer and calls of tools.
 
 Stub messages are rendered to see what the chat template writes around them. In marks, as in replies
-that they divide, characters of private use stand around each control token (see `control_tokens`).
+that they divide, characters of private use stand around each control token (see `tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirchat.text.call_forms import RECIPIENT
-from sirchat.text.control_tokens import END, START
+from sirchat.text.tokenizer import END, START
 
 # Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
 KNOWN_MARKS = (

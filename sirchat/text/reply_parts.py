@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.text.control_tokens import END, START
 from sirchat.text.detokenizer import TextStream
 from sirchat.text.reply_marks import CONTROL, Marks, plain, shared
+from sirchat.text.tokenizer import END, START
 
 Part = Literal["thinking", "answer", "call"]
 _Next = Part | Literal["end"] | None  # what a mark begins; None: another mark tells

@@ -20,7 +20,6 @@ from jinja2.exceptions import TemplateError
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
-from sirchat.text.control_tokens import ControlTokens
 from sirchat.text.reply_marks import (
     IN_REPLIES,
     KEYS,
@@ -33,6 +32,7 @@ from sirchat.text.reply_marks import (
 )
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
+from sirchat.text.tokenizer import ControlTokens
 
 # For models that have none: the format that the SirLLM paper uses with Vicuna.
 _PLAIN = (

@@ -22,7 +22,7 @@ from sirchat.models import load, stored_weights
 from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
 from sirchat.paths import tiny_dir
-from sirchat.text.control_tokens import ControlTokens
+from sirchat.text.tokenizer import ControlTokens
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PAGE = b"<!DOCTYPE html><html><body>Not found</body></html>"

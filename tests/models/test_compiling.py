@@ -36,8 +36,8 @@ pytestmark = has_library
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_library(tmp_path_factory)
+def library() -> Path:
+    return built_library()
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:

@@ -10,7 +10,6 @@ import json
 import os
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +32,7 @@ from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_at
 from sirchat.saved.saved_state import fingerprint
+from warm_python import warm_python
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
 MAPS: dict[str, dict[str, str]] = {
@@ -312,6 +312,7 @@ def watch() -> None:
 
 
 load = {"device_map": sys.argv[2], "dtype": "float32"}
+trim_memory()
 for _ in range(3):  # about one load in 40 takes far more, on busy machines
     taken, is_loaded = [], Event()
     watching = Thread(target=watch)
@@ -343,7 +344,7 @@ def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path) -> Non
     said.write_text('"": cpu\n' + "".join(f"model.layers.{at}: disk\n" for at in range(16, 24)))
     # in a process of its own: what other tests freed would be used and hide, or not be given back
     told = subprocess.run(
-        [sys.executable, "-c", LOADING, str(tmp_path), str(said)], check=True, capture_output=True
+        [*warm_python(), "-c", LOADING, str(tmp_path), str(said)], check=True, capture_output=True
     )
     stays, over = json.loads(told.stdout)
     assert 2 * 16 * layer < stays < 2 * 18 * layer  # in float32

@@ -25,8 +25,8 @@ LAYOUTS = [(64, False), (32, False), (32, True), (16, True)]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return products.load_library(built_library(tmp_path_factory))
+def library() -> ctypes.CDLL:
+    return products.load_library(built_library())
 
 
 def random_blocks(kind: str, rows: int, rng: np.random.Generator) -> GgufTensor:

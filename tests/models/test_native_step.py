@@ -47,8 +47,8 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return products.load_library(built_library(tmp_path_factory))
+def library() -> ctypes.CDLL:
+    return products.load_library(built_library())
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,8 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = built_library(tmp_path_factory)
+def library() -> Path:
+    path = built_library()
     products.load_library(path)
     return path
 

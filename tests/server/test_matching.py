@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -67,11 +68,14 @@ def summed_up(turn: int, before: list[Message]) -> list[Message]:
 
 
 def spoken(
-    server: Served, sent: Callable[[int, list[Message]], list[Message]], **fields: Any
+    server: Served,
+    sent: Callable[[int, list[Message]], list[Message]],
+    turns: int = TURNS,
+    **fields: Any,
 ) -> list[tuple[list[Message], Any]]:
     """Each request of a talk, and the response to it."""
     draw, before, asked = Random(1), list[Message](), list[tuple[list[Message], Any]]()
-    for turn in range(TURNS):
+    for turn in range(turns):
         messages = [*sent(turn, before), user(f"{turn}: {text(draw)}")]
         reply = server.ask(messages, **fields)
         asked.append((messages, reply))
@@ -81,6 +85,16 @@ def spoken(
 
 def read_anew(asked: Sequence[tuple[list[Message], Any]]) -> list[int]:
     return [reply["usage"]["prompt_tokens"] - cached(reply) for _, reply in asked]
+
+
+SETTINGS: dict[str, Any] = {"policy": "full", "max_new_tokens": 12}
+
+
+@cache
+def read_as_it_is() -> int:
+    """How many tokens are read for a talk that each request sends whole."""
+    with served(**SETTINGS) as server:
+        return sum(read_anew(spoken(server, as_it_is)))
 
 
 def held_text(server: Served, reply: Any) -> str:
@@ -107,19 +121,16 @@ def conversations(server: Served) -> int:
 def test_only_what_changed_is_read(
     sent: Callable[[int, list[Message]], list[Message]], most: int
 ) -> None:
-    settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 24, "conversations": 8}
-    with served(reuse="messages", **settings) as server:
+    with served(**SETTINGS) as server:
         asked = spoken(server, sent)
         # Until it is sure that a talk is the same one, a change makes it another.
         assert conversations(server) <= 3
         *_, (messages, reply) = asked
         shown = held_text(server, reply)
-    with served(reuse="messages", **settings) as server:
-        plain = sum(read_anew(spoken(server, as_it_is)))
     read = read_anew(asked)
     early = sum(read[:3])
-    assert sum(read) <= plain + most + early
-    with served(reuse="exact", **settings) as server:
+    assert sum(read) <= read_as_it_is() + most + early
+    with served(reuse="exact", **SETTINGS) as server:
         whole = held_text(server, server.ask(messages))
     end = messages[-1]["content"]
     assert shown[: shown.index(end)] == whole[: whole.index(end)]
@@ -127,12 +138,12 @@ def test_only_what_changed_is_read(
 
 def test_a_request_or_a_server_may_ask_for_the_exact_computation() -> None:
     with served(policy="full", max_new_tokens=8) as server:
-        by_request = read_anew(spoken(server, window, sirchat={"reuse": "exact"}))
+        by_request = read_anew(spoken(server, window, 9, sirchat={"reuse": "exact"}))
     with served(policy="full", max_new_tokens=8, reuse="exact") as server:
-        by_server = read_anew(spoken(server, window))
+        by_server = read_anew(spoken(server, window, 9))
         wish = server.ask([user("Hello.")], sirchat={"reuse": "messages"})
     with served(policy="full", max_new_tokens=8) as server:
-        by_messages = read_anew(spoken(server, window))
+        by_messages = read_anew(spoken(server, window, 9))
         again = server.post([user("Hello.")], sirchat={"reuse": "messages"})
     assert by_request == by_server
     assert sum(by_messages) < sum(by_server) / 3
@@ -349,8 +360,7 @@ def test_tools_behind_another_time_are_not_read_again() -> None:
     def timed(turn: int, before: list[Message]) -> list[Message]:
         return [system(f"It is {9 + turn} o'clock. You are a helpful assistant."), *before]
 
-    settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 12}
-    with served(tool_tiny(), **settings) as server:
+    with served(tool_tiny(), **SETTINGS) as server:
         asked = spoken(server, timed, tools=tools, tool_choice="none")
         messages, reply = asked[-1]
         shown = held_text(server, reply)
@@ -359,7 +369,7 @@ def test_tools_behind_another_time_are_not_read_again() -> None:
         prompt = messages[0]
         other = server.ask([prompt, user("Hello?")], tools=tools, tool_choice="none")
         assert cached(other) == 0
-    with served(tool_tiny(), reuse="exact", **settings) as server:
+    with served(tool_tiny(), reuse="exact", **SETTINGS) as server:
         whole = held_text(server, server.ask(messages, tools=tools, tool_choice="none"))
     end = messages[-1]["content"]
     assert shown[: shown.index(end)] == whole[: whole.index(end)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from native_library import read_in_native_code
 from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -23,7 +24,9 @@ from sirchat.text.anchors import Anchors
 @cache
 def tiny() -> LoadedModel:
     """The bundled model."""
-    return load_model("tiny", device="cpu")
+    model = load_model("tiny", device="cpu")
+    read_in_native_code(model)
+    return model
 
 
 @cache

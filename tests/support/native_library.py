@@ -1,23 +1,38 @@
-"""The library of the decode step in C++, built once in a run of the tests."""
+"""The library of the decode step in C++, built once for all runs of the tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from made_once import made_once
 from sirchat.models import products
+from sirchat.models.decode_step import DecodeStep
+from sirchat.models.model import LoadedModel
+from sirchat.models.native_step import NativeStep
 
+_BUILT = Path(__file__).parents[2] / ".pytest_cache" / "built"
+CAN_BUILD = bool(products.compiler() and products.suits_processor())
 has_library = pytest.mark.skipif(
-    not products.compiler() or not products.suits_processor(),
-    reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM",
+    not CAN_BUILD, reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM"
 )
 
 
-def built_library(factory: pytest.TempPathFactory) -> Path:
-    """The file of the library, which is not loaded yet."""
-    folder = factory.getbasetemp() / "native"
-    folder.mkdir(exist_ok=True)
-    path = folder / products.library_name()
-    return path if path.exists() else made_once(factory, path, products.build_library)
+def built_library() -> Path:
+    """The file of the library, which is not loaded yet; its name tells of what it was built."""
+    path = _BUILT / products.library_name()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            products.build_library(path.with_suffix(".new"))
+            path.with_suffix(".new").rename(path)
+    return path
+
+
+def read_in_native_code(model: LoadedModel) -> None:
+    """Let a model read single tokens as chats do: three times as fast as by torch's operations."""
+    step = model.decode_step
+    if CAN_BUILD and isinstance(step, DecodeStep):
+        library = products.load_library(built_library())
+        step.native = NativeStep(library, step.module, step.dtype, step.wanted)

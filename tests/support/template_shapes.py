@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from chatting import tiny
+from native_library import read_in_native_code
 from sirchat.engine.sampling import Continued, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
 
@@ -161,7 +162,9 @@ def tool_tiny() -> LoadedModel:
     """The bundled model with a chat template that takes tools."""
     with_tools = copy.deepcopy(tiny().tokenizer)
     with_tools.chat_template = "{{ bos_token }}" + _TINY
-    return wrap_model("tiny", tiny().module, with_tools)
+    model = wrap_model("tiny", tiny().module, with_tools)
+    read_in_native_code(model)
+    return model
 
 
 def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:

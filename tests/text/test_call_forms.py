@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.text.control_tokens import END, START
 from sirchat.text.reply_marks import CONTROL, Marks, plain
 from sirchat.text.reply_parts import PartSplitter
+from sirchat.text.tokenizer import END, START
 from sirchat.text.tool_calls import CallParser
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", 1))

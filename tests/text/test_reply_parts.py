@@ -13,11 +13,11 @@ from jinja2.exceptions import TemplateError
 
 from by_heart import SHAPES
 from by_heart import tokenizer as shaped
-from sirchat.text.control_tokens import END, START
 from sirchat.text.reply_marks import KNOWN_MARKS, Marks, find_marks, plain
 from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.template import Template
 from sirchat.text.template_sandbox import render
+from sirchat.text.tokenizer import END, START
 from sirchat.text.tool_calls import CallParser
 from sirchat.text.transcript import split_tagged
 from template_shapes import template, with_template

@@ -131,7 +131,7 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_report_says_whether_the_step_was_compiled() -> None:
-    head = provenance(tiny(), "test", "")
+    head = provenance(babbler(), "test", "")
     assert head["compiled"] is False
     assert "compiled step" not in markdown(REPORT, head)
     assert "1 thread, compiled step, seed 0" in markdown(
