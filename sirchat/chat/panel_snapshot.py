@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def take_snapshot(
         threshold=_threshold(engine, scores, held, leaving),
         unit=policy.unit if isinstance(policy, ScorePolicy) else "",
         evicted_next=tuple(leaving.tolist()),
-        rows=_rows(engine, held[slots], texts, profile.sinks, slot_scores, roles),
+        rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores, roles),
         slots=tuple(slots.tolist()),
         turns=_held_shares(ledger, held, roles, with_means=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
@@ -132,24 +132,6 @@ def take_snapshot(
         recalled_turns=recalled_turns,
         held_by=_held_by(ledger, held, roles, prompt),
         prompt=prompt,
-    )
-
-
-def _rows(
-    engine: Engine,
-    positions: Positions,
-    texts: Texts,
-    sinks: int,
-    scores: Floats | None,
-    roles: Sequence[str],
-) -> tuple[TokenRow, ...]:
-    """As `token_rows`; the text of a summary has that role."""
-    rows = token_rows(engine, positions, texts, sinks, scores)
-    return tuple(
-        replace(row, role="summary")
-        if roles[row.turn] == "summary" and row.role != "template"
-        else row
-        for row in rows
     )
 
 
@@ -165,9 +147,8 @@ def own_prompt(ids: Sequence[int], roles: Sequence[int]) -> int:
 def _held_by(ledger: Ledger, held: Positions, roles: Sequence[str], prompt: int) -> dict[str, int]:
     role = np.where(held < prompt, np.int64(Role.SYSTEM), ledger.column("role")[held])
     is_recalled = ledger.column("flags")[held] & Flag.RECALLED != 0
-    is_summary = np.isin(
-        ledger.column("turn")[held], [at for at, of in enumerate(roles) if of == "summary"]
-    )
+    summaries = [turn for turn, of in enumerate(roles) if of == "summary"]
+    is_summary = np.isin(ledger.column("turn")[held], summaries)
     is_summary &= (role != Role.TEMPLATE) & ~is_recalled
     counts = np.bincount(role[~is_recalled & ~is_summary], minlength=len(Role)).tolist()
     by_role = {role.name.lower(): counts[role] for role in Role}
@@ -205,7 +186,7 @@ def _leaving_words(
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
-    rows = without_template(_rows(engine, near, texts, sinks, None, roles))
+    rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
     of = {w: role for role in said_by for w in words_at(at, [r for r in rows if r.role == role])}
     return {word: of[word] for word in words_at(at, rows) if word in of}

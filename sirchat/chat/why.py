@@ -22,7 +22,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.placement import Placement
 from sirchat.recall.word_index import DENSE, LESS, STOP_WORDS, letter_groups, terms_of
-from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds
+from sirchat.text.detokenizer import Texts, sentence_bounds
 
 _ONES = re.findall(
     r"\w+",
@@ -32,7 +32,8 @@ _ONES = re.findall(
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _BELOW_TEN = ("", *(f"-{one}" for one in _ONES[:9]))
 _NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hundred"]  # from 1
-_QUOTES = "\"'”’»"
+# What stands around a file's text, and questions
+_NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$""", re.DOTALL)
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
 _NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS)).replace('-', '[- ]')})\b", re.IGNORECASE)
 
@@ -188,12 +189,7 @@ def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
     or Chinese. A word counts in any form, rare ones more, numbers double, the question's half.
     """
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
-    sentences = [
-        one
-        for one in sentences
-        if not one.startswith("```")  # around a file's text
-        and not one.rstrip(_QUOTES).endswith(QUESTION_MARKS)
-    ]
+    sentences = [one for one in sentences if not _NO_STATEMENT.match(one)]
     terms = [set(terms_of(_in_digits(one))) for one in sentences]
     scores, own, found = np.zeros(len(sentences) + 1), 0, 0
     asked = set(terms_of(_in_digits(question)))

@@ -163,7 +163,7 @@ class Autosave:
         copy.name, copy._family = name, self.family
         copy.begin()
         if copy._store is not None and self._store is not None:
-            copy._store.add_held(self._store.held_after())
+            copy._store.copy_held(self._store)
         return copy
 
     def keep_file_after_reset(self) -> None:

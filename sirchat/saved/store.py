@@ -302,13 +302,12 @@ class SessionStore:
                 self._put_about(key, value)
         self.meta, self.name = meta, name
 
-    def add_held(self, known: Mapping[int, NDArray[np.int64]]) -> None:
-        """Write what is `known`, as by `held_after`, of the turns before the last."""
-        last = self.size.turns - 1
+    def copy_held(self, other: SessionStore) -> None:
+        """Take from another file of this chat what was held after the turns before the last."""
+        query = "SELECT turn, positions FROM held WHERE turn < ?"
         with self._transaction():
-            for turn, positions in known.items():
-                if turn < last:
-                    put(self._connection, "held", turn, _packed_positions(positions))
+            for record in other._all(query, self.size.turns - 1):
+                put(self._connection, "held", *record)
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
@@ -439,7 +438,8 @@ class SessionStore:
         connection.execute("DELETE FROM held WHERE turn >= ?", (min(kept.held, last),))
         if last >= 0:
             cached = head.held if head.cached is None else head.cached
-            put(connection, "held", last, _packed_positions(cached))
+            steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
+            put(connection, "held", last, zlib.compress(steps, 1))
 
     def _put_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""
@@ -520,11 +520,6 @@ def _written(turn: SavedTurn) -> str:
 def _check_count(rows: NDArray[Any], expected: int) -> None:
     if len(rows) != expected:
         raise ValueError(f"{len(rows)} rows for {expected} tokens")
-
-
-def _packed_positions(positions: NDArray[np.int64]) -> bytes:
-    steps = np.diff(positions, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
-    return zlib.compress(steps, 1)
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -230,12 +230,8 @@ class SavedChat:
         """Print a list of this chat and its branches, the copies made by `/branch`."""
         branches = self._branches()
         if len(branches) > 1:
-            named = [
-                replace(b, name=f"{b.name} ({_FIRST})" if b.name else _FIRST)
-                if b.id == self._saving.family
-                else b
-                for b in branches
-            ]
+            first = self._saving.family
+            named = [replace(b, name=b.name or _FIRST * (b.id == first)) for b in branches]
             chats = SessionLines(named, self._saving.id)
             self._screen.page(draw_sessions(chats, self._screen.width))
             here = next((b.name or b.id for b in named if b.id == self._saving.id), "a new branch")

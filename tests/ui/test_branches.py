@@ -55,7 +55,7 @@ def test_branches_lists_this_chat_and_those_of_it_alone_and_main_is_the_first() 
     chat.do("/switch main")
     assert chat.texts == SAYINGS[:1]
     chat.do("/save trunk")
-    assert "\nyou are on trunk (main); " in chat.do("/branches")
+    assert "\nyou are on trunk; " in chat.do("/branches")
 
 
 def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None:
