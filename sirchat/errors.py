@@ -74,6 +74,10 @@ class DamagedSessionError(SessionError):
         self.path = path
 
 
+class SessionInUseError(SessionError):
+    """A saved session is open in another process."""
+
+
 class UndoError(SirchatError):
     """There is no turn to undo, or a token that was in the cache before it is not archived."""
 

@@ -24,7 +24,8 @@ class EvictedText:
     role: str
     tokens: int  # of the message, not of the chat template
     held: int  # of these tokens
-    words: tuple[str, ...]  # with an evicted token, most surprising first; not held elsewhere
+    # With an evicted token, most surprising first; if a token is held, those not held elsewhere.
+    words: tuple[str, ...]
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
@@ -40,7 +41,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
         rows = without_template(session.tokens(span))
         gone = [row.position for row in rows if row.position not in held]
         if gone:
-            words = words_at(gone, rows, known)
+            words = words_at(gone, rows, known if len(gone) < len(rows) else ())
             yield EvictedText(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
 
 
@@ -50,7 +51,9 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     Words that are held at another place, English stop words, and words that most of the user's
     messages have, are left out.
     """
-    rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
+    roles = session.state.roles  # a summary is not what the user said
+    rows = [row for row in session.tokens(sorted(positions)) if row.role == roles[row.turn]]
+    rows = [row for row in rows if row.role == "user"]
     if not rows:
         return ()
     held = session.snapshot().rows

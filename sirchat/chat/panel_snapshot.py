@@ -73,8 +73,9 @@ class Snapshot:
     leaving_words: Mapping[str, str] = field(default_factory=dict)
     recalled_turns: tuple[RecalledTurn, ...] = ()  # of the tokens that recall restored
     # Of the held tokens, how many each wrote: `user`, `assistant`, `system` or `template`; of
-    # these, `recalled` ones are counted apart.
+    # these, those of a `summary` and `recalled` ones are counted apart.
     held_by: Mapping[str, int] = field(default_factory=dict)
+    prompt: int = 0  # first tokens, which are a system prompt that the chat template itself adds
 
     @property
     def evicted(self) -> int:
@@ -109,6 +110,8 @@ def take_snapshot(
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
+    first = ledger.of_turn(0)
+    prompt = own_prompt(*(ledger.column(name)[first].tolist() for name in ("token_id", "role")))
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -121,21 +124,35 @@ def take_snapshot(
         threshold=_threshold(engine, scores, held, leaving),
         unit=policy.unit if isinstance(policy, ScorePolicy) else "",
         evicted_next=tuple(leaving.tolist()),
-        rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores),
+        rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores, roles),
         slots=tuple(slots.tolist()),
         turns=_held_shares(ledger, held, roles, with_means=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
-        leaving_words=_leaving_words(engine, leaving, texts, profile.sinks),
+        leaving_words=_leaving_words(engine, leaving, texts, profile.sinks, roles),
         recalled_turns=recalled_turns,
-        held_by=_held_by(ledger, held),
+        held_by=_held_by(ledger, held, roles, prompt),
+        prompt=prompt,
     )
 
 
-def _held_by(ledger: Ledger, held: Positions) -> dict[str, int]:
+def own_prompt(ids: Sequence[int], roles: Sequence[int]) -> int:
+    """How many tokens of a chat's first turn are a system prompt that the template itself adds."""
+    count = next((at for at, role in enumerate(roles) if role != Role.TEMPLATE), 0)
+    if roles[count : count + 1] != [Role.USER]:
+        return 0
+    # A token that begins a turn comes again: before the user's turn.
+    return max((at for at in range(2, count) if ids[at] in ids[:2]), default=0)
+
+
+def _held_by(ledger: Ledger, held: Positions, roles: Sequence[str], prompt: int) -> dict[str, int]:
+    role = np.where(held < prompt, np.int64(Role.SYSTEM), ledger.column("role")[held])
     is_recalled = ledger.column("flags")[held] & Flag.RECALLED != 0
-    counts = np.bincount(ledger.column("role")[held[~is_recalled]], minlength=len(Role)).tolist()
+    summaries = [turn for turn, of in enumerate(roles) if of == "summary"]
+    is_summary = np.isin(ledger.column("turn")[held], summaries)
+    is_summary &= (role != Role.TEMPLATE) & ~is_recalled
+    counts = np.bincount(role[~is_recalled & ~is_summary], minlength=len(Role)).tolist()
     by_role = {role.name.lower(): counts[role] for role in Role}
-    return by_role | {"recalled": int(is_recalled.sum())}
+    return by_role | {"recalled": int(is_recalled.sum()), "summary": int(is_summary.sum())}
 
 
 def _strongest(ledger: Ledger, order: Floats, held: Positions, count: int) -> Positions:
@@ -158,7 +175,9 @@ def _threshold(
     return float(shown_scores(engine, scores[np.searchsorted(held, leaving)]).max())
 
 
-def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> dict[str, str]:
+def _leaving_words(
+    engine: Engine, leaving: Positions, texts: Texts, sinks: int, roles: Sequence[str]
+) -> dict[str, str]:
     """Some whole words with tokens at `leaving`, most surprising first, and each one's role."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
@@ -167,9 +186,9 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
-    rows = without_template(token_rows(engine, near, texts, sinks, None))
-    roles = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
-    of = {w: role for role in roles for w in words_at(at, [r for r in rows if r.role == role])}
+    rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
+    said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
+    of = {w: role for role in said_by for w in words_at(at, [r for r in rows if r.role == role])}
     return {word: of[word] for word in words_at(at, rows) if word in of}
 
 

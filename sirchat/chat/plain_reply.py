@@ -33,7 +33,7 @@ class PlainReply:
 
     Of `message`, the first `source` characters are a text that is asked about. When the answer is
     complete, `quote` is a line with the sentence of it that the answer shares most words with, or
-    "". A note says so if a question was asked and that text has none of the answer's own words.
+    "". A note says so if a question was asked and its statements have none of the answer's words.
     """
 
     def __init__(self, session: Session, message: str = "", source: int = 0) -> None:
@@ -77,7 +77,7 @@ class PlainReply:
             self.quote = f'the text says: "{sentence}"' if sentence else ""
             return []
         self.quote = f'closest in the text: "{sentence}"' if sentence else ""
-        return ["the text may not say so: none of the answer's own words is in it"]
+        return ["the text may not say so: none of the answer's own words is in its statements"]
 
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:

@@ -106,8 +106,11 @@ class ConversationState:
 
     @property
     def roles(self) -> list[str]:
-        """The role (system, user or assistant) of each turn."""
-        return [turn.role for turn in self.turns]
+        """The role of each turn; of a summary and of the answer to it, that is `summary`."""
+        roles = [turn.role for turn in self.turns]
+        for at in [at for at, turn in enumerate(self.turns) if turn.is_summary]:
+            roles[at : at + 2] = ["summary"] * len(roles[at : at + 2])
+        return roles
 
     @property
     def last_turn(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -62,8 +62,12 @@ def token_rows(
     texts: Texts,
     sinks: int,
     scores: Floats | None,
+    roles: Sequence[str] = (),
 ) -> tuple[TokenRow, ...]:
-    """A record of each token at these positions [n], ascending; `scores` [n] are the policy's."""
+    """A record of each token at these positions [n], ascending; `scores` [n] are the policy's.
+
+    `roles` are those of the turns: the text of one that is a `summary` has that role, too.
+    """
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
@@ -76,6 +80,8 @@ def token_rows(
     shown = [None] * len(at) if scores is None else shown_scores(engine, scores).tolist()
     text = texts(ids, at)
     turn, role, surprisal = column("turn"), column("role"), column("surprisal")
+    summaries = {at for at, of in enumerate(roles) if of == "summary"}
+    is_summary = [t in summaries and r != Role.TEMPLATE for t, r in zip(turn, role, strict=True)]
     erased = int(Flag.ERASED)  # comparing with a Flag takes ten times as long
     arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
     bits = engine.store.archive.bits(positions).tolist()
@@ -85,7 +91,7 @@ def token_rows(
             id=ids[i],
             text="" if flags[i] & erased else text[i],
             turn=turn[i],
-            role=Role(role[i]).name.lower(),
+            role="summary" if is_summary[i] else Role(role[i]).name.lower(),
             surprisal=None if math.isnan(surprisal[i]) else surprisal[i],
             decayed_surprisal=decayed[i],
             score=shown[i],

@@ -24,13 +24,18 @@ from sirchat.memory.placement import Placement
 from sirchat.recall.word_index import DENSE, LESS, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-_NUMBERS = re.findall(
+_ONES = re.findall(
     r"\w+",
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty",
+    "sixteen seventeen eighteen nineteen",
 )
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_BELOW_TEN = ("", *(f"-{one}" for one in _ONES[:9]))
+_NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hundred"]  # from 1
+# What stands around a file's text, and questions
+_NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$""", re.DOTALL)
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
-_NUMBER = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
+_NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS)).replace('-', '[- ]')})\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -184,13 +189,13 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
 
 
 def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
-    """The sentence of a text that has most telling words of an answer, or "", and `is_said`.
+    """The statement of a text that has most telling words of an answer, or "", and `is_said`.
 
-    `is_said` is false if the text has none of the words that only the answer has; but not of a yes
-    or no, or Chinese. A word counts in any of its forms, rare ones more, the question's half.
+    `is_said` is false if no statement has a word that only the answer has; but not of a yes or no,
+    or Chinese. A word counts in any form, rare ones more, numbers double, the question's half.
     """
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
-    sentences = [one for one in sentences if not one.startswith("```")]  # around a file's text
+    sentences = [one for one in sentences if not _NO_STATEMENT.match(one)]
     terms = [set(terms_of(_in_digits(one))) for one in sentences]
     scores, own, found = np.zeros(len(sentences) + 1), 0, 0
     asked = set(terms_of(_in_digits(question)))
@@ -199,7 +204,7 @@ def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
         having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
         is_asked = _is_among(groups, asked)
-        scores[having] += rarity * (LESS if is_asked else 1)
+        scores[having] += rarity * (LESS if is_asked else 2 if word.isdecimal() else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
     is_said = (
         found > 0 or not own or bool(_CONFIRMS.match(answer)) or max(answer, default="") >= DENSE
@@ -213,9 +218,11 @@ def _is_among(groups: set[str], terms: set[str]) -> bool:
 
 
 def _in_digits(text: str) -> str:
-    """A text with its numbers in digits, English words up to twenty too, and without commas."""
+    """A text with its numbers in digits, English words to a hundred too, and without commas."""
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    return _NUMBER.sub(lambda word: str(_NUMBERS.index(word[0].casefold()) + 1), text)
+    return _NUMBER.sub(
+        lambda word: str(_NUMBERS.index(word[0].casefold().replace(" ", "-")) + 1), text
+    )
 
 
 def _telling_words(text: str) -> set[str]:

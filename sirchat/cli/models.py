@@ -70,7 +70,7 @@ def models_list(
     """
     from sirchat.chat.model_defaults import most_rows
     from sirchat.models.fit import fit_of
-    from sirchat.models.listing import find_models
+    from sirchat.models.listing import find_model, find_models
     from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
 
@@ -80,7 +80,11 @@ def models_list(
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile, free = _profile(budget), free_memory()
     models: list[ListedModel] = []
-    for model in find_models(places):
+    found = find_models(places)
+    if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
+        with suppress(ModelError):
+            found.append(find_model(profile.model))
+    for model in found:
         shape, is_default = model.shape, model.name == profile.model
         if shape is None or shape.context_length is None:
             models.append(ListedModel(model, None, None, is_default=is_default))

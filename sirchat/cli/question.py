@@ -65,8 +65,8 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     text = decode_text(_NAME, data).strip("\n")
     if says_more and text:
         note(
-            f"what started this has the same pipe, of which {len(text):,} characters are now "
-            "a part of this question; < /dev/null, or --no-input, asks without them"
+            f"all of standard input, {len(text):,} characters, was sent with this question, so the "
+            "script or loop around it finds no more there; --no-input, or < /dev/null, leaves it"
         )
     return text
 

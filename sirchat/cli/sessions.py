@@ -92,13 +92,16 @@ def sessions_search(
 
 @sessions_app.command("show")
 def sessions_show(ident: Ident, debug: Debug = False) -> None:
-    """Print the text of a saved chat."""
+    """Print the text of a saved chat; of one that is open elsewhere, what was saved last."""
     from sirchat.saved.session_list import find_session
-    from sirchat.saved.store import SessionStore
+    from sirchat.saved.store import SessionStore, turns_named
 
-    with SessionStore.open(find_session(sessions_dir(), ident)) as store:
+    with SessionStore.read(find_session(sessions_dir(), ident, may_be_open=True)) as store:
+        summaries = turns_named(store.head(), "summaries")
         for turn in store.turns():
-            typer.echo(displayable(f"{turn.role.upper()}: {turn.text}"))
+            is_summary = {turn.index, turn.index - 1} & summaries  # it is answered by its reader
+            role = "summary" if is_summary else turn.role
+            typer.echo(displayable(f"{role.upper()}: {turn.text}"))
 
 
 @sessions_app.command("rm")
@@ -170,7 +173,7 @@ def sessions_export(
     from sirchat.saved.session_list import export_session, find_session
 
     lines = BytesIO()
-    export_session(find_session(sessions_dir(), ident), lines)
+    export_session(find_session(sessions_dir(), ident, may_be_open=True), lines)
     if file is None or str(file) == "-":
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(encoding="utf-8")  # in any locale, for `sirchat replay`
@@ -202,12 +205,12 @@ def sessions_map(
     from sirchat.saved.store import SessionStore
     from sirchat.ui.pictures import picture_of_memory
 
-    path = find_session(sessions_dir(), ident)
+    path = find_session(sessions_dir(), ident, may_be_open=True)
     out = out or Path(f"{path.stem}.svg")
     if out.suffix not in (".svg", ".png"):
         raise UsageError(f"--out can't be {format_value(out.name)}: it must end in .svg or .png")
     _refuse_existing(out, force)
-    with SessionStore.open(path) as store:
+    with SessionStore.read(path) as store:
         image = picture_of_memory(store, out.suffix[1:])
     write_private(out, image, replaces=force)
     typer.echo(displayable_line(f"wrote {out}"), err=True)

@@ -162,6 +162,8 @@ class Autosave:
         copy = Autosave(self._session, folder=self._folder)
         copy.name, copy._family = name, self.family
         copy.begin()
+        if copy._store is not None and self._store is not None:
+            copy._store.copy_held(self._store)
         return copy
 
     def keep_file_after_reset(self) -> None:

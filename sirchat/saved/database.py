@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32, error
 
 from sirchat import paths
-from sirchat.errors import DamagedSessionError, SessionError
+from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 
 SUFFIX = ".sqlite"  # of a session's file
 # The ending of a file beside it that says which process has the session open. This is for messages
@@ -44,6 +44,9 @@ TABLES = {
 }
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
+
+COPIES = 20  # most tries to copy a session that is being written
+PAUSE = 0.05  # seconds between two tries
 
 _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
@@ -223,7 +226,7 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
             other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
-            return SessionError(
+            return SessionInUseError(
                 f"{path} is in use by another process{_describe_holder(path)}",
                 hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
             )

@@ -28,7 +28,7 @@ from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
 from sirchat.saved.database import as_damage_errors, require
-from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore, turns_named
 
 _MOST = 2**53
 _Count = Annotated[int, Field(ge=0, le=_MOST)]
@@ -144,13 +144,7 @@ def decode_state(
 
 def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
     """The turns of a saved session, with what its head says of them."""
-    conversation = head.fields.get("conversation")
-    known = conversation if isinstance(conversation, dict) else {}
-    listed = (known.get(name) for name in ("summaries", "left_out"))
-    summaries, left_out = (
-        {turn for turn in turns if isinstance(turn, int)} if isinstance(turns, list) else set()
-        for turns in listed
-    )
+    summaries, left_out = turns_named(head, "summaries"), turns_named(head, "left_out")
     return [
         Turn(
             turn.role,

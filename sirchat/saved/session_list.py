@@ -19,7 +19,9 @@ from typing import BinaryIO, NamedTuple, cast
 from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
 from sirchat.saved.database import (
+    COPIES,
     HOLDER,
+    PAUSE,
     SUFFIX,
     UNDECODABLE,
     as_damage_errors,
@@ -42,8 +44,6 @@ from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 LENGTH = 40  # characters of a session's name
 MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
 _FIRST_LINE = 80  # characters
-_COPIES = 20  # most tries to copy a session that is being written
-_PAUSE = 0.05  # seconds between two tries
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
@@ -191,7 +191,7 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     session can't be copied.
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
-    for _ in range(_COPIES):
+    for _ in range(COPIES):
         copy = new_file(folder, SUFFIX)
         try:
             with as_session_errors(path):
@@ -204,7 +204,7 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
                 remove_session(copy)
             if not isinstance(error, DamagedSessionError):
                 raise
-            time.sleep(_PAUSE)  # the other process was writing
+            time.sleep(PAUSE)  # the other process was writing
     raise DamagedSessionError(path)
 
 
@@ -251,8 +251,8 @@ def remove_session(path: Path) -> None:
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
-    """Write a session's messages as JSON Lines; SessionError if it can't be opened."""
-    with SessionStore.open(path) as store:
+    """Write a session's messages as JSON Lines, maybe of one in use; SessionError if it fails."""
+    with SessionStore.read(path) as store:
         turns = store.turns()
     write_jsonl(
         (

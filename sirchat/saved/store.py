@@ -13,7 +13,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,16 +22,19 @@ from typing import Any, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.errors import SessionError
+from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 from sirchat.saved.database import (
     APPLICATION,
+    COPIES,
     FORMAT,
+    PAUSE,
     SUFFIX,
     TABLES,
     as_damage_errors,
     as_session_errors,
     check_contents,
     check_format,
+    connect,
     format_of,
     locked,
     make_durable,
@@ -113,16 +116,25 @@ class Kept:
 _EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
 
 
+def turns_named(head: Head | None, name: str) -> set[int]:
+    """The indices of the turns that a head lists under a name, such as `summaries`."""
+    conversation = head.fields.get("conversation") if head is not None else None
+    turns = conversation.get(name) if isinstance(conversation, dict) else None
+    return {turn for turn in turns if isinstance(turn, int)} if isinstance(turns, list) else set()
+
+
 class SessionStore:
     """The file of one saved session, open and locked; use `create` or `open` to make a store.
 
     Once a method that writes has returned, a power loss can't undo the change. If the file can't be
     written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values,
-    `segments` are those of evicted tokens.
+    `segments` are those of evicted tokens. Whether it `is_copy`, in memory, of an open session.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, *, is_copy: bool = False
+    ) -> None:
+        self.path, self.is_copy = path, is_copy
         self._connection = connection
         self.kv = KeysAndValues(path)
         self.segments = SavedSegments(path)
@@ -181,6 +193,32 @@ class SessionStore:
                     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
 
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """As `open`, but only to read; of a session in use, this is a copy of what was saved last.
+
+        Raises SessionError as `open` does.
+        """
+        try:
+            return cls.open(path)
+        except SessionInUseError as error:
+            refused = error
+        for _ in range(COPIES):
+            copy = sqlite3.connect(":memory:", isolation_level=None)
+            with (
+                suppress(DamagedSessionError),
+                as_damage_errors(path),
+                closing(connect(path, "immutable=1")) as saved,
+            ):
+                before = _last_written(path)
+                saved.backup(copy)
+                if before and before == _last_written(path):
+                    check_format(copy, path)
+                    check_contents(copy, path)
+                    return cls(path, copy, is_copy=True)
+            time.sleep(PAUSE)  # the other process was writing
+        raise refused
+
     @property
     def id(self) -> str:
         """The minute in which the session was created, and four random letters."""
@@ -196,7 +234,8 @@ class SessionStore:
         """Close the file and release its lock; a second call does nothing."""
         with suppress(sqlite3.Error):  # an empty journal left behind does no harm
             self._connection.execute("PRAGMA journal_mode=DELETE")
-            remove_holder_file(self.path)
+            if not self.is_copy:
+                remove_holder_file(self.path)
         self._connection.close()
 
     def check_place(self) -> None:
@@ -263,6 +302,13 @@ class SessionStore:
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name
+
+    def copy_held(self, other: SessionStore) -> None:
+        """Take from another file of this chat what was held after the turns before the last."""
+        query = "SELECT turn, positions FROM held WHERE turn < ?"
+        with self._transaction():
+            for record in other._all(query, self.size.turns - 1):
+                put(self._connection, "held", *record)
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
@@ -446,6 +492,13 @@ class SessionStore:
             if self._about("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
+
+
+def _last_written(path: Path) -> tuple[int, ...]:
+    """Sizes and times of a session's file and its journal; empty while they are being written."""
+    files = [file.stat() for file in (path, Path(f"{path}-journal")) if file.exists()]
+    is_written = any(file.st_size for file in files[1:])
+    return () if is_written else tuple(at for one in files for at in (one.st_size, one.st_mtime_ns))
 
 
 def _turn(index: int, role: str, written: str, finish: str, begun: int | None) -> SavedTurn:

@@ -389,7 +389,7 @@ class Commands:
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"{counted(end.turns, 'message')}; "
+            f"since the chat began: {counted(end.turns, 'message')}; "
             f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
@@ -421,13 +421,13 @@ class Commands:
     def do_evicted(self, rest: str) -> None:
         """-: list the evicted words of each message, the most surprising words first."""
         screen, turns = self._screen, list(evicted_turns(self._session))
-        named = [turn for turn in turns if turn.words]
+        named = [turn for turn in turns if turn.words or not turn.held]
         if named:
             screen.page(draw_evicted(named, screen.theme, screen.width))
             screen.note('/recall "words" restores words, and the words around them')
         if others := len(turns) - len(named):
             messages = counted(others, "more message" if named else "message")
-            screen.note(f"{messages} lost only repeats and punctuation")
+            screen.note(f"{messages} lost only punctuation and words that are held elsewhere")
         if not turns:
             screen.note("nothing is evicted")
 

@@ -159,11 +159,11 @@ _TOOLS = (
 
 
 def _markdown(session: Session) -> str:
-    said = [(turn, displayable(turn.text).strip()) for turn in _said(session)]
+    said = [(role, displayable(turn.text).strip()) for role, turn in _said(session)]
     return "\n\n".join(
         # What a tool returned is code: no picture in it is loaded.
-        f"## {_speaker(turn)}\n\n{indent(text, '    ') if turn.role == 'tool' else _closed(text)}"
-        for turn, text in said
+        f"## {_speaker(role)}\n\n{indent(text, '    ') if role == 'tool' else _closed(text)}"
+        for role, text in said
     )
 
 
@@ -176,7 +176,7 @@ def _closed(text: str) -> str:
 
 
 def _json(session: Session) -> str:
-    messages = [message_record(turn.role, turn.text, turn.thinking) for turn in _said(session)]
+    messages = [message_record(turn.role, turn.text, turn.thinking) for _, turn in _said(session)]
     record = {"model": session.model.name, "messages": messages}
     return terminal_safe_json(record, indent=1)
 
@@ -187,11 +187,11 @@ def _page(session: Session) -> str:
 
     markdown = parser(images=False)
     turns = []
-    for turn in _said(session):
+    for role, turn in _said(session):
         text = displayable(turn.text).strip()
-        is_reply = turn.role == "assistant"
+        is_reply = role == "assistant"
         body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
-        turns.append(f"<h2>{html.escape(_speaker(turn))}</h2>\n{body}")
+        turns.append(f"<h2>{html.escape(_speaker(role))}</h2>\n{body}")
     title = f"A chat with {displayable_line(session.model.name)}"
     return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
 
@@ -199,13 +199,14 @@ def _page(session: Session) -> str:
 _AS = {"md": _markdown, "html": _page, "json": _json}
 
 
-def _said(session: Session) -> list[Turn]:
-    """The turns that have text: were not erased, nor interrupted at their beginning."""
-    return [turn for turn in session.turns if turn.text.strip()]
+def _said(session: Session) -> list[tuple[str, Turn]]:
+    """The roles and turns that have text: were not erased, nor interrupted at their beginning."""
+    turns = zip(session.state.roles, session.turns, strict=True)
+    return [(role, turn) for role, turn in turns if turn.text.strip()]
 
 
-def _speaker(turn: Turn) -> str:
-    return ROLE_NAMES[turn.role].capitalize()
+def _speaker(role: str) -> str:
+    return ROLE_NAMES[role].capitalize()
 
 
 def _write(name: str, text: str, *, force: bool) -> None:

@@ -60,6 +60,7 @@ _SEGMENTS: Final = {
     "user": ("yours", "█"),
     "assistant": ("the model's", "▓"),
     "system": ("system prompt", "▒"),
+    "summary": ("summary", "▤"),
     "tool": ("tools'", "▞"),
     "recalled": ("recalled", "▚"),
     "template": ("format", "░"),
@@ -425,12 +426,13 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     roles = {turn.index: turn.role for turn in snapshot.turns}
     gaps = _gaps(snapshot)
     rows = list(zip(snapshot.rows, gaps[:-1], strict=True))
-    blocks = [(turn, list(block)) for turn, block in groupby(rows, key=lambda row: row[0].turn)]
-    for number, (turn, block) in enumerate(blocks):
+    parts = groupby(rows, lambda row: (row[0].turn, row[0].position < snapshot.prompt))
+    blocks = [(*part, list(block)) for part, block in parts]
+    for number, (turn, is_prompt, block) in enumerate(blocks):
         runs = list(_block(block, theme))
         if number == len(blocks) - 1:
             runs += _gap(gaps[-1], 0, "", theme)
-        label = _label(turn, roles.get(turn, ""), theme)
+        label = _label(turn, "system" if is_prompt else roles.get(turn, ""), theme)
         blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
         for index, line in enumerate(lay_out(runs, width - _MARGIN)):
             lines.append((blank if index else label).copy().append_text(line))

@@ -54,7 +54,8 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
     marks, unknown = _marks(rows, held_after)
     now, end = len(next(reversed(held_after.values()), ())), max(1, len(turns)) - 0.5
     title = f"{store.id}: {now:,} of {len(rows):,} tokens held"
-    title += "; hatched: not saved" if unknown else ""
+    why = "read again, as after /erase, or not saved then"
+    title += f"; hatched: not known, {why}" if unknown else ""
 
     def draw(axes: Any) -> None:
         from matplotlib.collections import LineCollection

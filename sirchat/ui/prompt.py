@@ -20,6 +20,7 @@ from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
@@ -330,6 +331,10 @@ class Prompt:
             return " pasted text: sent as it is, never run as a command"
         if self._complaint:
             return f" {displayable(self._complaint)}"
+        if self._prompt.editing_mode == EditingMode.VI:
+            mode = self._prompt.app.vi_state.input_mode
+            name = "normal" if mode == InputMode.NAVIGATION else mode.value.removeprefix("vi-")
+            return f" {name} · {self._toolbar()}"
         return f" {self._toolbar()}"
 
     def _bindings(self) -> KeyBindings:

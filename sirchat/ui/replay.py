@@ -114,7 +114,7 @@ def print_reply(
 def _events(
     session: Session, turns: Iterable[TranscriptItem], options: ReplayOptions
 ) -> Iterator[Event]:
-    previous, calls = "", list[ToolCall]()
+    previous, calls, is_told = "", list[ToolCall](), False
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
     for turn, after in pairs:
@@ -125,6 +125,12 @@ def _events(
         elif turn.role == "system":
             yield from _system(session, turn, options.name)
         elif turn.role == "user":
+            if not is_told and (command := _command(turn.content)):
+                is_told = True
+                yield Notice(
+                    f"{command} is sent as a message, as no commands run here; settings are set by "
+                    'flags, or within JSON Lines by the line {"switch": {"policy": "sink"}}'
+                )
             fed = following is not None and following.role == "assistant"
             with Interrupt() as interrupted:
                 if fed:
@@ -150,6 +156,16 @@ def _events(
                 yield from session.read_reply(turn.content, interrupted, given)
             _stop_if(interrupted)
         previous = "" if isinstance(turn, SettingsSwitch) else turn.role
+
+
+def _command(message: str) -> str:
+    """The slash command with which a message of one line begins; "" if it begins with none."""
+    if not message.startswith("/") or "\n" in message.strip():
+        return ""
+    from sirchat.ui.commands import Commands  # loads what a prompt needs
+
+    word = message.split()[0]
+    return word if word[1:] in Commands.names() else ""
 
 
 def _stop_if(interrupted: Interrupt) -> None:
@@ -196,7 +212,7 @@ class _Dialogue:
         elif isinstance(event, TurnDone):
             self._turn(event)
         elif isinstance(event, Switched):
-            self._screen.note(describe_change(event))
+            self._screen.note(describe_change(event, self._session.template))
         elif isinstance(event, Notice):
             self._screen.note(event.text)
         elif isinstance(event, Returned):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -230,8 +231,12 @@ class SavedChat:
         """Print a list of this chat and its branches, the copies made by `/branch`."""
         branches = self._branches()
         if len(branches) > 1:
-            chats = SessionLines(branches, self._saving.id)
+            first = self._saving.family
+            named = [replace(b, name=b.name or _FIRST * (b.id == first)) for b in branches]
+            chats = SessionLines(named, self._saving.id)
             self._screen.page(draw_sessions(chats, self._screen.width))
+            here = next((b.name or b.id for b in named if b.id == self._saving.id), "a new branch")
+            self._screen.note(f"you are on {here}; /switch NAME goes on with another")
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
@@ -288,14 +293,14 @@ class SavedChat:
     def search(self, words: str) -> None:
         """Print the messages of this chat, and the other saved chats, in which all words are."""
         screen, texts = self._screen, list[Text]()
-        for turn in self._session.turns:
+        for role, turn in zip(self._session.state.roles, self._session.turns, strict=True):
             text = " ".join(displayable_line(turn.text).split())
             found = [text.casefold().find(word) for word in words.casefold().split()]
-            if found and min(found) >= 0 and turn.role != "template":
+            if found and min(found) >= 0 and role != "template":
                 if min(found) > _LEAD:
                     text = f"…{text[text.find(' ', min(found) - _LEAD) + 1 :]}"
                 said = shorten(text, max(_LEAD, screen.width - _LEAD))
-                line = Text(f"  {ROLE_NAMES[turn.role]}: {said}")
+                line = Text(f"  {ROLE_NAMES[role]}: {said}")
                 line.highlight_words(words.split(), "bold underline", case_sensitive=False)
                 texts.append(line)
         result = search_sessions(sessions_dir(), words, screen.note)
@@ -424,10 +429,10 @@ class SavedChat:
 
 def show_resumed_chat(session: Session, screen: Screen) -> None:
     """Print a resumed chat's last turns, its tokens, and the settings that are not the defaults."""
-    for turn in session.turns[-_TURNS:]:
+    for role, turn in [*zip(session.state.roles, session.turns, strict=True)][-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
-            screen.note(f"{ROLE_NAMES.get(turn.role, turn.role)}: {text}")
+            screen.note(f"{ROLE_NAMES.get(role, role)}: {text}")
     screen.note(
         f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
         f"{session.resident:,} held"

@@ -184,7 +184,12 @@ def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> Rend
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
         "role": [_role(turn.role, theme) for turn in turns],
-        "evicted": [f"{turn.tokens - turn.held:,} of {turn.tokens:,}" for turn in turns],
+        "evicted": [
+            f"{turn.tokens - turn.held:,} of {turn.tokens:,}"
+            if turn.held
+            else f"all {turn.tokens:,}"
+            for turn in turns
+        ],
         "words that were evicted": [", ".join(map(displayable_line, turn.words)) for turn in turns],
     }
     return _table(theme, columns, width=width)

@@ -21,7 +21,8 @@ LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 # For each intensity (strong, fading, faint), the least share of surprisal left after decay.
 LEVELS: Final = (0.6, 0.25, 0.0)
 
-ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model", "tool": "tool"}
+_SAME: Final = {role: role for role in ("system", "summary", "tool")}
+ROLE_NAMES: Final = {**_SAME, "user": "you", "assistant": "model"}
 
 _PLAIN, _DIM, _DIM_ITALIC = Style(), Style(dim=True), Style(dim=True, italic=True)
 

@@ -82,6 +82,17 @@ def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
             assert (listed[index].tokens, listed[index].held) == (len(said), stays)
 
 
+def test_of_a_wholly_evicted_message_all_words_are_listed_also_those_held_elsewhere() -> None:
+    chat = session(tiny(), **SINK)
+    list(chat.read_question("I live at 12 Heron Street.", before="assistant"))
+    for told in ("Yes.", "Good.", "Well.", "So you live in 12 Heron Street."):
+        list(chat.read_reply(told))
+        list(chat.read_question("And my name is Anna, as you know.", before="assistant"))
+    whole = next(evicted_turns(chat))
+    assert "12 Heron Street" in "".join(row.text for row in chat.snapshot().rows)
+    assert (whole.held, set(whole.words)) == (0, {"I", "live", "at", "12", "Heron", "Street"})
+
+
 def test_words_are_restored_with_their_neighbours() -> None:
     chat, _ = _told()
     assert "Paul" not in _words_held(chat)

@@ -284,9 +284,13 @@ def test_what_the_server_can_not_answer_is_answered_without_it(
     assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
 
 
-NONE = "the text may not say so: none of the answer's own words is in it"
+NONE = "the text may not say so: none of the answer's own words is in its statements"
 FERRY = "The ferry to Ilm leaves the north pier at 07:45 every morning."
-NOTES = f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie has the keys.\n"
+GUESTS = "The house in Varn sleeps forty-two."
+NOTES = (
+    f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie has the keys. {GUESTS} "
+    "Who brings the cake?\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +301,9 @@ NOTES = f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie ha
         ("Somebody brings a tent.", ['the text says: "Bring the blue tent."']),
         ("2", ['the text says: "The house in Varn has 2 rooms."']),
         ("Two.", ['the text says: "The house in Varn has 2 rooms."']),
+        ("42 rooms.", [f'the text says: "{GUESTS}"']),
+        ("Forty two.", [f'the text says: "{GUESTS}"']),
+        ("The cake.", [NONE]),
         ("In the afternoon, I think.", [NONE]),
         ("Yes, that is correct.", []),
         ("它在早上离开。", []),

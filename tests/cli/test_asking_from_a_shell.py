@@ -73,8 +73,8 @@ def test_c_asks_in_the_last_chat_and_opens_it(here: Path, folder: Path) -> None:
     with Terminal("-c", home=here) as chat:
         assert "4 messages" in chat.ask("/stats")
         told = "the last chat, trip, is open in another process"
-        for command in (["ask", "-c", "Hi."], ["sessions", "show", "last"]):
-            assert told in refused(*command)[1]
+        assert told in refused("ask", "-c", "Hi.")[1]
+        assert "USER: Thanks!" in run("sessions", "show", "last").stdout
         with Terminal("--continue", home=here) as second:
             second.wait(r"is open in another\s+process[^;]*;\s+continuing\s+with\s+session\s+other")
     assert "USER: Hi." not in run("sessions", "show", "other").stdout
@@ -205,6 +205,16 @@ def test_a_file_named_in_the_question_is_said_to_be_plain_text(here: Path) -> No
     assert "plain text" not in run("ask", "What is in @notes.txt?", "-f", "notes.txt").stderr
 
 
+def test_a_command_in_a_pipe_is_a_message_and_told_so_once() -> None:
+    done = run(text="/policy sink\n/usr is a folder\n/stats\n")
+    assert done.stdout.count("USER: /") == 3
+    told = [line for line in done.stderr.splitlines() if "is sent as a message" in line]
+    assert len(told) == 1
+    assert told[0].startswith("/policy is sent as a message, as no commands run here")
+    assert told[0].endswith('{"switch": {"policy": "sink"}}')
+    assert "is sent as a message" not in run(text="/usr is a folder\n").stderr
+
+
 def test_a_lone_minus_is_standard_input() -> None:
     for arguments, told in (
         (["-"], "hi"),
@@ -271,8 +281,8 @@ def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:
     assert shell(piped).stdout == done.stdout
     swallowed = shell(piped.replace("sirchat ask --no-input", f"{COLD} ask"))
     assert swallowed.stdout.count("[") == 1
-    told = "what started this has the same pipe, of which 20 characters are now a part of this"
-    assert swallowed.stderr.count(f"{told} question; < /dev/null, or --no-input, asks") == 1
+    told = "all of standard input, 20 characters, was sent with this question, so the script or"
+    assert swallowed.stderr.count(f"{told} loop around it finds no more there; --no-input") == 1
 
 
 def test_a_pipe_that_nothing_else_reads_needs_no_word() -> None:

@@ -109,6 +109,9 @@ def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder
     assert lines[0].endswith("fits up to")
     assert lines[1].split()[-1] in ("2,048", "?")
     assert [line.split()[0] for line in lines if "(default)" in line] == ["tiny-anchor"]
+    for elsewhere in (f"m/{NAME}", str(folder.resolve() / "babbler")):
+        lines = run("models", SIRCHAT_MODEL=elsewhere, COLUMNS="200").stdout.splitlines()
+        assert [line.split()[0] for line in lines if "(default)" in line] == [elsewhere]
 
 
 def test_what_is_wrong_is_said(folder: Path) -> None:

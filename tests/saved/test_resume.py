@@ -13,8 +13,11 @@ import pytest
 from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
+from sirchat.chat.pinned_summary import pin_summary
 from sirchat.cli.app import _translate_arguments
+from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.saved_chat import show_resumed_chat
 from sirchat.ui.typed_input import input_history
 from terminal import WARM, Terminal
 
@@ -52,6 +55,31 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     assert file.read_text() == exported
     assert run("sessions", "rm", "last", "--yes").returncode == 0
     assert "Anna" not in run("sessions", "list").stdout
+
+
+def test_a_chat_that_is_open_can_be_shown_and_exported_and_its_summary_is_called_so(
+    tmp_path: Path,
+) -> None:
+    chat = Chat(tiny(), budget=1024)
+    chat.say("I live in Rome.")
+    list(pin_summary(chat.session, "Rome."))
+    chat.saved_chat.save()
+    said = [turn.text for turn in chat.session.turns]
+    for name in ("last", list_sessions(sessions_dir()).sessions[0].id):
+        roles, _, texts = zip(
+            *(line.partition(": ") for line in run("sessions", "show", name).stdout.splitlines()),
+            strict=True,
+        )
+        assert [*texts] == said
+        assert roles == ("USER", "ASSISTANT", "SUMMARY", "SUMMARY")
+        assert run("sessions", "export", name).stdout.count('"role": "user"') == 2
+    chat.do(f"/export md {tmp_path / 'chat.md'}")
+    written = (tmp_path / "chat.md").read_text("utf-8")
+    heads = [line for line in written.splitlines() if line.startswith("## ")]
+    assert heads == ["## You", "## Model", "## Summary", "## Summary"]
+    assert "  summary: …far, by the assistant: Rome." in chat.do("/search Rome")
+    show_resumed_chat(chat.session, chat.screen)
+    assert "\nsummary: Noted." in chat.out.getvalue()
 
 
 @pytest.mark.slow

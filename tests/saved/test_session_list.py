@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from session_files import APPEND_FOREVER, Elsewhere, head_at, new, printed, refusal, rows_at, said
-from sirchat.errors import DamagedSessionError, SessionError
+from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 from sirchat.saved import session_list
+from sirchat.saved.database import HOLDER
 from sirchat.saved.session_list import (
     export_session,
     find_session,
@@ -68,6 +69,13 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
             for _ in range(100):
                 (session,), refused = list_sessions(tmp_path)[:2]
                 assert (session.id, session.in_use, refused) == (path.stem, True, [])
+            for _ in range(5):
+                with suppress(SessionInUseError), SessionStore.read(path) as copy:
+                    turns, head = copy.turns(), copy.head()
+                    assert [turn.index for turn in turns] == [*range(len(turns))]
+                    assert head is not None
+                    assert head.fields.get("turn", 0) == len(turns) - 1  # both of one moment
+                assert path.with_suffix(HOLDER).exists()
             assert find_session(tmp_path, "last", may_be_open=True) == path
             told = refusal(lambda: find_session(tmp_path, "last"))
             assert told.startswith(f"the last chat, {path.stem}, is open in another process")

@@ -42,6 +42,8 @@ def test_branches_lists_this_chat_and_those_of_it_alone_and_main_is_the_first() 
     chat.do("/branch two")  # of a branch: the same family
     listed = chat.do("/branches")
     assert listed.count("(this chat)") == 1
+    assert "main: " in listed
+    assert listed.endswith("you are on two; /switch NAME goes on with another\n")
     other = Chat()
     other.say(SAYINGS[1])
     other.do("/save elsewhere")
@@ -52,6 +54,8 @@ def test_branches_lists_this_chat_and_those_of_it_alone_and_main_is_the_first() 
     chat.say(SAYINGS[1])
     chat.do("/switch main")
     assert chat.texts == SAYINGS[:1]
+    chat.do("/save trunk")
+    assert "\nyou are on trunk; " in chat.do("/branches")
 
 
 def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None:

@@ -104,13 +104,18 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
 ) -> None:
     chat = Chat()
     chat.say("One.")
-    turns = [EvictedText(0, "user", 9, 3, ("Rome",)), EvictedText(1, "assistant", 4, 2, ())]
+    turns = [
+        EvictedText(0, "user", 9, 3, ("Rome",)),
+        EvictedText(1, "assistant", 4, 2, ()),
+        EvictedText(2, "user", 5, 0, ()),
+    ]
     monkeypatch.setattr("sirchat.ui.commands.evicted_turns", lambda session: iter(turns))
     shown = chat.do("/evicted")
     assert "6 of 9" in shown
+    assert "all 5" in shown
     assert "2 of 4" not in shown
-    assert "1 more message lost only repeats and punctuation" in shown
-    turns.pop(0)
+    assert "1 more message lost only punctuation and words that are held elsewhere" in shown
+    del turns[0], turns[-1]
     assert chat.do("/evicted").startswith("1 message lost only")
     turns.clear()
     assert chat.do("/evicted") == "nothing is evicted\n"

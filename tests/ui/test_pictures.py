@@ -127,7 +127,23 @@ def test_what_is_not_saved_is_not_drawn_but_said(tmp_path: Path) -> None:
     run("sessions", "map", "last", "--out", str(file), SIRCHAT_HOME=str(tmp_path))
     evicted = chat.seen - chat.resident
     assert drawn(file) == Counter(held=chat.resident, evicted=evicted, unknown=1)
-    assert "hatched: not saved" in file.read_text("utf-8")
+    why = "hatched: not known, read again, as after /erase, or not saved then"
+    assert why in file.read_text("utf-8")
+
+
+def test_a_branch_knows_what_was_held_before_it(tmp_path: Path) -> None:
+    chat = session(babbler(), budget=96, policy="sink", recall="off")
+    saving = Autosave(chat, folder=tmp_path / "data" / "sessions")
+    talk(chat, saving, 3)
+    branch = saving.branch("other")
+    for one in (saving, branch):
+        one.close()
+    files = (SessionStore.read(path) for path in (tmp_path / "data" / "sessions").glob("*.sqlite"))
+    first, second = (
+        {turn: at.tolist() for turn, at in file.held_after().items()} for file in files
+    )
+    assert first == second
+    assert len(first) > 2
 
 
 def test_of_an_older_chat_what_is_held_now_is_drawn(

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, session, smallest
 from drawing import lines
 from fake_terminal import FakeTerminal
+from sirchat.chat.events import Switched
 from sirchat.chat.panel_snapshot import HeldShare
+from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.statements import StatedFact
 from sirchat.recall import RecalledTurn
-from sirchat.ui.panel import draw_memory
+from sirchat.ui.panel import draw_memory, draw_panel
+from sirchat.ui.switching import describe_change
 from sirchat.ui.theme import theme_named
+from template_shapes import HEADERS, with_template
 from typed_chat import TypedChat
 
 NONE = theme_named("none", {})
@@ -38,6 +42,26 @@ def test_segments_add_up_to_the_budget() -> None:
         assert parts["yours"] == now.held_by["user"]
         assert abs(bar.count("\u2588") - len(bar) * parts["yours"] / 64) <= 1
         assert abs(bar.count("\u00b7") - len(bar) * parts.get("free", 0) / 64) <= 1
+
+
+def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the_models() -> None:
+    own = "<|im_start|>system\nYou are kind.<|im_end|>\n"
+    it = with_template(own + HEADERS["thinking is kept"].replace("</think>{% endif", "{% endif"))
+    chat = session(smallest("own", it), policy="full", max_new_tokens=4)
+    switched = Switched("system", None, "Be brief.", 0, 0)
+    assert describe_change(switched, chat.template).startswith("system: the chat template's own ->")
+    assert describe_change(switched, session().template) == "system: none -> Be brief."
+    list(chat.ask("Hi."))
+    list(pin_summary(chat, "They met."))
+    now, rows = chat.snapshot(), chat.tokens(range(chat.seen))
+    written = "".join(row.text for row in rows[: now.held_by["system"]])
+    assert written == own
+    assert now.held_by["user"] == sum(row.role == "user" and row.turn == 0 for row in rows)
+    assert now.held_by["summary"] == sum(row.turn > 1 and row.role != "template" for row in rows)
+    page = "\n".join(lines(draw_panel(now, NONE, 160), 160))
+    assert re.findall(r"(?m)^│ +(\d) (\w+) ", page)[:5] == [
+        *(("0", "system"), ("0", "you"), ("1", "model"), ("2", "summary"), ("3", "summary"))
+    ]
 
 
 def test_what_you_told_is_held_in_part_or_evicted() -> None:

@@ -18,6 +18,7 @@ from prompt_toolkit.application import Application
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
+from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.output import DummyOutput
 
 from chatting import babbler
@@ -380,6 +381,17 @@ def test_a_message_is_edited_by_the_keys_that_are_set(
     chat.ask(f"/set editing {mode}")
     chat.ask(keys)
     assert chat.said() == said
+    assert (" insert · " in chat.terminal.getvalue()) == (mode == "vi")
+
+
+def test_the_mode_of_vi_is_named_below_the_prompt() -> None:
+    with create_pipe_input() as keys:
+        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
+        assert "insert" not in prompt._toolbar_text()
+        prompt.use_editing("vi")
+        for mode, name in ((InputMode.NAVIGATION, "normal"), (InputMode.INSERT, "insert")):
+            prompt._prompt.app.vi_state.input_mode = mode
+            assert prompt._toolbar_text().startswith(f" {name} · ")
 
 
 @pytest.mark.parametrize(("seconds", "rings"), [(0, 0), (9, 0), (2, 1)])
