@@ -46,7 +46,7 @@ def _mend(result: dict[str, Any]) -> None:
     text = "\n".join(map(_as_text, parts if isinstance(parts, list) else [parts]))
     value = result.pop("structuredContent", None)
     if value is not None and not _says(text, value):
-        text += "\n" * bool(text) + _json(value)
+        text += ("\n" if text else "") + _json(value)
     result |= {"content": [{"type": "text", "text": text}], "isError": bool(result.get("isError"))}
 
 
@@ -66,7 +66,7 @@ def _says(text: str, value: Any) -> bool:
     inner = value["result"] if isinstance(value, dict) and [*value] == ["result"] else value
     items = inner if isinstance(inner, list) else []
     each = [one if isinstance(one, str) else _json(one) for one in items]
-    forms = [_json(value), _json(inner), str(inner), *["".join(each)] * bool(each)]
+    forms = [_json(value), _json(inner), str(inner), *(["".join(each)] if each else [])]
     return "".join(text.split()) in ("".join(form.split()) for form in forms)
 
 
