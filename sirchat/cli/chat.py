@@ -21,7 +21,7 @@ from sirchat.cli.flags import (
 )
 from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED, Profile
-from sirchat.config.profile_files import changed_profile, load_profile, trusted_policies
+from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import (
     SessionError,
@@ -434,6 +434,9 @@ def _saved_settings(
     load_schema(str(given.get("json_schema", "off")))
     first = {key: value for key, value in given.items() if not at_once or key in at_once}
     rest = {key: value for key, value in given.items() if key not in first}
+    with suppress(SirchatError):  # a choice about the machine, not about the chat
+        now = resolve(None, {"trust_policy": [*trusted]}, os.environ)
+        first.setdefault("learn_encoder", now.learn_encoder)
     if branch is None:
         store, skipped = open_saved_file(sessions_dir(), ident)
     else:

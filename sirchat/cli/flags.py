@@ -108,7 +108,9 @@ def open_session(
             from sirchat.models.learning import learn_in_background
 
         model = load(profile, trust, report)
-        if profile.learn_encoder and profile.device_map == "off" and not model.encoder.size:
+        # To quantize weights, all are loaded unpacked: more memory than a second process may take.
+        may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
+        if profile.learn_encoder and may_learn and not model.encoder.size:
             told = learn_in_background(model.name, model.module, trust_remote_code=trust)
             notices = getattr(model.tokenizer, "notices", [])
             model.tokenizer.notices = [*notices, *filter(None, (told,))]

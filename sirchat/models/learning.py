@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _MOST_STARTS = 3  # a process that was killed, maybe for want of memory, is not 
 _LOCK = "learning"
 _PACKAGE = Path(__file__).parents[1]
 _START, _ERROR = "start", "sirchat: "
+# In errors that may not recur at a later start.
+_PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
@@ -35,10 +38,13 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
     Nothing starts for a small model, without free memory, while another model's is learned, or
     after an error or three starts with this version.
     """
-    said, weights = _said(name), sum(one.nbytes for one in module.state_dict().values())
+    said, parts = _said(name), module.state_dict().values()
+    # A GGUF stays packed in the process, too; the weights of a folder become float32 there.
+    is_gguf = name.lower().endswith(".gguf")
+    weights = sum(part.nbytes if is_gguf else 4 * part.numel() for part in parts)
     size = module.config.get_text_config(decoder=True).hidden_size
     is_small = size < _LEAST_SIZE and layer_count(module) < _LEAST_LAYERS
-    failed = said.count(_START) >= _MOST_STARTS or any(line.startswith(_ERROR) for line in said)
+    failed = said.count(_START) >= _MOST_STARTS or any(map(_is_final, said))
     can_run = sys.platform != "win32" and (_PACKAGE / "lab").is_dir()
     if is_small or failed or not can_run or (free_memory() or 0) < weights + _SPARE:
         return ""
@@ -88,7 +94,7 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
             pass_fds=[lock],
         )
     background.give_way(process.pid)
-    process.returncode = 0  # nobody waits for it
+    threading.Thread(target=process.wait, name="learning", daemon=True).start()
 
 
 def why_no_encoder(name: str) -> str:
@@ -104,6 +110,10 @@ def why_no_encoder(name: str) -> str:
         return f"none, it can't be learned: {last.removeprefix(_ERROR)}; {by_hand} tries again"
     stopped = "learning was stopped; " if said else ""
     return f"none; {stopped}{by_hand} makes one"
+
+
+def _is_final(line: str) -> bool:
+    return line.startswith(_ERROR) and not any(text in line for text in _PASSING)
 
 
 def _said(name: str) -> list[str]:

@@ -443,7 +443,7 @@ struct Memory {  // aligned for vectors
 template <class Work>
 void in_parallel(Work& work, int64_t count) {
   auto call = [](int64_t from, int64_t to, void* w) { (*(Work*)w)(from, to); };
-  torch_parallel_for(0, count, 1, call, &work);
+  if (torch_parallel_for(0, count, 1, call, &work)) throw std::bad_alloc();  // no other error is possible here
 }
 
 }  // namespace

@@ -145,10 +145,15 @@ class Autosave:
         if self._store is not None:
             self._store.close()
 
-    def begin(self) -> None:
-        """Create the session's file by a first save; after an error, there is no file."""
+    def begin(self, branch_of: SessionStore | None = None) -> None:
+        """Create the session's file by a first save; after an error, there is no file.
+
+        What the chat in `branch_of` has held after each save is copied, too.
+        """
         try:
             self.save()
+            if branch_of is not None and self._store is not None:
+                self._store.copy_held(branch_of)
         except BaseException:
             if self._store is not None and self.id:
                 store, self._store = self._store, None
@@ -161,9 +166,7 @@ class Autosave:
         """Copy the whole chat to a new file called `name`; returns its `Autosave`."""
         copy = Autosave(self._session, folder=self._folder)
         copy.name, copy._family = name, self.family
-        copy.begin()
-        if copy._store is not None and self._store is not None:
-            copy._store.copy_held(self._store)
+        copy.begin(branch_of=self._store)
         return copy
 
     def keep_file_after_reset(self) -> None:

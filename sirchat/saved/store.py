@@ -216,6 +216,7 @@ class SessionStore:
                     check_format(copy, path)
                     check_contents(copy, path)
                     return cls(path, copy, is_copy=True)
+            copy.close()
             time.sleep(PAUSE)  # the other process was writing
         raise refused
 
