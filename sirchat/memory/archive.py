@@ -50,7 +50,7 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._count = 0  # of the segments made
+        self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
         self.clear()
@@ -72,8 +72,8 @@ class Archive:
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
         self._open: dict[int, int] = {}  # of each tier, by its bits: the segment that gets more
         # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
-        # while the cache alone has the token; restored so many times.
-        self._slots = np.full(1024, -1, np.int64)
+        # while the cache alone has the token; restored so many times; by which `add` it came.
+        self._slots, self._added = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
         self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
 
     @property
@@ -144,12 +144,9 @@ class Archive:
         stored[in_range] = self._slots[positions[in_range]] >= 0
         return stored
 
-    def added_since(self, segment: int) -> tuple[Positions, int]:
-        """The positions of the tokens in the segments from this number on, and the last number."""
-        last = max(0, self._count - 1)
-        numbers = (number for number in range(segment, self._count) if number in self._segments)
-        stored = [self._segments[number].stored for number in numbers]
-        return np.concatenate([np.zeros(0, np.int64), *stored]), last
+    def added_since(self, mark: int) -> tuple[Positions, int]:
+        """The archived tokens that were added since the mark of another call, or 0; a new mark."""
+        return np.flatnonzero((self._added > mark) & (self._slots >= 0)), self._adds
 
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:
@@ -165,6 +162,8 @@ class Archive:
                 codes = lowered(some.to("cpu").tensors, self._centres, EXACT, tier)
                 some = replace(some, tensors=codes)
             self._append(some, tier)
+        self._adds += 1
+        self._added[tokens.positions] = self._adds
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Store tokens, whose tensors are as the tier of so many `bits` has them."""
@@ -307,7 +306,8 @@ class Archive:
         """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        for array, empty in (self._slots, -1), (self._bits, EXACT), (self._restored, 0):
+        arrays = (self._slots, -1), (self._bits, EXACT), (self._restored, 0), (self._added, 0)
+        for array, empty in arrays:
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
@@ -324,6 +324,7 @@ class Archive:
         other._flush()
         self._slots = np.full(len(other._slots), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
+        self._added, self._adds = other._added.copy(), other._adds
         self._centres = list(other._centres)
         for segment in other._segments.values():
             stored = np.flatnonzero(segment.positions >= 0)
@@ -334,6 +335,7 @@ class Archive:
         if count > (before := len(self._slots)):
             more = 0, max(count, 2 * before) - before
             self._slots = np.pad(self._slots, more, constant_values=-1)
+            self._added = np.pad(self._added, more)
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
 
     def _forget(self, positions: Positions) -> None:
