@@ -167,7 +167,7 @@ class Archive:
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Store tokens, whose tensors are as the tier of so many `bits` has them."""
-        start, parts = 0, list[tuple[int, int, int]]()
+        start, parts, before = 0, list[tuple[int, int, int]](), self._slots[tokens.positions]
         if not len(tokens):
             return
         try:
@@ -181,7 +181,9 @@ class Archive:
                 start = end
             self._arriving.append((self.transfers.to_host(tokens.tensors), parts))
         except BaseException:  # the places stay empty
-            self._slots[tokens.positions] = -1
+            self._slots[tokens.positions] = before
+            for number, at, count in parts:
+                self._segments[number].positions[at : at + count] = -1
             raise
         while self._arriving and (
             self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
@@ -215,42 +217,44 @@ class Archive:
         return KeyValues(positions.copy(), written_at, tensors)
 
     @torch.inference_mode()
-    def shrink(self, held: Positions) -> Positions:
+    def shrink(self, held: Positions, mark_gone: Callable[[Positions], None]) -> None:
         """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
         Those in the cache, at `held`, are only deleted here: they are stored again when they are
-        evicted. Returns the positions of the deleted.
+        evicted. Calls `mark_gone` with the positions of the others deleted, also before an error.
         """
-        gone = [np.zeros(0, np.int64)]
         while self.is_over_limit:
-            gone.append(self._lower(self._next_down(), held))
+            mark_gone(self._lower(self._next_down(), held))
         last = self._segments.get(self._open.get(EXACT, -1))
         if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
             number = self._next_down()
             is_arriving = any(number == part[0] for _, parts in self._arriving for part in parts)
             if self._segments[number].is_full and not is_arriving:
                 self._encode(number)  # so that nobody waits for it
-        return np.concatenate(gone)
 
     def _lower(self, number: int, held: Positions) -> Positions:
         """Move a segment's tokens to the tier below; returns the positions of those deleted."""
         self._flush()
-        segment, gone = self._segments[number], np.zeros(0, np.int64)
-        codes = self._encode(number)
-        stored = np.flatnonzero(segment.positions >= 0)
-        stored = stored[~np.isin(segment.positions[stored], held)]
-        is_used = self._restored[segment.positions[stored]] > 0
-        again, down = segment.rows(stored[is_used], segment.tensors), stored[~is_used]
+        segment, ahead = self._segments[number], self._encode(number)
+        places = np.flatnonzero(segment.positions >= 0)
+        places = places[~np.isin(segment.positions[places], held)]
+        is_used = self._restored[segment.positions[places]] > 0
+        again = segment.positions[places[is_used]]
+        moves = [(places[is_used], segment.tensors, segment.bits)]
+        if ahead is not None:
+            self._ahead = None  # after an error, the next call encodes again
+            moves.append((places[~is_used], ahead.result(), LOWER[segment.bits]))
+        self._open = {bits: last for bits, last in self._open.items() if last != number}
+        for some, tensors, bits in moves:  # after an error, each token is in one segment
+            rows = segment.rows(some, tensors)
+            self._append(rows, bits)
+            self._bits[rows.positions] = bits
+            segment.positions[some] = -1
+        self._restored[again] -= 1
+        gone = np.setdiff1d(segment.stored, held)
         self._slots[segment.stored] = -1
         self._drop(number)
-        self._restored[again.positions] -= 1
-        self._append(again, segment.bits)
-        if codes is None:
-            gone = segment.positions[down]
-            self._forget(gone)
-        else:
-            self._append(segment.rows(down, codes.result()), LOWER[segment.bits])
-            self._bits[segment.positions[down]] = LOWER[segment.bits]
+        self._forget(gone)
         return gone
 
     def _next_down(self) -> int:
@@ -294,7 +298,7 @@ class Archive:
             segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS)
             if was_full and not len(segment.stored):
                 self._drop(number)
-            elif was_full and not segment.is_full and number == self._open[segment.bits]:
+            elif was_full and not segment.is_full and number == self._open.get(segment.bits):
                 # It gets more tokens, which would not be in a file that is written meanwhile.
                 self._files.drop(number)
             elif was_full:

@@ -403,4 +403,4 @@ class KeyValueStore:
                 "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
                 "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
-        self.ledger.mark_gone(archive.shrink(self.ledger.held_positions))
+        archive.shrink(self.ledger.held_positions, self.ledger.mark_gone)
