@@ -50,6 +50,8 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
+        self._numbers = {bits: dict[int, None]() for bits in (EXACT, *LOWER.values())}  # of tiers
+        self._sizes = Counter[int]()  # of each tier in bytes, by its bits
         self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
@@ -79,7 +81,7 @@ class Archive:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(segment.nbytes for segment in self._segments.values())
+        return self._sizes.total()
 
     @property
     def is_over_limit(self) -> bool:
@@ -126,7 +128,7 @@ class Archive:
         """Size in bytes in RAM (`cpu`) and in files (`disk`)."""
         sizes = Counter[str]()
         for segment in self._segments.values():
-            sizes["disk" if self._files.has(segment) else "cpu"] += segment.nbytes
+            sizes["disk" if segment.has_file else "cpu"] += segment.nbytes
         return sizes
 
     def __len__(self) -> int:
@@ -259,13 +261,12 @@ class Archive:
 
     def _next_down(self) -> int:
         """The oldest segment of the first tier that has more than its share, or of the lowest."""
-        of = {bits: list[int]() for bits in (EXACT, *LOWER.values())}
-        for number, segment in self._segments.items():
-            of[segment.bits].append(number)
-        for bits, (_, size) in sorted(self.by_tier().items()):
-            if bits in LOWER and len(of[bits]) > 1 and size * _SHARE > (self.limit or 0):
-                return of[bits][0]
-        return next(numbers[0] for numbers in reversed(of.values()) if numbers)
+        for bits in LOWER:
+            numbers = self._numbers[bits]
+            if len(numbers) > 1 and self._sizes[bits] * _SHARE > (self.limit or 0):
+                return next(iter(numbers))
+        lowest = next(numbers for numbers in reversed(self._numbers.values()) if numbers)
+        return next(iter(lowest))
 
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
         """Let the archive's thread encode a segment for the tier below; None if there is none."""
@@ -294,14 +295,15 @@ class Archive:
             self._files.wait()  # a pending write would set the old tensors again
             self._ahead = None
             segment = self._segments[number]
-            was_full = segment.is_full
-            segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS)
-            if was_full and not len(segment.stored):
+            is_open = number == self._open.get(segment.bits)
+            segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS, is_open)
+            if not len(segment.stored):
                 self._drop(number)
-            elif was_full and not segment.is_full and number == self._open.get(segment.bits):
+            elif segment.has_file and not segment.is_full:
                 # It gets more tokens, which would not be in a file that is written meanwhile.
                 self._files.drop(number)
-            elif was_full:
+                segment.has_file = False
+            elif segment.has_file:
                 self._files.put(number, segment)
         self._slots[positions] = -1
         self._forget(positions)
@@ -351,6 +353,8 @@ class Archive:
         last = self._segments.get(self._open.get(bits, -1))
         if last is None or last.is_full:
             last = self._segments[self._count] = Segment(like, bits)
+            self._numbers[bits][self._count] = None
+            self._sizes[bits] += last.nbytes
             self._open[bits] = self._count
             self._count += 1
         return self._open[bits], last
@@ -372,7 +376,9 @@ class Archive:
             self._store_first_transfer()
 
     def _drop(self, number: int) -> None:
-        del self._segments[number]
+        segment = self._segments.pop(number)
+        del self._numbers[segment.bits][number]
+        self._sizes[segment.bits] -= segment.nbytes
         self._files.drop(number)
         self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
 
@@ -393,6 +399,7 @@ class Segment:
         self.positions = np.full(SEGMENT_ROWS, -1, np.int64)  # -1: no token, or erased
         self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
         self.used = 0
+        self.has_file = False  # or soon will have one
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -423,14 +430,17 @@ class Segment:
         for stored, given in zip(self.tensors, tensors, strict=True):
             stored[:, start : start + given.shape[1]].copy_(given)
 
-    def erase(self, places: NDArray[np.int64]) -> None:
-        """Overwrite the keys and values at these places [k] with zeros."""
+    def erase(self, places: NDArray[np.int64], is_open: bool) -> None:
+        """Overwrite the keys and values at these places [k] with zeros; an open segment gets more.
+
+        Its erased places at the end are then free again.
+        """
         self.positions[places] = -1
         self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
         for tensor in self.tensors:
             tensor[:, torch.from_numpy(places)] = 0
-        while self.used and self.positions[self.used - 1] < 0:
-            self.used -= 1  # erased places at the end are free again
+        while is_open and self.used and self.positions[self.used - 1] < 0:
+            self.used -= 1
 
 
 class SegmentFiles:
@@ -446,10 +456,6 @@ class SegmentFiles:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._pending: list[Future[None]] = []
 
-    def has(self, segment: Segment) -> bool:
-        """Whether the segment is in a file, or soon will be."""
-        return self._folder is not None and segment.is_full
-
     def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
         """Call a function in the thread that writes the files, after what waits there."""
         return self._writer.submit(convert)
@@ -457,6 +463,7 @@ class SegmentFiles:
     def put(self, number: int, segment: Segment) -> None:
         """Write a full segment; its tensors then become memory maps of the file."""
         if self._folder is not None:
+            segment.has_file = True
             self._pending = [future for future in self._pending if not future.done()]
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
@@ -492,8 +499,10 @@ class SegmentFiles:
             trim_memory()  # else what was in RAM leaves gaps in the heap
         except Exception as error:  # safetensors raises its own errors for a full disk
             self.error = f"{getattr(error, 'strerror', None) or error}: {folder.path}"
-            with suppress(OSError):
-                new.unlink(missing_ok=True)  # a part of a segment would fill the disk for good
+            segment.has_file = False
+            for one in (new, path):  # a part would fill the disk for good, an old one has more
+                with suppress(OSError):
+                    one.unlink(missing_ok=True)
 
 
 def _path(folder: ArchiveFolder, number: int) -> Path:
