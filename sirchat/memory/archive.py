@@ -55,6 +55,10 @@ class Archive:
         self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
+        # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
+        # while the cache alone has the token; restored so many times; by which `add` it came.
+        self._slots, self._added = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
+        self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
         self.clear()
 
     @property
@@ -68,15 +72,12 @@ class Archive:
         self._files.close()
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove all tokens; what their numbers were rounded to stays known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
         self._open: dict[int, int] = {}  # of each tier, by its bits: the segment that gets more
-        # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
-        # while the cache alone has the token; restored so many times; by which `add` it came.
-        self._slots, self._added = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
-        self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
+        self._slots[:] = -1
 
     @property
     def nbytes(self) -> int:
@@ -256,7 +257,7 @@ class Archive:
         gone = np.setdiff1d(segment.stored, held)
         self._slots[segment.stored] = -1
         self._drop(number)
-        self._forget(gone)
+        self.forget(gone)
         return gone
 
     def _next_down(self) -> int:
@@ -306,7 +307,7 @@ class Archive:
             elif segment.has_file:
                 self._files.put(number, segment)
         self._slots[positions] = -1
-        self._forget(positions)
+        self.forget(positions)
 
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
@@ -319,20 +320,25 @@ class Archive:
             stored = segment.positions >= 0
             segment.positions[stored] = rank[segment.positions[stored]]
 
+    def forget(self, positions: Positions) -> None:
+        """Tokens that are stored nowhere are exact if they are read again."""
+        known = positions[positions < len(self._bits)]
+        self._bits[known] = self._restored[known] = 0
+
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
         stored = self.positions
         self.remove(stored[stored >= seen])
         self._bits[seen:] = self._restored[seen:] = 0
 
-    def copy_from(self, other: Archive) -> None:
-        """Store all that another archive holds, each token as it is there."""
+    def copy_from(self, other: Archive, with_rows: bool = True) -> None:
+        """Know of each token what another archive knows, and store it as it is there."""
         other._flush()
         self._slots = np.full(len(other._slots), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
         self._added, self._adds = other._added.copy(), other._adds
         self._centres = list(other._centres)
-        for segment in other._segments.values():
+        for segment in other._segments.values() if with_rows else ():
             stored = np.flatnonzero(segment.positions >= 0)
             self._append(segment.rows(stored, segment.tensors), segment.bits)
 
@@ -343,10 +349,6 @@ class Archive:
             self._slots = np.pad(self._slots, more, constant_values=-1)
             self._added = np.pad(self._added, more)
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
-
-    def _forget(self, positions: Positions) -> None:
-        """Tokens that are stored nowhere are exact if they are read again."""
-        self._bits[positions] = self._restored[positions] = 0
 
     def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:
         """The segment to which the next tokens of a tier are appended, with its number."""

@@ -349,3 +349,34 @@ def test_a_chat_is_undone_to_the_same_tokens_after_they_went_down(archive: str) 
     assert [f"{n} bits" in row.flags for n, row in zip(bits, now, strict=True)] == list(bits > 0)
     list(chat.ask("And now?"))
     assert sum(size for _, size in counted(chat).values()) <= LIMIT
+
+
+def test_a_chat_knows_what_came_from_fewer_bits_also_while_and_after_the_archive_is_off(
+    tmp_path: Path,
+) -> None:
+    chat = told()
+    list(chat.switch("/budget", budget=220))
+    store, held = chat.engine.store, chat.ledger.held_positions.copy()
+    bits = store.archive.bits(held)
+    assert set(bits.tolist()) == {0, 8, 4}
+    list(chat.switch("/set", archive="off"))
+    saving = Autosave(chat, folder=tmp_path)
+    saving.save()
+    saving.close()
+    again, _ = resumed(tmp_path, saving.id)
+    assert again.profile.archive == "off"
+    for one in (chat, again):
+        assert one.engine.store.archive.bits(held).tolist() == bits.tolist()
+        gone = np.flatnonzero(one.ledger.column("state") == State.GONE)
+        assert not one.engine.store.archive.bits(gone).any()
+    list(chat.ask("And?"))
+    list(chat.switch("/set", archive="ram"))
+    rest, rows = chat.ledger.held_positions.copy(), store.copy_key_values()
+    stays = rest[np.isin(rest, held)]
+    assert store.archive.bits(stays).tolist() == bits[np.isin(held, rest)].tolist()
+    list(chat.switch("/budget", budget=64))
+    came = np.isin(rest, store.archived()) & (store.archive.bits(rest) > 0)
+    assert came.sum() > 64
+    assert rows is not None
+    for tensor, before in zip(numbers_of(chat, rest[came]), rows.tensors, strict=True):
+        assert torch.equal(tensor, before[:, torch.from_numpy(came)])
