@@ -215,6 +215,9 @@ def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
         archived = chat.session.engine.store.archived()
         assert len(np.setdiff1d(archived, np.concatenate([[], *positions]))) < FEWEST
     assert {0, 8, 4} == set(chat.session.engine.store.archive.bits(archived).tolist())
+    chat.saved_chat.close()
+    (at_end,) = folder.glob("*.safetensors")
+    assert len(load_file(at_end)["positions"]) < chat.session.resident + FEWEST
 
 
 def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> None:
