@@ -50,9 +50,15 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._count = 0  # of the segments made
+        self._numbers = {bits: dict[int, None]() for bits in (EXACT, *LOWER.values())}  # of tiers
+        self._sizes = Counter[int]()  # of each tier in bytes, by its bits
+        self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
+        # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
+        # while the cache alone has the token; restored so many times; by which `add` it came.
+        self._slots, self._added = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
+        self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
         self.clear()
 
     @property
@@ -66,20 +72,17 @@ class Archive:
         self._files.close()
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove all tokens; what their numbers were rounded to stays known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
         self._open: dict[int, int] = {}  # of each tier, by its bits: the segment that gets more
-        # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
-        # while the cache alone has the token; restored so many times.
-        self._slots = np.full(1024, -1, np.int64)
-        self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
+        self._slots[:] = -1
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(segment.nbytes for segment in self._segments.values())
+        return self._sizes.total()
 
     @property
     def is_over_limit(self) -> bool:
@@ -126,7 +129,7 @@ class Archive:
         """Size in bytes in RAM (`cpu`) and in files (`disk`)."""
         sizes = Counter[str]()
         for segment in self._segments.values():
-            sizes["disk" if self._files.has(segment) else "cpu"] += segment.nbytes
+            sizes["disk" if segment.has_file else "cpu"] += segment.nbytes
         return sizes
 
     def __len__(self) -> int:
@@ -144,12 +147,9 @@ class Archive:
         stored[in_range] = self._slots[positions[in_range]] >= 0
         return stored
 
-    def added_since(self, segment: int) -> tuple[Positions, int]:
-        """The positions of the tokens in the segments from this number on, and the last number."""
-        last = max(0, self._count - 1)
-        numbers = (number for number in range(segment, self._count) if number in self._segments)
-        stored = [self._segments[number].stored for number in numbers]
-        return np.concatenate([np.zeros(0, np.int64), *stored]), last
+    def added_since(self, mark: int) -> tuple[Positions, int]:
+        """The archived tokens that were added since the mark of another call, or 0; a new mark."""
+        return np.flatnonzero((self._added > mark) & (self._slots >= 0)), self._adds
 
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:
@@ -165,10 +165,12 @@ class Archive:
                 codes = lowered(some.to("cpu").tensors, self._centres, EXACT, tier)
                 some = replace(some, tensors=codes)
             self._append(some, tier)
+        self._adds += 1
+        self._added[tokens.positions] = self._adds
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Store tokens, whose tensors are as the tier of so many `bits` has them."""
-        start, parts = 0, list[tuple[int, int, int]]()
+        start, parts, before = 0, list[tuple[int, int, int]](), self._slots[tokens.positions]
         if not len(tokens):
             return
         try:
@@ -182,7 +184,9 @@ class Archive:
                 start = end
             self._arriving.append((self.transfers.to_host(tokens.tensors), parts))
         except BaseException:  # the places stay empty
-            self._slots[tokens.positions] = -1
+            self._slots[tokens.positions] = before
+            for number, at, count in parts:
+                self._segments[number].positions[at : at + count] = -1
             raise
         while self._arriving and (
             self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
@@ -216,53 +220,54 @@ class Archive:
         return KeyValues(positions.copy(), written_at, tensors)
 
     @torch.inference_mode()
-    def shrink(self, held: Positions) -> Positions:
+    def shrink(self, held: Positions, mark_gone: Callable[[Positions], None]) -> None:
         """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
         Those in the cache, at `held`, are only deleted here: they are stored again when they are
-        evicted. Returns the positions of the deleted.
+        evicted. Calls `mark_gone` with the positions of the others deleted, also before an error.
         """
-        gone = [np.zeros(0, np.int64)]
         while self.is_over_limit:
-            gone.append(self._lower(self._next_down(), held))
+            mark_gone(self._lower(self._next_down(), held))
         last = self._segments.get(self._open.get(EXACT, -1))
         if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
             number = self._next_down()
             is_arriving = any(number == part[0] for _, parts in self._arriving for part in parts)
             if self._segments[number].is_full and not is_arriving:
                 self._encode(number)  # so that nobody waits for it
-        return np.concatenate(gone)
 
     def _lower(self, number: int, held: Positions) -> Positions:
         """Move a segment's tokens to the tier below; returns the positions of those deleted."""
         self._flush()
-        segment, gone = self._segments[number], np.zeros(0, np.int64)
-        codes = self._encode(number)
-        stored = np.flatnonzero(segment.positions >= 0)
-        stored = stored[~np.isin(segment.positions[stored], held)]
-        is_used = self._restored[segment.positions[stored]] > 0
-        again, down = segment.rows(stored[is_used], segment.tensors), stored[~is_used]
+        segment, ahead = self._segments[number], self._encode(number)
+        places = np.flatnonzero(segment.positions >= 0)
+        places = places[~np.isin(segment.positions[places], held)]
+        is_used = self._restored[segment.positions[places]] > 0
+        again = segment.positions[places[is_used]]
+        moves = [(places[is_used], segment.tensors, segment.bits)]
+        if ahead is not None:
+            self._ahead = None  # after an error, the next call encodes again
+            moves.append((places[~is_used], ahead.result(), LOWER[segment.bits]))
+        self._open = {bits: last for bits, last in self._open.items() if last != number}
+        for some, tensors, bits in moves:  # after an error, each token is in one segment
+            rows = segment.rows(some, tensors)
+            self._append(rows, bits)
+            self._bits[rows.positions] = bits
+            segment.positions[some] = -1
+        self._restored[again] -= 1
+        gone = np.setdiff1d(segment.stored, held)
         self._slots[segment.stored] = -1
         self._drop(number)
-        self._restored[again.positions] -= 1
-        self._append(again, segment.bits)
-        if codes is None:
-            gone = segment.positions[down]
-            self._forget(gone)
-        else:
-            self._append(segment.rows(down, codes.result()), LOWER[segment.bits])
-            self._bits[segment.positions[down]] = LOWER[segment.bits]
+        self.forget(gone)
         return gone
 
     def _next_down(self) -> int:
         """The oldest segment of the first tier that has more than its share, or of the lowest."""
-        of = {bits: list[int]() for bits in (EXACT, *LOWER.values())}
-        for number, segment in self._segments.items():
-            of[segment.bits].append(number)
-        for bits, (_, size) in sorted(self.by_tier().items()):
-            if bits in LOWER and len(of[bits]) > 1 and size * _SHARE > (self.limit or 0):
-                return of[bits][0]
-        return next(numbers[0] for numbers in reversed(of.values()) if numbers)
+        for bits in LOWER:
+            numbers = self._numbers[bits]
+            if len(numbers) > 1 and self._sizes[bits] * _SHARE > (self.limit or 0):
+                return next(iter(numbers))
+        lowest = next(numbers for numbers in reversed(self._numbers.values()) if numbers)
+        return next(iter(lowest))
 
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
         """Let the archive's thread encode a segment for the tier below; None if there is none."""
@@ -291,27 +296,34 @@ class Archive:
             self._files.wait()  # a pending write would set the old tensors again
             self._ahead = None
             segment = self._segments[number]
-            was_full = segment.is_full
-            segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS)
-            if was_full and not len(segment.stored):
+            is_open = number == self._open.get(segment.bits)
+            segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS, is_open)
+            if not len(segment.stored):
                 self._drop(number)
-            elif was_full and not segment.is_full and number == self._open[segment.bits]:
+            elif segment.has_file and not segment.is_full:
                 # It gets more tokens, which would not be in a file that is written meanwhile.
                 self._files.drop(number)
-            elif was_full:
+                segment.has_file = False
+            elif segment.has_file:
                 self._files.put(number, segment)
         self._slots[positions] = -1
-        self._forget(positions)
+        self.forget(positions)
 
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        for array, empty in (self._slots, -1), (self._bits, EXACT), (self._restored, 0):
+        arrays = (self._slots, -1), (self._bits, EXACT), (self._restored, 0), (self._added, 0)
+        for array, empty in arrays:
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
             segment.positions[stored] = rank[segment.positions[stored]]
+
+    def forget(self, positions: Positions) -> None:
+        """Tokens that are stored nowhere are exact if they are read again."""
+        known = positions[positions < len(self._bits)]
+        self._bits[known] = self._restored[known] = 0
 
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
@@ -319,13 +331,14 @@ class Archive:
         self.remove(stored[stored >= seen])
         self._bits[seen:] = self._restored[seen:] = 0
 
-    def copy_from(self, other: Archive) -> None:
-        """Store all that another archive holds, each token as it is there."""
+    def copy_from(self, other: Archive, with_rows: bool = True) -> None:
+        """Know of each token what another archive knows, and store it as it is there."""
         other._flush()
         self._slots = np.full(len(other._slots), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
+        self._added, self._adds = other._added.copy(), other._adds
         self._centres = list(other._centres)
-        for segment in other._segments.values():
+        for segment in other._segments.values() if with_rows else ():
             stored = np.flatnonzero(segment.positions >= 0)
             self._append(segment.rows(stored, segment.tensors), segment.bits)
 
@@ -334,17 +347,16 @@ class Archive:
         if count > (before := len(self._slots)):
             more = 0, max(count, 2 * before) - before
             self._slots = np.pad(self._slots, more, constant_values=-1)
+            self._added = np.pad(self._added, more)
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
-
-    def _forget(self, positions: Positions) -> None:
-        """Tokens that are stored nowhere are exact if they are read again."""
-        self._bits[positions] = self._restored[positions] = 0
 
     def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:
         """The segment to which the next tokens of a tier are appended, with its number."""
         last = self._segments.get(self._open.get(bits, -1))
         if last is None or last.is_full:
             last = self._segments[self._count] = Segment(like, bits)
+            self._numbers[bits][self._count] = None
+            self._sizes[bits] += last.nbytes
             self._open[bits] = self._count
             self._count += 1
         return self._open[bits], last
@@ -366,7 +378,9 @@ class Archive:
             self._store_first_transfer()
 
     def _drop(self, number: int) -> None:
-        del self._segments[number]
+        segment = self._segments.pop(number)
+        del self._numbers[segment.bits][number]
+        self._sizes[segment.bits] -= segment.nbytes
         self._files.drop(number)
         self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
 
@@ -387,6 +401,7 @@ class Segment:
         self.positions = np.full(SEGMENT_ROWS, -1, np.int64)  # -1: no token, or erased
         self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
         self.used = 0
+        self.has_file = False  # or soon will have one
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -417,14 +432,17 @@ class Segment:
         for stored, given in zip(self.tensors, tensors, strict=True):
             stored[:, start : start + given.shape[1]].copy_(given)
 
-    def erase(self, places: NDArray[np.int64]) -> None:
-        """Overwrite the keys and values at these places [k] with zeros."""
+    def erase(self, places: NDArray[np.int64], is_open: bool) -> None:
+        """Overwrite the keys and values at these places [k] with zeros; an open segment gets more.
+
+        Its erased places at the end are then free again.
+        """
         self.positions[places] = -1
         self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
         for tensor in self.tensors:
             tensor[:, torch.from_numpy(places)] = 0
-        while self.used and self.positions[self.used - 1] < 0:
-            self.used -= 1  # erased places at the end are free again
+        while is_open and self.used and self.positions[self.used - 1] < 0:
+            self.used -= 1
 
 
 class SegmentFiles:
@@ -440,10 +458,6 @@ class SegmentFiles:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._pending: list[Future[None]] = []
 
-    def has(self, segment: Segment) -> bool:
-        """Whether the segment is in a file, or soon will be."""
-        return self._folder is not None and segment.is_full
-
     def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
         """Call a function in the thread that writes the files, after what waits there."""
         return self._writer.submit(convert)
@@ -451,6 +465,7 @@ class SegmentFiles:
     def put(self, number: int, segment: Segment) -> None:
         """Write a full segment; its tensors then become memory maps of the file."""
         if self._folder is not None:
+            segment.has_file = True
             self._pending = [future for future in self._pending if not future.done()]
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
@@ -486,8 +501,10 @@ class SegmentFiles:
             trim_memory()  # else what was in RAM leaves gaps in the heap
         except Exception as error:  # safetensors raises its own errors for a full disk
             self.error = f"{getattr(error, 'strerror', None) or error}: {folder.path}"
-            with suppress(OSError):
-                new.unlink(missing_ok=True)  # a part of a segment would fill the disk for good
+            segment.has_file = False
+            for one in (new, path):  # a part would fill the disk for good, an old one has more
+                with suppress(OSError):
+                    one.unlink(missing_ok=True)
 
 
 def _path(folder: ArchiveFolder, number: int) -> Path:

@@ -93,12 +93,12 @@ class KeyValueStore:
             self._shrink()
             return
         new = Archive(limit or UNDO_BYTES, folder)
-        if limit:
-            new.copy_from(old)  # may fail; then nothing has changed
+        new.copy_from(old, with_rows=limit > 0)  # may fail; then nothing has changed
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+            self._forget_gone()
         old.close()
         self._shrink()
 
@@ -182,6 +182,7 @@ class KeyValueStore:
         """
         if not (self.has_recall or self._archiving):
             self.archive.clear()
+            self._forget_gone()
         ledger, placement = self.ledger, self.placement
         return CacheCheckpoint(
             ledger.seen,
@@ -289,8 +290,10 @@ class KeyValueStore:
         What the ledger records as held goes into the cache, the rest into the archive, in the tiers
         in which it was.
         """
-        if saved.tiers is not None and self._archiving:
+        if saved.tiers is not None:
             self.archive.restore_tiers(saved.tiers)
+        if not self._archiving:
+            self._forget_gone()
         held = np.searchsorted(saved.positions, self.ledger.held_positions)
         self.cache.replace(saved.take(held))
         if self._archiving:
@@ -375,6 +378,10 @@ class KeyValueStore:
             numbers = torch.from_numpy(np.searchsorted(positions, part.positions))
             yield Block(numbers, (self.cache.rotated(part, numbers) if as_read else part).tensors)
 
+    def _forget_gone(self) -> None:
+        """While the archive is off: only what the cache has is known to have been rounded."""
+        self.archive.forget(np.flatnonzero(self.ledger.column("state") == State.GONE))
+
     def _bounded(self, limit: int) -> int:
         """The limit in bytes; after a failed write, what is evicted stays in RAM."""
         if self.archive.disk_error is None:
@@ -396,6 +403,7 @@ class KeyValueStore:
         if not self._archiving:  # the turn can't be undone
             if archive.is_over_limit:
                 archive.clear()
+                self._forget_gone()
             return
         if archive.is_over_limit and not self._is_full_reported:
             self._is_full_reported = True
@@ -403,4 +411,4 @@ class KeyValueStore:
                 "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
                 "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
-        self.ledger.mark_gone(archive.shrink(self.ledger.held_positions))
+        archive.shrink(self.ledger.held_positions, self.ledger.mark_gone)

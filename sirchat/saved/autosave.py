@@ -189,7 +189,7 @@ class Autosave:
 
     def _look_at_all_evicted(self) -> None:
         """Let the next `_save_evicted` look at all of the archive, not at what came to it."""
-        self._segment, self._waiting = 0, np.zeros(0, np.int64)
+        self._mark, self._waiting = 0, np.zeros(0, np.int64)
 
     def _save_evicted(self, store: SessionStore) -> None:
         """Write keys and values of tokens that were evicted since then, once they fill a file.
@@ -199,7 +199,7 @@ class Autosave:
         session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
         if mode == "off":
             return
-        came, self._segment = session.engine.store.archive.added_since(self._segment)
+        came, self._mark = session.engine.store.archive.added_since(self._mark)
         waiting = store.segments.unwritten(np.concatenate([self._waiting, came]))
         is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
         self._waiting = waiting = waiting[~is_excluded]

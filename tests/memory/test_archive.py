@@ -187,6 +187,41 @@ def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
     archive.close()
 
 
+def test_the_end_of_a_segment_is_overwritten_on_disk_each_time_some_of_it_is_removed(
+    tmp_path: Path,
+) -> None:
+    with closing(Archive(folder=tmp_path / "a")) as archive:
+        archive.add(rows(list(range(1, 2 * SEGMENT_ROWS + 6))))
+        sizes = archive.bytes_by_device()
+        for start in (SEGMENT_ROWS - 8, SEGMENT_ROWS - 16):
+            archive.remove(np.arange(start, SEGMENT_ROWS + 1))
+            archive._files.wait()
+            numbers = load_file(min((tmp_path / "a").iterdir()))["0"][0, :, 0].tolist()
+            assert numbers == [*range(1, start), *[0] * (SEGMENT_ROWS - start + 1)]
+        assert archive.bytes_by_device() == sizes
+        archive.remove(np.arange(1, SEGMENT_ROWS + 1))
+        archive._files.wait()
+        assert len(list((tmp_path / "a").iterdir())) == 1
+
+
+def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with closing(Archive(folder=tmp_path / "a")) as archive:
+        archive.add(rows(list(range(SEGMENT_ROWS))))
+        archive._files.wait()
+        monkeypatch.setattr("sirchat.memory.archive.save_file", full)
+        archive.remove(np.array([17]))
+        archive._files.wait()
+        assert archive.disk_error
+        assert not list((tmp_path / "a").iterdir())
+        assert archive.bytes_by_device() == {"cpu": archive.nbytes}
+        check_fetched(archive, [16, 18])
+
+
 @pytest.mark.parametrize("removed", ["truncate", "remove"])
 def test_rows_added_while_a_segment_is_written_are_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str

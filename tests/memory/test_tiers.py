@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def in_tiers(archive: Archive) -> dict[int, list[int]]:
     return {int(tier): archive.positions[bits == tier].tolist() for tier in np.unique(bits)}
 
 
+def shrink(archive: Archive, held: NDArray[np.int64] = NONE) -> list[int]:
+    """Bring the archive within its limit; returns the positions of the deleted tokens."""
+    gone = list[int]()
+    archive.shrink(held, lambda positions: gone.extend(positions.tolist()))
+    return gone
+
+
+def full(*_: object) -> None:
+    raise MemoryError
+
+
 def filled(segments: int, limit: float, **rows: Any) -> tuple[Archive, KeyValues]:
     """An archive of full segments and a limit, in sizes of one; and what was put into it."""
     archive, seed = Archive(), rows.pop("seed", 1)
@@ -55,7 +67,7 @@ def filled(segments: int, limit: float, **rows: Any) -> tuple[Archive, KeyValues
         at = np.arange(number * SEGMENT_ROWS, (number + 1) * SEGMENT_ROWS)
         archive.add(everything.take(at))
         archive.limit = archive.limit or int(limit * archive.nbytes)
-        archive.shrink(NONE)
+        shrink(archive)
     return archive, everything
 
 
@@ -100,7 +112,7 @@ def test_a_restored_token_goes_down_later_each_time_it_was_restored() -> None:
     exact_until = dict.fromkeys((often, once, never), 0)
     for number in range(2, 20):
         archive.add(random_rows(number * SEGMENT_ROWS, SEGMENT_ROWS, number))
-        archive.shrink(NONE)
+        shrink(archive)
         for at in exact_until:
             if archive.bits(np.array([at]))[0] == 0 and archive.has(np.array([at])).all():
                 exact_until[at] = number
@@ -116,7 +128,7 @@ def test_a_held_token_is_stored_as_the_cache_has_it_when_it_is_evicted_again() -
     archive, exact = filled(2, 2.5)
     held = np.array([3, 5])
     archive.add(random_rows(2 * SEGMENT_ROWS, SEGMENT_ROWS, 2))
-    archive.shrink(held)
+    shrink(archive, held)
     assert not archive.has(held).any()
     assert archive.has(np.array([4])).all()
     archive.add(exact.take(held))
@@ -153,6 +165,77 @@ def test_what_is_removed_is_overwritten_in_every_tier() -> None:
     for slot in homes.tolist():
         segment = archive._segments[slot // SEGMENT_ROWS]
         assert not any(tensor[:, slot % SEGMENT_ROWS].any() for tensor in segment.tensors)
+
+
+def test_a_far_lower_limit_takes_work_in_proportion_to_the_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4)
+    calls = Counter[int]()
+    for segments in (40, 160):
+        archive = Archive()
+        archive.add(random_rows(0, 4 * segments, 1))
+        archive.limit = archive.nbytes // 20
+        sys.setprofile(lambda *_, number=segments: calls.update([number]))
+        shrink(archive)
+        sys.setprofile(None)
+    assert calls[160] < 5 * calls[40]
+
+
+@pytest.mark.parametrize("failing", ["lowered", "Segment"])
+def test_memory_that_is_full_while_tokens_go_down_loses_none(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    archive, exact = filled(3, 4)
+    archive.note_restored(np.array([7]))
+    archive.limit = archive.nbytes - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(f"sirchat.memory.archive.{failing}", full)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                shrink(archive)
+    assert archive.positions.tolist() == exact.positions.tolist()
+    assert all(map(torch.equal, archive.fetch(exact.positions).tensors, exact.tensors))
+    assert not shrink(archive)
+    assert archive.positions.tolist() == exact.positions.tolist()
+    assert 7 in in_tiers(archive)[0]
+    assert 8 in in_tiers(archive)[8]
+
+
+def test_what_was_deleted_before_memory_was_full_is_known_to_be_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    archive, _ = filled(12, 3)
+    before, gone = set(archive.positions.tolist()), set[int]()
+    archive.note_restored(np.array([max(in_tiers(archive)[4])]))
+    archive.limit = 1
+    monkeypatch.setattr("sirchat.memory.archive.Segment", full)
+    with pytest.raises(MemoryError):
+        archive.shrink(NONE, lambda positions: gone.update(positions.tolist()))
+    assert gone
+    assert before - gone == set(archive.positions.tolist())
+
+
+def test_tokens_that_could_not_be_stored_are_not_stored_in_fewer_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    archive, exact = Archive(), random_rows(0, 3 * SEGMENT_ROWS, 1)
+    stored, failed, later = np.split(exact.positions, [200, SEGMENT_ROWS + 9])
+    archive.add(exact.take(stored))
+    with monkeypatch.context() as patch:
+        patch.setattr("sirchat.memory.key_values.Transfers.to_host", full)
+        with pytest.raises(MemoryError):
+            archive.add(exact.take(failed))
+    archive.add(exact.take(later))
+    archive.limit, copy = archive.nbytes - 1, Archive()
+    copy.copy_from(archive)
+    shrink(archive)
+    assert archive.bits(stored).all()
+    for one in (archive, copy):
+        assert one.positions.tolist() == [*stored, *later]
+        one.add(exact.take(failed))
+        found = one.fetch(failed).tensors
+        assert all(map(torch.equal, found, exact.take(failed).tensors))
 
 
 # In a chat.
@@ -266,3 +349,34 @@ def test_a_chat_is_undone_to_the_same_tokens_after_they_went_down(archive: str) 
     assert [f"{n} bits" in row.flags for n, row in zip(bits, now, strict=True)] == list(bits > 0)
     list(chat.ask("And now?"))
     assert sum(size for _, size in counted(chat).values()) <= LIMIT
+
+
+def test_a_chat_knows_what_came_from_fewer_bits_also_while_and_after_the_archive_is_off(
+    tmp_path: Path,
+) -> None:
+    chat = told()
+    list(chat.switch("/budget", budget=220))
+    store, held = chat.engine.store, chat.ledger.held_positions.copy()
+    bits = store.archive.bits(held)
+    assert set(bits.tolist()) == {0, 8, 4}
+    list(chat.switch("/set", archive="off"))
+    saving = Autosave(chat, folder=tmp_path)
+    saving.save()
+    saving.close()
+    again, _ = resumed(tmp_path, saving.id)
+    assert again.profile.archive == "off"
+    for one in (chat, again):
+        assert one.engine.store.archive.bits(held).tolist() == bits.tolist()
+        gone = np.flatnonzero(one.ledger.column("state") == State.GONE)
+        assert not one.engine.store.archive.bits(gone).any()
+    list(chat.ask("And?"))
+    list(chat.switch("/set", archive="ram"))
+    rest, rows = chat.ledger.held_positions.copy(), store.copy_key_values()
+    stays = rest[np.isin(rest, held)]
+    assert store.archive.bits(stays).tolist() == bits[np.isin(held, rest)].tolist()
+    list(chat.switch("/budget", budget=64))
+    came = np.isin(rest, store.archived()) & (store.archive.bits(rest) > 0)
+    assert came.sum() > 64
+    assert rows is not None
+    for tensor, before in zip(numbers_of(chat, rest[came]), rows.tensors, strict=True):
+        assert torch.equal(tensor, before[:, torch.from_numpy(came)])

@@ -204,6 +204,22 @@ def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     assert {rank.state for rank in again.why("Anna")} == {"lost"}
 
 
+def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4 * FEWEST)
+    chat = Chat(policy="sink", archive_limit="160kB")
+    for number in range(30):
+        chat.say(f"{number} is blue. " * 20)
+        positions = [load_file(file)["positions"].numpy() for file in files(folder)]
+        archived = chat.session.engine.store.archived()
+        assert len(np.setdiff1d(archived, np.concatenate([[], *positions]))) < FEWEST
+    assert {0, 8, 4} == set(chat.session.engine.store.archive.bits(archived).tolist())
+    chat.saved_chat.close()
+    (at_end,) = folder.glob("*.safetensors")
+    assert len(load_file(at_end)["positions"]) < chat.session.resident + FEWEST
+
+
 def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> None:
     ident = only(folder)
     copy = copy_session(folder, ident, "copy")
