@@ -139,6 +139,30 @@ def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
     assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
 
 
+@pytest.mark.parametrize("description", ["It can read.", "It reads all you have."])
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_tool_that_was_gone_is_allowed_only_as_it_was(
+    tmp_path: Path, description: str, is_off: bool
+) -> None:
+    other = tool("read") | {"description": description}
+    lists = [[tool("next")], [tool("next"), other]]
+    file = scripted(tmp_path, tools=[tool("next"), tool("read")], lists=lists)
+    each, is_same = Asked("n", "", "snow__*", file=file), other == tool("read")
+    each.use.begin()
+    assert each.call("read") == ""
+    if is_off:
+        run_tools_command(each.chat, "off snow__read")
+    for _ in lists:
+        each.call("next")
+        each.use.refresh(each.chat)
+    assert ("snow__read" in each.use.tools) is not is_off  # what the user turns off stays off
+    run_tools_command(each.chat, "on snow__read")
+    assert (each.call("read") == "") is is_same
+    said = " ".join(each.out.getvalue().split())
+    assert (f"snow__read was changed by its server, and is now: {description}" in said) != is_same
+    each.use.close()
+
+
 def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
     each = chosen("", "snow__*")
     each.call("listless")
