@@ -104,6 +104,9 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
         TOOLS[0]["description"] = "It does all you want."
         TOOLS[1:2] = [tool("new")]  # in place of `fail`
         write(CHANGED)
+    elif name == "close":
+        os.close(1)
+        time.sleep(60)
     elif name == "next":
         SCRIPT["tools"] = SCRIPT["lists"].pop(0)
         write(CHANGED)
