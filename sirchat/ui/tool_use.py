@@ -94,24 +94,27 @@ class ToolUse(Toolbox):
         for server in self._servers.take_changed():
             if not any(tool.origin[0] == server for tool in self.tools.values()):
                 continue
-            known, on = self._known[server], {*self.tools}
+            known, on, new = self._known[server], {*self.tools}, dict[str, ChatTool]()
             try:
                 listed = {tool.name: tool for tool in self._listed(server, by_user=False)}
-                for before in [*self.tools.values()]:
-                    if before.origin[0] == server and self._renewed(before, listed) is None:
-                        self._screen.note(_GONE.format(*before.origin))
+                were = [tool for tool in self.tools.values() if tool.origin[0] == server]
+                gone = [was.origin[1] for was in were if self._renewed(was, listed) is None]
+                if gone:
+                    self._screen.note(_GONE.format(server, shorten(", ".join(gone), _SHOWN)))
                 # What the user has turned off stays off, also if it is gone for a time.
-                self._known[server] = {*listed} | (known - on)
+                self._known[server] = known & {*listed} | (known - on)
                 if new := {name: tool for name, tool in listed.items() if name not in known}:
-                    self._screen.note(f"the server {server} has new tools: {', '.join(new)}")
+                    names = shorten(", ".join(new), _SHOWN)
+                    self._screen.note(f"the server {server} has new tools: {names}")
                 wanted = {n: t for n, t in new.items() if known <= on or self._is_allowed(n, t)}
                 if wanted:
                     size_of_tools(chat, Toolbox((self.tools | wanted).values()).told)
                 self._take(wanted)
-                if len(wanted) < len(new):
-                    self._screen.note("/tools on NAME turns new ones on")
+                self._known[server] |= {*new}
             except SirchatError as error:
                 self._screen.note(str(error))
+            if not {*new} <= {*self.tools}:
+                self._screen.note("/tools on NAME turns new ones on")
         return self.told
 
     def close(self) -> None:
@@ -224,7 +227,8 @@ class ToolUse(Toolbox):
             return before
         listed = self._listed(before.origin[0], by_user=False)
         if (now := self._renewed(before, {tool.name: tool for tool in listed})) is None:
-            raise SirchatError(_GONE.format(*before.origin))
+            server, own = before.origin
+            raise SirchatError(_GONE.format(server, shorten(own, _SHOWN)))
         return now
 
     def _take(self, tools: Mapping[str, ChatTool]) -> None:

@@ -163,6 +163,31 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(
     each.use.close()
 
 
+def test_new_tools_that_do_not_fit_are_offered_again_and_long_names_are_cut(
+    tmp_path: Path,
+) -> None:
+    long, few = tool("gone " * 2_000) | {"description": ""}, [tool("next"), tool("tool7")]
+    many = [tool("next"), *(tool(f"tool{number}") for number in range(1_000))]
+    file = scripted(tmp_path, tools=[tool("next"), long], lists=[many, few])
+    each = Asked("yy", file=file)
+    each.chat = session(tool_tiny(), policy="entropy", budget=1024)
+    each.chat.toolbox = each.use
+    run_tools_command(each.chat, "on snow")
+    each.call("next")
+    each.use.refresh(each.chat)
+    said = " ".join(each.out.getvalue().split())
+    assert "the server snow has no tool gone gone" in said
+    assert "the server snow has new tools: snow__tool0, snow__tool1," in said
+    assert "budget 1024 allows only 512" in said
+    assert said.endswith("/tools on NAME turns new ones on")
+    assert len(said) < 3_000
+    assert [*each.use.tools] == ["snow__next"]
+    each.call("next")
+    each.use.refresh(each.chat)
+    assert [*each.use.tools] == ["snow__next", "snow__tool7"]
+    each.use.close()
+
+
 def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
     each = chosen("", "snow__*")
     each.call("listless")
