@@ -58,7 +58,7 @@ class ToolUse(Toolbox):
         self._stops_later = stops  # at first the keys are for the prompt
         self._patterns = flags.allow
         self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
-        self._changed = set[str]()  # tools that were turned on, and are now something else
+        self._first: dict[str, ChatTool] = {}  # as they were when first turned on, also if now gone
         self._known: dict[str, set[str]] = {}  # by server, its tools when some were turned on
         self.is_stopped = False  # by Esc at a question
         self._names, self._is_script = list(flags.servers), False
@@ -94,23 +94,27 @@ class ToolUse(Toolbox):
         for server in self._servers.take_changed():
             if not any(tool.origin[0] == server for tool in self.tools.values()):
                 continue
-            known, on = self._known[server], {*self.tools}
+            known, on, new = self._known[server], {*self.tools}, dict[str, ChatTool]()
             try:
                 listed = {tool.name: tool for tool in self._listed(server, by_user=False)}
-                for before in [*self.tools.values()]:
-                    if before.origin[0] == server and self._renewed(before, listed) is None:
-                        self._screen.note(_GONE.format(*before.origin))
-                self._known[server] = {*listed}
+                were = [tool for tool in self.tools.values() if tool.origin[0] == server]
+                gone = [was.origin[1] for was in were if self._renewed(was, listed) is None]
+                if gone:
+                    self._screen.note(_GONE.format(server, shorten(", ".join(gone), _SHOWN)))
+                # What the user has turned off stays off, also if it is gone for a time.
+                self._known[server] = known & {*listed} | (known - on)
                 if new := {name: tool for name, tool in listed.items() if name not in known}:
-                    self._screen.note(f"the server {server} has new tools: {', '.join(new)}")
+                    names = shorten(", ".join(new), _SHOWN)
+                    self._screen.note(f"the server {server} has new tools: {names}")
                 wanted = {n: t for n, t in new.items() if known <= on or self._is_allowed(n, t)}
                 if wanted:
                     size_of_tools(chat, Toolbox((self.tools | wanted).values()).told)
-                self.tools |= wanted
-                if len(wanted) < len(new):
-                    self._screen.note("/tools on NAME turns new ones on")
+                self._take(wanted)
+                self._known[server] |= {*new}
             except SirchatError as error:
                 self._screen.note(str(error))
+            if not {*new} <= {*self.tools}:
+                self._screen.note("/tools on NAME turns new ones on")
         return self.told
 
     def close(self) -> None:
@@ -165,10 +169,7 @@ class ToolUse(Toolbox):
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
         told = Toolbox((self.tools | tools).values()).told
         tokens = size_of_tools(session, told) if session else 0  # or it raises an error
-        self._changed |= {
-            full for full in tools if self.tools.get(full, tools[full]) != tools[full]
-        }
-        self.tools |= tools
+        self._take(tools)
         self._known[server] = {one.name for one in listed}
         return len(tools), tokens
 
@@ -196,7 +197,7 @@ class ToolUse(Toolbox):
         self.is_stopped = False
         tool = self._as_listed(call.name)
         is_allowed = (call.name, tool) in self._always or (
-            call.name not in self._changed and self._is_allowed(call.name, tool)
+            self._first.get(call.name) == tool and self._is_allowed(call.name, tool)
         )
         while True:
             written = shorten(_readable(call.arguments), _SHOWN)
@@ -226,17 +227,23 @@ class ToolUse(Toolbox):
             return before
         listed = self._listed(before.origin[0], by_user=False)
         if (now := self._renewed(before, {tool.name: tool for tool in listed})) is None:
-            raise SirchatError(_GONE.format(*before.origin))
+            server, own = before.origin
+            raise SirchatError(_GONE.format(server, shorten(own, _SHOWN)))
         return now
+
+    def _take(self, tools: Mapping[str, ChatTool]) -> None:
+        """Turn these on; of those that once were something else, a line says so."""
+        for name, tool in tools.items():
+            self._renewed(self._first.setdefault(name, tool), tools)
 
     def _renewed(self, before: ChatTool, listed: Mapping[str, ChatTool]) -> ChatTool | None:
         """A tool that is on, as it is listed now; None if it is gone, and now off."""
         name = before.name
         if (now := listed.get(name)) is None:
             del self.tools[name]
+            self._known[before.origin[0]].discard(name)
             return None
         if now != before:
-            self._changed.add(name)
             about = shorten(displayable_line(" ".join(now.description.split())), _SHOWN)
             self._screen.note(f"{name} was changed by its server, and is now: {about}")
         self.tools[name] = now

@@ -23,6 +23,7 @@ def scripted(folder: Path, **script: Any) -> Path:
     """A file that names a server `snow` with other answers; each tool of these is listed.
 
     Script: `tools`, as they are listed; `results` by tool; `instructions`; `cursor`: no list ends;
+    `lists`: what a call of `next` makes of `tools`, each in its turn;
     `noise`: so many bytes of standard error; `sleep`: seconds before it starts; `pid`: the file
     that has its process id.
     """
@@ -64,6 +65,7 @@ TOOLS = [
     tool("grow"),
     tool("write", line="string"),
 ]
+CHANGED = '{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}'
 
 
 def write(line: str) -> None:
@@ -101,7 +103,13 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
     elif name == "grow":
         TOOLS[0]["description"] = "It does all you want."
         TOOLS[1:2] = [tool("new")]  # in place of `fail`
-        write('{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}')
+        write(CHANGED)
+    elif name == "close":
+        os.close(1)
+        time.sleep(60)
+    elif name == "next":
+        SCRIPT["tools"] = SCRIPT["lists"].pop(0)
+        write(CHANGED)
     elif name == "endless":
         while True:
             sys.stdout.write("snow " * 10_000)

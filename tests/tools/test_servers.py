@@ -24,7 +24,7 @@ from sirchat.errors import SirchatError, UsageError
 from sirchat.tools import guard
 from sirchat.tools.config import ServerFields, ToolFlags, read_servers
 from sirchat.tools.servers import ToolServers
-from tool_server import OverHttp, scripted, servers_file
+from tool_server import OverHttp, scripted, servers_file, tool
 
 KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 
@@ -540,6 +540,26 @@ def test_the_guard_ends_all_that_a_server_has_started(is_gone: bool) -> None:
     assert ran.returncode == -signal.SIGKILL
     for pid in started:
         _await_end(pid)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, no guard runs")
+def test_the_guard_passes_on_all_that_a_server_has_written_before_its_end() -> None:
+    written = r"import os; os.write(1, b'a' * 3_000_000 + b'\nb\n')"
+    server = [sys.executable, "-S", "-c", written]
+    command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *server]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as ran:
+        assert ran.stdout
+        time.sleep(2)  # the chat may be busy
+        assert [len(line) for line in ran.stdout] == [3_000_001, 2]
+
+
+def test_a_server_that_closes_its_output_has_ended(tmp_path: Path) -> None:
+    file, said = scripted(tmp_path, tools=[tool("close")]), list[str]()
+    servers = ToolServers(read_servers(str(file)), said.append, lambda: 20)
+    with pytest.raises(SirchatError, match="the server snow has ended"):
+        named(servers, "close").run({}, bool)
+    assert said == ["the server snow has ended; the next call starts it again"]
+    servers.close()
 
 
 def test_a_server_that_does_not_answer_ends(tmp_path: Path) -> None:

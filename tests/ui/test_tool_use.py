@@ -139,6 +139,55 @@ def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
     assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
 
 
+@pytest.mark.parametrize("description", ["It can read.", "It reads all you have."])
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_tool_that_was_gone_is_allowed_only_as_it_was(
+    tmp_path: Path, description: str, is_off: bool
+) -> None:
+    other = tool("read") | {"description": description}
+    lists = [[tool("next")], [tool("next"), other]]
+    file = scripted(tmp_path, tools=[tool("next"), tool("read")], lists=lists)
+    each, is_same = Asked("n", "", "snow__*", file=file), other == tool("read")
+    each.use.begin()
+    assert each.call("read") == ""
+    if is_off:
+        run_tools_command(each.chat, "off snow__read")
+    for _ in lists:
+        each.call("next")
+        each.use.refresh(each.chat)
+    assert ("snow__read" in each.use.tools) is not is_off  # what the user turns off stays off
+    run_tools_command(each.chat, "on snow__read")
+    assert (each.call("read") == "") is is_same
+    said = " ".join(each.out.getvalue().split())
+    assert (f"snow__read was changed by its server, and is now: {description}" in said) != is_same
+    each.use.close()
+
+
+def test_new_tools_that_do_not_fit_are_offered_again_and_long_names_are_cut(
+    tmp_path: Path,
+) -> None:
+    long, few = tool("gone " * 2_000) | {"description": ""}, [tool("next"), tool("tool7")]
+    many = [tool("next"), *(tool(f"tool{number}") for number in range(1_000))]
+    file = scripted(tmp_path, tools=[tool("next"), long], lists=[many, few])
+    each = Asked("yy", file=file)
+    each.chat = session(tool_tiny(), policy="entropy", budget=1024)
+    each.chat.toolbox = each.use
+    run_tools_command(each.chat, "on snow")
+    each.call("next")
+    each.use.refresh(each.chat)
+    said = " ".join(each.out.getvalue().split())
+    assert "the server snow has no tool gone gone" in said
+    assert "the server snow has new tools: snow__tool0, snow__tool1," in said
+    assert "budget 1024 allows only 512" in said
+    assert said.endswith("/tools on NAME turns new ones on")
+    assert len(said) < 3_000
+    assert [*each.use.tools] == ["snow__next"]
+    each.call("next")
+    each.use.refresh(each.chat)
+    assert [*each.use.tools] == ["snow__next", "snow__tool7"]
+    each.use.close()
+
+
 def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
     each = chosen("", "snow__*")
     each.call("listless")
