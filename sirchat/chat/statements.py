@@ -324,7 +324,7 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
     found = list(sentences_of(ledger, texts, turn))
     for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
         text = "".join(pieces).strip()
-        is_torn = (flags[at] & _ERASED).any()
+        is_torn = (flags[at] & _ERASED).any() or np.isin(at, ledger.torn).any()
         if text and not is_torn and roles[at[0]] == _USER:
             yield text, at
 
