@@ -51,6 +51,11 @@ def positions_of(
         what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
         if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
             raise UsageError(f"{what} was evicted, and is no longer archived")
+        if (turn := turn_of_target(target, roles)) is not None:
+            is_there, count = turn in range(len(roles)), len(roles)
+            no_turn = f"there is no turn {turn}: this chat has {count}, counted from 0"
+            no_turn = "you have said nothing yet" if turn < 0 else no_turn
+            raise UsageError(f"turn {turn} was erased, or not read" if is_there else no_turn)
         words, chat = dict.fromkeys(words_of(without_quotes(target))), (ledger, texts, roles)
         missing = [word for word in words if not len(_matches(word, *chat, everything)[1])]
         if words and not missing:
@@ -130,8 +135,8 @@ def erase_target(
     pattern = whole_words(without_quotes(target))
     for turn in now.turns:
         marked = pattern.sub(lambda found: _ERASED * len(found[0]), turn.text)
-        said = (marked[start:end].strip() for start, end in pairwise(sentence_bounds(turn.text)))
-        torn = (text for text in said if _ERASED in text or text.startswith(turn.torn))
+        parts = (marked[start:end].strip() for start, end in pairwise(sentence_bounds(turn.text)))
+        torn = (text for text in parts if _ERASED in text or text.startswith(turn.torn))
         left = (text.replace(_ERASED, "").strip() for text in torn)
         turn.torn = tuple(text for text in left if text)
         turn.text = pattern.sub("", turn.text)
