@@ -6,6 +6,8 @@ import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
 
+import numpy as np
+
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event
 from sirchat.chat.formats import ModelFormats
@@ -22,6 +24,7 @@ from sirchat.engine.sampling import Allowed, FixedIds
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
+from sirchat.recall.passages import sentences_of
 from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.loops import LoopCheck
@@ -150,6 +153,7 @@ class Conversation:
             state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
         is_unanswered = state.in_round and state.header == []
         system, ids = self.user_ids(text, given, before, first=is_first, after_user=is_unanswered)
+        torn, state.torn = state.torn, ()
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
@@ -158,7 +162,16 @@ class Conversation:
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
+            self.mark_torn(state.last_turn, torn)
             yield from self._events.take_problems()
+
+    def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
+        """Note that the sentences `torn` of a turn are what is left after words were erased."""
+        self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
+        for at, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
+            # One that lost its end goes on with the next.
+            if "".join("".join(pieces).split()).startswith(left):
+                self.ledger.torn = np.union1d(self.ledger.torn, at)
 
     def user_ids(
         self, text: str, given: TurnIds | None, before: str | None, *, first: bool, after_user: bool

@@ -82,6 +82,7 @@ def read_again(
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
             session.engine.evictor.leave_out(session.ledger.of_turn(last))
         for index in range(done, done := len(session.turns)):
+            session.mark_torn(index, turns[index].torn)
             lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
             progress("reading the chat", number + 1, len(turns))

@@ -12,6 +12,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import undone_at_end, updated_profile
 from sirchat.chat.state import CUT, UndoPoint, reply_at_end
 from sirchat.chat.tool_loop import reply_format
+from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -46,7 +47,7 @@ def retriever_for_retry(session: Session, name: str) -> str:
 
 
 def retry_differing(
-    session: Session, settings: dict[str, Any], interrupted: Callable[[], bool] = lambda: False
+    session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
     """Replace the last reply under `settings`, again if it is the same, and say which it is.
 
@@ -84,7 +85,7 @@ def retry_under(
     session: Session,
     updates: dict[str, Any],
     describe: Callable[[Session], str],
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Interrupted = never,
 ) -> Iterator[Event]:
     """Replace the last reply by one under the settings `updates`; `describe` gives a notice of it.
 
@@ -117,7 +118,7 @@ def retry_under(
             yield event
 
 
-def go_on(session: Session, interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]:
     """Go on with the last reply, which was cut, as the same turn, as if it had not been cut.
 
     Raises UsageError if it is complete, and UndoError if its message can't be undone.

@@ -159,8 +159,10 @@ class Session(Conversation):
             raise UndoError(f"this message can't be undone: {why}") from None
         self.undo_points.pop()
         self.recall.undo()
+        torn = [text for turn in self.turns[point.turns :] for text in turn.torn]
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
         if keep_pins:
+            self.state.torn = tuple(torn)
             self.state.pinned_since = text, tuple(own)
         prompt, profile = self.state.prompt, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
@@ -348,6 +350,8 @@ class Session(Conversation):
         self.undo_points = list(undo_points)
         left_out = [number for number, turn in enumerate(state.turns) if turn.is_left_out]
         self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
+        for number, turn in enumerate(state.turns):
+            self.mark_torn(number, turn.torn)
 
     def _positions_of(self, target: Target, among: Positions) -> Positions:
         return positions_of(target, self.ledger, self._texts, self.state.roles, among)

@@ -51,6 +51,7 @@ class Turn:
     thinking: str = ""  # the reasoning of a reply
     time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
     is_left_out: bool = False  # the conversation no longer has it, but recall may
+    torn: tuple[str, ...] = ()  # what is left of the sentences from which words were erased
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class ConversationState:
     repinned: tuple[int, int] = (0, 0)
     # The last message that was undone to be answered again, and what the user had pinned since.
     pinned_since: tuple[str, Sequence[int]] = "", ()
+    torn: tuple[str, ...] = ()  # of the last turn that was undone to be answered again
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
     # again when the message is answered again.
     unpinned: frozenset[tuple[int, str]] = frozenset()

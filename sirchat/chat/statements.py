@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
+from sirchat.recall.corrections import CORRECTS, SAME_THING, TELLS, form_of, may_replace
 from sirchat.recall.passages import sentences_of
-from sirchat.recall.word_index import STOP_WORDS, words_of
+from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
 from sirchat.text.template import Template
 
@@ -35,26 +35,6 @@ _MOST_PINNED = 2  # sentences of one message
 _ERASED, _OF_RULE = np.uint8(Flag.ERASED), np.uint8(Flag.PINNED | Flag.RULE)
 _USER, _HELD = int(Role.USER), int(State.HELD)
 _SHARE = 4  # rules pinned by themselves take at most the budget divided by this
-# Least cosine of two statements about the same thing, by SmolLM2's encoder; `_may_replace` must say
-# so, too. Of 66 facts with corrections of other words (`facts-in-dialogue`), 15 are marked, and of
-# pairs of other facts 0.006; with 0.55 and without `_may_replace` it was 14, and 0.008.
-_SAME_THING = 0.52
-# What a statement is about: "my cat", "our phone number", "my sister's dog"
-_MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
-_BEINGS = frozenset(
-    words_of(
-        "aunt baby boss boyfriend brother cat child children colleague cousin dad daughter doctor "
-        "dog father friend girlfriend grandfather grandmother husband kids landlord mother mum "
-        "neighbor neighbour nephew niece parents partner pet puppy sister son teacher uncle wife"
-    )
-)
-_CORRECTS = re.compile(
-    r"(?i)\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
-    r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
-    r"those|went up|wrong)\b"
-)
-_REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
-_TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does
 
 
 @dataclass(frozen=True)
@@ -259,7 +239,7 @@ def _facts_in(
             continue
         is_held = states[at] == _HELD
         later = [said[other][:2] for other in newer[is_near[place] & (newer > number)].tolist()]
-        last = next((one for one in reversed(later) if _may_replace(text, one[1])), (None, ""))
+        last = next((one for one in reversed(later) if may_replace(text, one[1])), (None, ""))
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
@@ -274,37 +254,17 @@ def _facts_among(
 
     Also which of these [k, n] are near each fact, or of its form.
     """
-    corrects = torch.tensor([bool(_CORRECTS.search(text)) for text in said], dtype=torch.bool)
+    corrects = torch.tensor([bool(CORRECTS.search(text)) for text in said], dtype=torch.bool)
     if said and len(encoder.kinds):
         vectors = torch.stack([vector_of(text) for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
-        is_near = vectors[facts] @ vectors[newer].T >= _SAME_THING
+        is_near = vectors[facts] @ vectors[newer].T >= SAME_THING
         return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
-    stated = [at for at, text in enumerate(said) if _TELLS.search(text) and not is_rule(text)]
-    # A form is all words but the last one, without those by which it corrects another.
-    words = (words_of(_CORRECTS.sub("", text))[:-1] for text in said)
-    forms = torch.tensor([hash(tuple(one)) for one in words])
+    stated = [at for at, text in enumerate(said) if TELLS.search(text) and not is_rule(text)]
+    forms = torch.tensor([hash(form_of(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
-
-
-def _may_replace(older: str, newer: str) -> bool:
-    """Whether a statement near another in meaning may be about the same thing, by its words."""
-    words, words_now = set(words_of(older)), set(words_of(newer))
-    about, about_now = (
-        {word for found in _MINE.findall(text.casefold()) for word in found} - STOP_WORDS - {""}
-        for text in (older, newer)
-    )
-    beings, beings_now = about & _BEINGS, about_now & _BEINGS
-    is_named, is_named_now = bool(about & words_now), bool(about_now & words)
-    is_of_other = beings_now and (not is_named_now or (beings and not beings & beings_now))
-    if is_of_other or (beings and not is_named and not _REFERS.search(newer)):
-        return False
-    if about and about_now and not is_named_now:
-        return bool(_CORRECTS.search(newer))
-    is_same = is_named or is_named_now if about | about_now else (words & words_now) - STOP_WORDS
-    return bool(is_same or _CORRECTS.search(newer))
 
 
 def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
@@ -324,7 +284,7 @@ def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, P
     found = list(sentences_of(ledger, texts, turn))
     for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
         text = "".join(pieces).strip()
-        is_torn = (flags[at] & _ERASED).any()
+        is_torn = (flags[at] & _ERASED).any() or np.isin(at, ledger.torn).any()
         if text and not is_torn and roles[at[0]] == _USER:
             yield text, at
 

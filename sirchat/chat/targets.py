@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall.passages import sentences_of
 from sirchat.recall.recall import Recall
 from sirchat.recall.word_index import words_of
-from sirchat.text.detokenizer import Texts, tokens_matching
+from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
+
+_ERASED = "\0"  # each character that is erased from a text
 
 # Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese: no blanks between words.
 _WITHOUT_BLANKS = re.compile(
@@ -48,6 +51,11 @@ def positions_of(
         what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
         if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
             raise UsageError(f"{what} was evicted, and is no longer archived")
+        if (turn := turn_of_target(target, roles)) is not None:
+            is_there, count = turn in range(len(roles)), len(roles)
+            no_turn = f"there is no turn {turn}: this chat has {count}, counted from 0"
+            no_turn = "you have said nothing yet" if turn < 0 else no_turn
+            raise UsageError(f"turn {turn} was erased, or not read" if is_there else no_turn)
         words, chat = dict.fromkeys(words_of(without_quotes(target))), (ledger, texts, roles)
         missing = [word for word in words if not len(_matches(word, *chat, everything)[1])]
         if words and not missing:
@@ -122,10 +130,15 @@ def erase_target(
     if index is not None:
         turn = now.turns[index]
         in_force = turn.role == "system" and turn.text == system
-        turn.text = turn.thinking = ""
+        turn.text, turn.thinking, turn.torn = "", "", ()
         return len(positions), None if in_force else system
     pattern = whole_words(without_quotes(target))
     for turn in now.turns:
+        marked = pattern.sub(lambda found: _ERASED * len(found[0]), turn.text)
+        parts = (marked[start:end].strip() for start, end in pairwise(sentence_bounds(turn.text)))
+        torn = (text for text in parts if _ERASED in text or text.startswith(turn.torn))
+        left = (text.replace(_ERASED, "").strip() for text in torn)
+        turn.torn = tuple(text for text in left if text)
         turn.text = pattern.sub("", turn.text)
         turn.thinking = pattern.sub("", turn.thinking)
     return len(positions), pattern.sub("", system) or None if system else system

@@ -76,6 +76,8 @@ class Ledger:
         pinned_positions: positions, ascending, of all pinned tokens, in the cache or not.
         left_out: positions, ascending, of tokens that the conversation no longer has: no policy
             chooses them, but recall may restore them. Set by whoever takes turns out of it.
+        torn: positions, ascending, of sentences that were read without words erased from them
+            before. Set by whoever reads them.
         log_decay: logarithm of the product of all decays.
         unknown_surprisal: nats, of the first token, which nothing predicts.
         attention: statistics of the attention that each token received.
@@ -91,6 +93,7 @@ class Ledger:
         self.held_count = 0
         self.pinned_positions: Positions = np.zeros(0, np.int64)
         self.left_out: Positions = np.zeros(0, np.int64)
+        self.torn: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
@@ -212,7 +215,7 @@ class Ledger:
         self._held[: len(held)] = held
         self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self._recalled = self.left_out = np.zeros(0, np.int64)
+        self._recalled = self.left_out = self.torn = np.zeros(0, np.int64)
         self.pinned_positions = np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def erase(self, positions: Positions) -> None:
@@ -236,6 +239,7 @@ class Ledger:
         self.token_vectors.truncate(seen)
         self.pinned_positions = self.pinned_positions[self.pinned_positions < seen]
         self.left_out = self.left_out[self.left_out < seen]
+        self.torn = self.torn[self.torn < seen]
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
         """Let the tokens stand in the order of the stream positions `order` [n], without others.
@@ -251,13 +255,14 @@ class Ledger:
         self.attention.reorder(order, rank)
         self.token_vectors.truncate(first)
         held, pinned = np.sort(rank[self.held_positions]), rank[self.pinned_positions]
-        left_out = rank[self.left_out]
+        left_out, torn = rank[self.left_out], rank[self.torn]
         self._rows[:count] = rows
         self._rows["flags"][count : self.seen] = 0
         self._rows["state"][count : self.seen] = State.HELD
         self._held[: len(held)] = held
         self.pinned_positions = np.sort(pinned[pinned >= 0])
         self.left_out = np.sort(left_out[left_out >= 0])
+        self.torn = np.sort(torn[torn >= 0])
         self.seen, self.saved = count, min(self.saved, first)
         self.flagged = {at for at in self.flagged if at < first}
         return rank

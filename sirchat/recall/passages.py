@@ -51,6 +51,7 @@ class Passages:
         if not len(self.torn):
             self.torn = torn_sentences(ledger, self._texts)
         self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
+        self.torn[ledger.torn] = True
         runs = list(_runs(ledger, self._until, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
@@ -160,6 +161,7 @@ def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
     for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
         for at, _ in sentences_of(ledger, texts, turn):
             is_torn[at] = is_erased[at].any()
+    is_torn[ledger.torn] = True
     return is_torn
 
 

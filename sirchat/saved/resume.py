@@ -24,8 +24,8 @@ from sirchat.saved.saved_state import (
     decode_state,
     load_passages,
     saved_pins,
+    saved_sentences,
     saved_turns,
-    saved_unpinned,
     session_metadata,
 )
 from sirchat.saved.saved_tensors import (
@@ -48,7 +48,8 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     if head is None:
         raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
-        read_again(session, saved_turns(store, head), saved_pins(head), saved_unpinned(head))
+        turns, unpinned = saved_turns(store, head), saved_sentences(head, "unpinned")
+        read_again(session, turns, saved_pins(head), unpinned)
         rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

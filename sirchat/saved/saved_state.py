@@ -38,7 +38,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 # Of each pin: turn, start, end, and whether it is a rule. Read from JSON, tuples are lists.
 _Place = Annotated[_Count, Strict()]
 _PINS = TypeAdapter(list[tuple[_Place, _Place, _Place] | tuple[_Place, _Place, _Place, StrictBool]])
-_UNPINNED = TypeAdapter(list[tuple[_Count, str]])
+_SENTENCES = TypeAdapter(list[tuple[_Count, str]])
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
 _VOLATILE = (
     "_name_or_path",
@@ -92,6 +92,10 @@ def make_head(
             "unpinned": sorted(conversation.unpinned),
             "summaries": [*known["summaries"], *(n for n, turn in newer if turn.is_summary)],
             "left_out": [*known["left_out"], *(n for n, turn in newer if turn.is_left_out)],
+            "torn": [
+                *(one for one in of_turns.get("torn", []) if one[0] < since),
+                *((n, text) for n, turn in newer for text in turn.torn),
+            ],
         },
     }
     cached = session.ledger.held_positions.copy()
@@ -137,7 +141,7 @@ def decode_state(
             pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
             attempt=chat.attempt,
-            unpinned=saved_unpinned(head),
+            unpinned=saved_sentences(head, "unpinned"),
         )
         return saved, conversation, fields.kv
 
@@ -145,6 +149,7 @@ def decode_state(
 def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
     """The turns of a saved session, with what its head says of them."""
     summaries, left_out = turns_named(head, "summaries"), turns_named(head, "left_out")
+    torn = sorted(saved_sentences(head, "torn"))
     return [
         Turn(
             turn.role,
@@ -154,6 +159,7 @@ def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
             turn.thinking,
             turn.time,
             turn.index in left_out,
+            tuple(text for number, text in torn if number == turn.index),
         )
         for turn in store.turns()
     ]
@@ -200,12 +206,12 @@ def saved_pins(head: Head) -> list[PinnedText]:
         return []
 
 
-def saved_unpinned(head: Head) -> frozenset[tuple[int, str]]:
-    """`ConversationState.unpinned`; empty if its format is not known."""
+def saved_sentences(head: Head, name: str) -> frozenset[tuple[int, str]]:
+    """Turn and text of the sentences that are `unpinned`, or `torn`; none if in no known format."""
     conversation = head.fields.get("conversation")
-    listed = conversation.get("unpinned", []) if isinstance(conversation, dict) else []
+    listed = conversation.get(name, []) if isinstance(conversation, dict) else []
     try:
-        return frozenset(_UNPINNED.validate_python(listed))
+        return frozenset(_SENTENCES.validate_python(listed))
     except ValueError:
         return frozenset()
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sirchat.chat.tool_loop import ChatTool
-from sirchat.chat.turn import Interrupted
+from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError
 from sirchat.tools import guard
 from sirchat.tools.config import ServerFields
@@ -69,7 +69,7 @@ class ToolServers:
         self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
     def tools(
-        self, name: str, interrupted: Interrupted = lambda: False, *, by_user: bool = False
+        self, name: str, interrupted: Interrupted = never, *, by_user: bool = False
     ) -> list[ChatTool]:
         """The tools of a server as it lists them now; it is started if need be.
 
@@ -170,7 +170,7 @@ class ToolServers:
         running: _Running,
         work: Coroutine[Any, Any, Any],
         limit: float,
-        interrupted: Interrupted = lambda: False,
+        interrupted: Interrupted = never,
     ) -> Any:
         """What a server answers; SirchatError if that is an error, or does not come in time."""
         name, running.heard = running.name, time.monotonic()

@@ -9,7 +9,7 @@ from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
-from sirchat.errors import UsageError, format_value
+from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
 from sirchat.ui.pasted import as_typed
 from sirchat.ui.saved_chat import SavedChat
@@ -61,8 +61,7 @@ class Erasing:
         tokens, turns = self._matching_tokens(target)
         mine, others = self._count_typed_lines(target)
         if not (tokens or turns or mine or others):
-            words = displayable_line(target)
-            raise UsageError(f"{format_value(words)}: these words are not in this chat")
+            self._session.why(target)  # raises the error that says what is missing
         parts = [f"{counted(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
         if mine:
             parts.append(counted(mine, "typed line"))

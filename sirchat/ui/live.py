@@ -148,7 +148,9 @@ class LiveView:
         self._reading = None
         if turn.role in ("user", "tool"):
             self._user = turn
-            if excess := describe_excess(turn, self._session, "/budget"):
+            # After `/retry full`, the reply has begun, and had more than is held now.
+            excess = describe_excess(turn, self._session, "/budget")
+            if excess and not self._has_begun:
                 self._region.remove()  # the note stands before the reply
                 self._screen.note(excess)
         if turn.role != "assistant":

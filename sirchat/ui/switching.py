@@ -130,7 +130,8 @@ class Switching:
         self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
         evicted = f", {came:,} of them were evicted" if came else ""
         price = counted(len(asked), "token") + evicted
-        others = f"; {aside:,} others step aside until it is answered" if aside else ""
+        who = "1 other steps" if aside == 1 else f"{aside:,} others step"
+        others = f"; {who} aside until it is answered" if aside else ""
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
         self._screen.note(f"{price}{others}; {held}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
-from sirchat.chat.turn import Interrupted
+from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
@@ -49,12 +49,12 @@ class ToolUse(Toolbox):
         ask: Ask | None = None,
         edit: Callable[[str], str] = lambda text: text,
         limit: Callable[[], float] = lambda: 60.0,
-        stops: Interrupted = lambda: False,
+        stops: Interrupted = never,
     ) -> None:
         super().__init__(decide=self._decide)
         self._servers, self._screen = ToolServers(flags.servers, screen.note, limit), screen
         self._ask, self._edit = ask, edit
-        self._stops: Interrupted = lambda: False
+        self._stops: Interrupted = never
         self._stops_later = stops  # at first the keys are for the prompt
         self._patterns = flags.allow
         self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were

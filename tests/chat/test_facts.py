@@ -169,7 +169,7 @@ def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_
     chat = chat_of(older, newer)
     every = "sirchat.models.encoder.Encoder.is_kind"
     monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
-    monkeypatch.setattr("sirchat.chat.statements._SAME_THING", -2.0)
+    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
     assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
 
 

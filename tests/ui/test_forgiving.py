@@ -51,6 +51,10 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
     assert "message: “The Pelican is grey.”" in chat.do("/recall grey Pelican")
     assert "message: “The Pelican is grey. … green" in chat.do("/recall green Pelican")
     assert '"ostrich": these words are not in this chat' in refusal(chat, "/recall Ostrich grey")
+    for command in ("/recall", "/pin", "/why", "/erase"):
+        line = f"there is no turn 99: this chat has {len(chat.session.turns)}, counted from 0"
+        assert refusal(chat, f"{command} turn 99") == line
+    assert refusal(Chat(), "/pin last") == "you have said nothing yet"
     line = '"green Pelican": these words are in this chat, but not side by side'
     for command in ("/pin", "/why", "/unpin"):
         assert line in refusal(chat, f"{command} green Pelican")

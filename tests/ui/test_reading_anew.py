@@ -14,9 +14,11 @@ import pytest
 
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
-from sirchat.chat.rereading import PinnedText, read_again
+from sirchat.chat.pinned_summary import pin_summary
+from sirchat.chat.rereading import PinnedText, copied, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
+from sirchat.chat.summary import make_summary
 from sirchat.config.profile import Profile
 from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
@@ -26,6 +28,7 @@ from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.saved_chat import show_resumed_chat
 from sirchat.ui.screen import Screen
+from sirchat.ui.turn_commands import make_undoable
 from template_shapes import tokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -156,6 +159,88 @@ def test_what_was_erased_is_not_pinned_again(way: Way, other: str, folder: Path)
     session, _ = way(chat, other, folder)
     assert re.sub(r"\W", "", pinned(session)[0]) == "RexRex"
     assert "Tom" not in "".join(turn.text for turn in session.turns)
+
+
+# --- sentences from which words were erased
+
+
+TORN = "I am allergic to sesame seeds. My brother Quixbert bakes bread."
+
+
+def told(session: Session) -> str:
+    """All that recall may find, what `/facts` lists, and a summary."""
+    session.recall.update()
+    found = session.recall.search.passages.texts(session.ledger)
+    stated = session.facts()
+    return "\n".join([*found, *(fact.text for fact in stated), make_summary(session, stated)])
+
+
+def by_undo_at_once(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    return chat.session, chat.do("/undo")
+
+
+def by_a_summary_taken_back(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    list(pin_summary(chat.session, "Much was said."))
+    return by_undo(chat, other, folder)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [by_model, by_undo, by_branch, by_rebuild, by_undo_at_once, by_a_summary_taken_back],
+)
+def test_what_is_left_of_a_sentence_is_told_nowhere(way: Way, other: str, folder: Path) -> None:
+    chat = Chat(budget=512, recall="words")
+    chat.say("Hello.", f"{TORN} I live in a house.", *SAYINGS[:2])
+    chat.do("/erase sesame seeds --yes")
+    chat.do("/erase live --yes")
+    session, _ = way(chat, other, folder)
+    sessions = [session, copied(session)]
+    if way is by_undo_at_once:
+        sessions.append(left_and_resumed(chat).session)
+    for one in sessions:
+        assert one is not None
+        assert any("I am allergic to ." in turn.text for turn in one.turns)
+        assert "Quixbert bakes" in told(one)
+        assert not re.search("allergic|house", told(one))
+
+
+@pytest.mark.parametrize(
+    ("erased", "stays"),
+    [
+        (["My uncle Zebedee keeps goats."], True),
+        (["My uncle Zebedee keeps goats"], True),  # its mark is left
+        (["goats."], False),  # and what is left goes on
+        (["goats. My brother"], False),
+        (["goats. My brother", "weird"], False),
+        (["uncle", "Zebedee keeps"], True),
+    ],
+)
+def test_a_sentence_beside_a_torn_one_is_whole(erased: list[str], stays: bool, other: str) -> None:
+    chat = Chat(budget=512, recall="words")
+    chat.say("My uncle Zebedee keeps goats. My brother Quixbert bakes bread. What a weird day.")
+    for words in erased:
+        chat.do(f"/erase {words} --yes")
+    chat.do(f"/model {other}")
+    assert ("My brother Quixbert bakes bread." in told(chat.session)) == stays
+    gone = "uncle|keeps|goats" if stays else "uncle|keeps|Quixbert bakes"
+    assert not re.search(gone, told(chat.session))
+
+
+@pytest.mark.parametrize("more", ["", " Bread with butter."])
+@pytest.mark.parametrize("prompt", [None, "Be brief."])
+def test_a_message_sent_again_has_no_more_than_what_is_left(prompt: str | None, more: str) -> None:
+    chat = Chat(budget=512, recall="words", system=prompt)
+    chat.say(NAME, TORN)
+    chat.do("/erase sesame seeds --yes")
+    session = make_undoable(chat.session, chat.screen, chat.saved_chat)
+    for _ in range(2):
+        list(session.retry(text=session.last_said + more if more else None))
+        assert "I am allergic to ." in session.last_said
+        assert "Quixbert bakes" in told(session)
+        assert "allergic" not in told(session)
+    session.undo()
+    list(session.ask("I am allergic to ."))  # now the user says so
+    assert "allergic" in told(session)
 
 
 @pytest.mark.parametrize("archive", ["ram", "off"])

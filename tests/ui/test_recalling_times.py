@@ -17,6 +17,7 @@ from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.status import describe_recalled
+from sirchat.ui.switching import Switching
 
 DAY = 86_400
 
@@ -60,6 +61,16 @@ def test_first_and_last_mean_places_and_words_stay_words() -> None:
     assert "evicted" not in shown
     shown = chat.do('/recall "yesterday"')
     assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
+
+
+def test_one_token_that_steps_aside_is_not_called_others() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
+    came = chat.session.engine.store.archived()[: 64 - chat.session.resident + 1]
+    Switching(chat.session, chat.screen).restore(came)
+    assert chat.session.resident == 64
+    shown = " ".join(chat.out.getvalue().split())
+    assert "were evicted; 1 other steps aside until it is answered; " in shown
 
 
 @pytest.mark.parametrize("recall", ["off", "words"])

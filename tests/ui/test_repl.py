@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chatting import tiny
+from chatting import babbler, tiny
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.ui.commands import GROUPS, Commands, Leave
@@ -41,6 +41,17 @@ def test_a_round_shows_the_reply_and_its_counts_and_control_text_stays_text(
         *_, read, reply, last = chat.ask("red bicycle " * 30).splitlines()
         assert re.fullmatch(r"read 18\d tokens, \d\d held; /budget 256 would hold all", read)
         assert "would hold" not in chat.ask("Hello.")
+
+
+def test_of_a_reply_with_everything_no_line_says_that_a_part_of_the_message_is_held(
+    terminal: FakeTerminal, own_home: Path
+) -> None:
+    terminal.resize(24, 120)
+    with TypedChat(terminal, babbler(), save=False, budget=64, max_new_tokens=8) as chat:
+        assert "would hold all" in chat.ask("red bicycle " * 30)
+        shown = chat.ask("/retry full")
+        assert "tokens held, for this reply alone" in shown
+        assert "would hold" not in shown
 
 
 # --- commands
