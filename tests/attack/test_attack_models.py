@@ -10,11 +10,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from attacking import attack, mutated, odd_text
 from chatting import babbler, random_model, save_babbler
 from gguf_file import write_gguf
+from random_encoders import random_encoder
 from sirchat.errors import ModelError
+from sirchat.models.encoder import Encoder
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
@@ -244,6 +247,20 @@ def test_nonsense_in_the_header_of_a_gguf_file_is_named_at_loading_and_in_the_li
         refuse(key, random.choice(ODD_HEADER[key]))
 
     attack(draw, few=20)
+
+
+def test_a_damaged_sentence_encoder_is_refused_or_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    random_encoder(babbler(), (1,)).save(path)
+    data, good = path.read_bytes(), Encoder.load(path)
+
+    def load(random: Random) -> None:
+        path.write_bytes(mutated(random, data))
+        found = Encoder.load(path)
+        if found.check_sum != good.check_sum or not torch.equal(found.hidden, good.hidden):
+            raise ValueError("other numbers")
+
+    attack(load, few=20)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
