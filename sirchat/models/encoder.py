@@ -88,8 +88,9 @@ class Encoder:
         """Write the map into a file, wholly or not at all; ModelError if it can't be written."""
         try:
             paths.private_dir(path.parent)
-            about = {**self.about, "layers": json.dumps(self.layers)}
-            paths.write_private(path, save(self._stored(), about), replaces=True)
+            stored = self._stored()
+            about = {**self.about, "layers": json.dumps(self.layers), "sum": _sum(stored)}
+            paths.write_private(path, save(stored, about), replaces=True)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"encoder {path} can't be written: {error}") from None
 
@@ -101,6 +102,8 @@ class Encoder:
                 about = dict(file.metadata() or {})
                 layers = tuple(map(int, json.loads(about.pop("layers"))))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if about.pop("sum", "") not in ("", _sum(tensors)):  # older files have none
+                raise ValueError
             restored = cls._restored(tensors)
             if all(tensor.isfinite().all() for tensor in restored.values()):
                 return cls(layers, about=about, **restored)
@@ -156,6 +159,10 @@ def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:
     """A score [n, 2] of each kind for sentences [n, D], above 0 if it is of this kind."""
     between = F.relu(vectors @ hidden[:, :-1].T + hidden[:, -1])
     return between @ kinds[:, :-1].T + kinds[:, -1]
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    return str(crc32(save(dict(tensors))))
 
 
 def _unusable(path: Path, why: str) -> ModelError:

@@ -51,7 +51,7 @@ from sirchat.models.probe import (
 from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.stored_weights import refuse_format, refuse_larger_config, weights_in_folder
+from sirchat.models.stored_weights import refuse_format, weights_in_folder
 from sirchat.models.whole_files import StoredPlace
 from sirchat.paths import abbreviated, changeable_by_others
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -147,7 +147,6 @@ def load_model(
             raise ModelError(why, hint="--quantize int8 works with any model")
         elif Path(source).is_dir():
             weights = weights_in_folder(Path(source))
-            refuse_larger_config(Path(source), weights)
             # transformers leaves out a generation_config.json that it can't read.
             for file in Path(source).glob("generation_config.json"):
                 load_config(file)

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, format_value
 
 # Models whose layers are: norm, attention with RoPE, norm, gated feed-forward network.
 LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -26,10 +26,17 @@ REFUSED_LAYERS = {
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# Numbers that must be above 0, and usual values.
+# Numbers, or lists of numbers, that must be above 0, and usual values.
 _ABOVE_ZERO = {"rope_theta": "10000", "factor": "4.0", "rope_local_base_freq": "10000"}
+_ABOVE_ZERO |= {"short_factor": "[1.0, 1.1]", "long_factor": "[1.0, 4.0]"}
+_ABOVE_ZERO |= {"beta_fast": "32", "beta_slow": "1", "query_pre_attn_scalar": "256"}
+_ABOVE_ZERO |= dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), "30, or null")
 _ABOVE_ZERO |= {"low_freq_factor": "1.0", "high_freq_factor": "4.0", "attention_factor": "1.0"}
 _ABOVE_ZERO |= {_ORIGINAL_LENGTH: "8192", "rms_norm_eps": "1e-05", "layer_norm_eps": "1e-05"}
+# Of these, whole numbers.
+_WHOLE = dict.fromkeys(_LENGTHS, "4096") | {"vocab_size": "32000", "hidden_size": "2048"}
+_WHOLE |= {"num_attention_heads": "32", "num_key_value_heads": "8", "head_dim": "64"}
+_WHOLE |= {"num_hidden_layers": "24", "sliding_window": "4096, or null"}
 _MOST_NUMBER = 1e15
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
@@ -112,18 +119,35 @@ def context_length(config: Any) -> int | None:
 
 
 def refuse_odd_numbers(config: Any, name: str) -> None:
-    """Raise ModelError if numbers, such as of rotary positions, make no sense: nor would replies.
+    """Raise ModelError if sizes, or numbers of rotary positions, make no sense: nor would replies.
 
     `config` is as in `context_length`.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     rope = rope if isinstance(rope, dict) else {}
-    parts = [config.to_dict(), rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for key, part in product(_ABOVE_ZERO, parts):
+    said = config.to_dict()
+    parts = [said, rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for (key, usual), part in product((_ABOVE_ZERO | _WHOLE).items(), parts):
         value = part.get(key)
-        if isinstance(value, int | float) and not 0 < value < _MOST_NUMBER:
-            rule = "its config.json must have a number above 0"
-            raise ModelError(f"{name} has {key} {value:g}; {rule}, such as {_ABOVE_ZERO[key]}")
+        if key == "sliding_window" and not (value and part.get("use_sliding_window", True)):
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            is_usable = positive(number) is not None
+            if not is_usable and key in _ABOVE_ZERO and isinstance(number, int | float):
+                most = 1.0 if key.endswith("_eps") else _MOST_NUMBER
+                is_usable = not isinstance(number, bool) and 0 < number < most
+            if number is not None and not is_usable:
+                kind = "number" if key in _ABOVE_ZERO else "whole number"
+                rule = f"its config.json must have a {kind} above 0, such as {usual}"
+                raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
+    heads, shared = said.get("num_attention_heads"), said.get("num_key_value_heads")
+    if positive(heads) and positive(shared) and heads % shared:
+        rule = f"its config.json must have a multiple of num_key_value_heads, {shared}"
+        raise ModelError(f"{name} has num_attention_heads {heads}; {rule}")
+    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    if isinstance(kinds, list) and kinds and positive(layers) and len(kinds) != layers:
+        rule = f"its config.json must have one for each of {layers} layers"
+        raise ModelError(f"{name} has {len(kinds)} layer_types; {rule}")
 
 
 def sliding_window(config: Any) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sirchat.errors import ModelError, format_value
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.model_config import load_config
+from sirchat.models.model_config import ConfigValues, load_config, refuse_odd_numbers
 from sirchat.models.names import all_parts
 from sirchat.models.whole_files import StoredPlace, safetensors_in
 
@@ -132,6 +132,9 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
         )
     found = {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
     refuse_format(str(folder), config, found)
+    _refuse_larger_config(folder, config, found)
+    text = config.get("text_config")
+    refuse_odd_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
     return found
 
 
@@ -155,12 +158,10 @@ def refuse_format(name: str, config: Mapping[str, Any], weights: Iterable[str] =
     raise ModelError(f"{name} has weights {what}, not read here", hint=hint)
 
 
-def refuse_larger_config(folder: Path, weights: Mapping[str, tuple[Path, StoredPlace]]) -> None:
+def _refuse_larger_config(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[Path, StoredPlace]]
+) -> None:
     """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
-    try:
-        config = load_config(folder / "config.json")
-    except ModelError:
-        return  # what loads it says what is wrong
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in _SIZES:

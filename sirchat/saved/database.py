@@ -107,7 +107,9 @@ def is_session(connection: sqlite3.Connection) -> bool:
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError if the file is no session, or has a newer format, or wrong tables."""
+    """Raise SessionError if the file is another user's, no session, newer, or has wrong tables."""
+    if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
+        raise SessionError(f"{path} belongs to another user", hint="a copy of it would be yours")
     if not is_session(connection):
         raise not_a_session(path)
     version = format_of(connection)

@@ -80,7 +80,10 @@ def load_text_files(name: str) -> dict[str, str]:
     if not (os.path.isdir(expand_path(name)) or (is_missing(name) and has_magic(name))):
         return {name: load_text_file(name)}
     found = sorted(islice(matching_files(name), MOST_FILES + 1))
-    size, hint = sum(map(os.path.getsize, found)), "name a part, such as 'src/*.py'"
+    size, hint = 0, "name a part, such as 'src/*.py'"
+    for path in found:
+        with suppress(OSError):  # it is gone meanwhile
+            size += os.path.getsize(path)
     if len(found) > MOST_FILES:
         raise UsageError(f"{name} has more than {MOST_FILES} files", hint=hint)
     if size > MOST_FILE_BYTES:
@@ -98,7 +101,7 @@ def load_text_files(name: str) -> dict[str, str]:
 def matching_files(name: str) -> Iterator[str]:
     """The files that a pattern matches, or that a folder has at any depth; no hidden ones.
 
-    Links to folders are not followed below `**`, where no more than 20,000 names are looked at.
+    Links are not followed below `**`, where no more than 20,000 names are looked at.
     """
     pattern = os.path.expanduser(name)
     folder, any_depth, last = pattern.partition("**")
@@ -112,7 +115,9 @@ def matching_files(name: str) -> Iterator[str]:
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         for file in sorted(files):
             whole = os.path.join(path, file)
-            if not file.startswith(".") and fnmatch(f"/{whole}", f"*/{last}"):
+            # A link may be broken, or lead to a file that nobody means to send.
+            is_ours = not file.startswith(".") and not os.path.islink(whole)
+            if is_ours and fnmatch(f"/{whole}", f"*/{last}"):
                 yield whole if folder else os.path.relpath(whole)
         left -= len(files) + len(folders)
         if left < 0:
@@ -151,6 +156,7 @@ def decode_text(name: str, data: bytes) -> str:
         if re.match(form, data, re.DOTALL):
             raise UsageError(f"{name} is {what}, not text", hint=hint)
     has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    has_mark = has_mark and not data.startswith(codecs.BOM_UTF32_LE)  # it begins in the same way
     kind, encoding = ("UTF-16", "utf-16") if has_mark else ("UTF-8", "utf-8-sig")
     if b"\0" in data and not has_mark:
         raise UsageError(f"{name} is not text: it contains NUL bytes")

@@ -10,13 +10,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from attacking import attack, mutated, odd_text
 from chatting import babbler, random_model, save_babbler
 from gguf_file import write_gguf
+from random_encoders import random_encoder
 from sirchat.errors import ModelError
+from sirchat.models.encoder import Encoder
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.listing import find_models
+from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
@@ -135,6 +138,129 @@ def test_what_a_library_quotes_of_a_file_makes_no_long_message(
     with pytest.raises(ModelError, match="cannot be loaded: invalid type") as caught:
         load_model(str(folder), device="cpu")
     assert len(str(caught.value)) == 1000
+
+
+# By a setting of a config.json: values that make no sense.
+NO_LENGTHS: list[object] = [-1, 0.5, 1e12, 10**12, 10**30, float("inf"), float("nan"), "64", True]
+NO_COUNTS: list[object] = [0, *NO_LENGTHS]
+NO_NUMBERS: list[object] = [0, -1, 1e300, 10**30, float("inf"), float("nan"), "1", True]
+NO_NUMBERS += [[1.0, one] for one in NO_NUMBERS]
+ROTARY = ("rope_theta", "factor", "short_factor", "beta_fast")
+NONSENSE: dict[str, list[object]] = {
+    **dict.fromkeys(("max_position_embeddings", "num_hidden_layers", "hidden_size"), NO_COUNTS),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "vocab_size"), NO_COUNTS),
+    **dict.fromkeys(ROTARY, NO_NUMBERS),
+    "num_attention_heads": [*NO_COUNTS, 3],  # of a model with two heads of keys
+    "sliding_window": NO_LENGTHS,
+    "rms_norm_eps": NO_NUMBERS,
+    "layer_types": [["full_attention"], ["full_attention"] * 3],
+    "final_logit_softcapping": NO_NUMBERS,
+}
+
+
+def test_nonsense_in_a_config_is_named_at_loading_and_where_models_are_listed(
+    tmp_path: Path, folder: Path
+) -> None:
+    folder = shutil.copytree(folder, tmp_path / "model")
+    change_json(folder / "config.json", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    whole = (folder / "config.json").read_text()
+
+    def refuse(key: str, value: object) -> None:
+        config = json.loads(whole)
+        (config["rope_parameters"] if key in ROTARY else config)[key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        (listed,) = find_models([folder])
+        refusals = [listed.problem]
+        for act in (find_model, load_model):
+            with pytest.raises(ModelError) as caught:
+                act(str(folder))
+            refusals.append(str(caught.value))
+        for one in refusals:
+            assert key in one, (value, refusals)
+            assert "cannot be loaded" not in one, (value, refusals)
+
+    for key, values in NONSENSE.items():
+        refuse(key, values[0])
+
+    def draw(random: Random) -> None:
+        key = random.choice(list(NONSENSE))
+        refuse(key, random.choice(NONSENSE[key]))
+
+    attack(draw, few=20)
+
+
+# By a key of a GGUF file's header: values that make no sense.
+ODD_HEADER: dict[str, list[object]] = {
+    "llama.context_length": [0, 2**40],
+    "llama.rope.freq_base": [0.0, -1.0, float("nan"), float("inf"), "x"],
+    "llama.attention.layer_norm_rms_epsilon": [0.0, 7.0, float("nan"), "x"],
+    "llama.attention.head_count": [0, 7, 2**40, "x", [1, 2]],
+    "llama.attention.head_count_kv": [0, 3, 2**40, -1],
+    "llama.block_count": [0, 2**40, 1.5],
+    "tokenizer.chat_template": [7, 0.5, [1]],
+    "tokenizer.ggml.tokens": [7, float("nan"), "x", [1]],
+    "tokenizer.ggml.merges": [7, "x", [1.0]],
+    "tokenizer.ggml.token_type": [7, [1.5]],
+    "tokenizer.ggml.pre": [7, [1]],
+    "tokenizer.ggml.eos_token_id": ["x", 0.0, [1]],
+}
+
+
+def of_type(value: object) -> bytes:
+    """A value of a GGUF header, its type before it."""
+    if isinstance(value, list):
+        kind, *parts = of_type(value[0])[:4], *(of_type(one)[4:] for one in value)
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(parts)
+    if isinstance(value, str):
+        return struct.pack("<IQ", 8, len(value)) + value.encode()
+    return (
+        struct.pack("<Iq", 11, value) if isinstance(value, int) else struct.pack("<Id", 12, value)
+    )
+
+
+def test_nonsense_in_the_header_of_a_gguf_file_is_named_at_loading_and_in_the_list(
+    tmp_path: Path, whole: Path
+) -> None:
+    data, path = whole.read_bytes(), tmp_path / "odd.gguf"
+    names = [key for key in ODD_HEADER if key.encode() in data]
+    assert names == list(ODD_HEADER)
+
+    def refuse(key: str, value: object) -> None:
+        name = struct.pack("<Q", len(key)) + key.encode()
+        # The usual one gets another name, which nothing reads; tensors stay aligned by a text.
+        other = name[:8] + b"general." + b"x" * (len(key) - 8)
+        added = name + of_type(value) + struct.pack("<Q", 11) + b"general.pad"
+        added += of_type("x" * (-(len(added) + 12) % 32))
+        count = struct.pack("<Q", data[16] + 2)
+        path.write_bytes(data[:16] + count + added + data[24:].replace(name, other, 1))
+        for act in (find_model, load_model):
+            with pytest.raises(ModelError) as caught:
+                act(str(path))
+            assert key in str(caught.value), (value, caught.value)
+        assert key in find_models([tmp_path])[0].problem
+
+    for key, values in ODD_HEADER.items():
+        refuse(key, values[0])
+
+    def draw(random: Random) -> None:
+        key = random.choice(names)
+        refuse(key, random.choice(ODD_HEADER[key]))
+
+    attack(draw, few=20)
+
+
+def test_a_damaged_sentence_encoder_is_refused_or_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    random_encoder(babbler(), (1,)).save(path)
+    data, good = path.read_bytes(), Encoder.load(path)
+
+    def load(random: Random) -> None:
+        path.write_bytes(mutated(random, data))
+        found = Encoder.load(path)
+        if found.check_sum != good.check_sum or not torch.equal(found.hidden, good.hidden):
+            raise ValueError("other numbers")
+
+    attack(load, few=20)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

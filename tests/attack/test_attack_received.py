@@ -37,6 +37,7 @@ from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
+from sirchat.ui.text import displayable
 
 # Texts that browsers, XML readers or terminals might obey.
 HOSTILE = [
@@ -53,6 +54,8 @@ HOSTILE = [
     "url(http://evil.example)", "@import '//evil.example'", "<?xml-stylesheet href='x'?>",
     "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///etc/passwd'>]>&e;", "\ufffe\uffff", "\x0b\x0c",
     "| a | b |\n|---|---|\n| <script> | x |", "> <script>", "# <b>", "{x}", "{{x}}", "\x9b2J",
+    "<![CDATA[x]]>", "</textarea><b>", "<plaintext>", "<!-- open", "&amp;lt;", "&#0;", "&notin;",
+    "</p></body></html>x", "<a\nhref=x>", "\r\nx\ry", "\xa0", "\u2028", "\ud800", "a\0b",
     "\x1b]0;owned\x07", "\x9d0;owned\x9c", "\u202eabc", "\x7f", "\u2066",
 ]  # fmt: skip
 
@@ -70,12 +73,30 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 
 
 class Page(HTMLParser):
-    """Raises ValueError for an element, attribute or link that a page of text does not have."""
+    """Raises ValueError for an element, attribute or link that a page of text does not have.
+
+    `typed` are the texts of the paragraphs that are shown as they were typed.
+    """
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.typed, self._is_typed = list[str](), False
+        self.feed(page)
+        self.close()
+
+    def handle_data(self, data: str) -> None:
+        if self._is_typed:
+            self.typed[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_typed = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         allowed = _ATTRIBUTES.get(tag, set())
         if tag not in _TAGS or not {name for name, _ in attrs} <= allowed:
             raise ValueError(f"<{tag}> {attrs}")
+        if tag == "p" and attrs:
+            self.typed, self._is_typed = [*self.typed, ""], True
         for name, value in attrs:
             text = re.sub(r"\s", "", value or "")
             if name == "href" and not _HARMLESS.match(text):
@@ -117,7 +138,9 @@ def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
         if not any(turn.text.strip() for turn in chat.turns):
             return
         page = exported(chat, "html", tmp_path)
-        Page().feed(page)
+        typed = [turn.text for turn in chat.turns if turn.role != "assistant" and turn.text.strip()]
+        if Page(page).typed != [without_surrogates(displayable(text).strip()) for text in typed]:
+            raise ValueError("the page has other words")
         if not page.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta '):
             raise ValueError("the page's policy does not come first")
         for text in (page, exported(chat, "md", tmp_path)):

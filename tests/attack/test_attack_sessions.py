@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 from contextlib import closing
@@ -17,6 +18,7 @@ from safetensors import safe_open
 
 from attacking import attack, mutated, odd_text
 from chatting import babbler
+from command import run
 from saved_chats import saved
 from session_files import sum_again
 from sirchat.chat.session import Session
@@ -220,6 +222,29 @@ def test_a_table_that_is_none_is_refused(
     assert [str(one).startswith(f"{chat.odd} is damaged") for one in
             list_sessions(chat.folder).refused] == [True]  # fmt: skip
     with pytest.raises(SessionError, match="is damaged"):
+        SessionStore.open(chat.odd)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_chat_of_another_user_is_named_and_never_quoted(
+    chats: Path, tmp_path: Path, is_link: bool
+) -> None:
+    chat = Damaged(chats, tmp_path / "home")
+    chat.sql("UPDATE turns SET text = 'foreign' || text")
+    sum_again(chat.odd)
+    if is_link:
+        chat.odd.rename(tmp_path / "other")
+        chat.odd.symlink_to(tmp_path / "other")
+    os.chown(chat.odd, 65534, 65534)
+    (chat.folder / "search.index").unlink(missing_ok=True)
+    for words in (("list",), ("search", "words"), ("show", chat.odd.stem), ("export", "odd")):
+        done = run("sessions", *words, SIRCHAT_HOME=str(tmp_path / "home"))
+        assert "foreign" not in done.stdout + done.stderr, words
+        assert ("good" in done.stdout) == (words[0] in ("list", "search"))
+        if words[0] in ("list", "show"):
+            assert f"{chat.odd} belongs to another user" in done.stderr
+    with pytest.raises(SessionError, match="belongs to another user"):
         SessionStore.open(chat.odd)
 
 

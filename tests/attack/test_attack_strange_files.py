@@ -162,6 +162,7 @@ PLACES: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "transcript": _as_transcript,
     "file to read": _with(lambda path: load_text_file(str(path))),
     "attached": _with(lambda path: attach_files(f'see @"{path}", @{path} and', lambda note: None)),
+    "folder attached": _with(lambda path: attach_files(f'see @"{path.parent}"', lambda note: None)),
     "text of a study": _with(read_data_text),
     "conversations": _with(load_dialogues),
     "needle": _with(dialogues_of_file),
@@ -188,6 +189,18 @@ def test_a_strange_thing_in_the_place_of_a_file_is_refused_at_once(
         )
 
     attack(meet)
+
+
+def test_a_folder_that_is_attached_sends_no_file_that_a_link_in_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "a.txt").write_text("said")
+    for name, target in (("b.txt", "../secret.txt"), ("c.txt", "nowhere"), ("d.txt", "d.txt")):
+        (folder / name).symlink_to(target)
+    message, files = attach_files(f"see @{folder}", lambda note: None)
+    assert [Path(file.name).name for file in files] == ["a.txt"]
+    assert "secret" not in message
 
 
 def test_names_of_thousands_of_letters_are_refused_in_a_short_line(

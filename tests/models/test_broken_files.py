@@ -164,7 +164,7 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
 @pytest.mark.parametrize(
     ("name", "key", "value", "why"),
     [
-        ("config", "rms_norm_eps", "x", r"field 'rms_norm_eps': .*expected float, got str"),
+        ("config", "rms_norm_eps", "x", 'has rms_norm_eps "x"; its config.json must have a number'),
         (
             *("config", "rope_parameters", {"rope_type": "new", "rope_theta": 1.0}),
             "'new' is missing or unknown",
@@ -177,8 +177,8 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
         *(
             (*("config", "rope_parameters", {"rope_type": "default", "rope_theta": theta}), why)
             for theta, why in (
-                *((0.0, "has rope_theta 0;"), (-5.0, "has rope_theta -5;")),
-                *((float("nan"), "has rope_theta nan;"), (1e300, "above 0, such as 10000")),
+                *((0.0, "has rope_theta 0.0;"), (-5.0, "has rope_theta -5.0;")),
+                *((float("nan"), "has rope_theta NaN;"), (1e300, "above 0, such as 10000")),
             )
         ),
         *(
@@ -190,7 +190,7 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
                 "config",
                 "rope_parameters",
                 {"rope_theta": 1e4, "factor": 8.0, **LLAMA3, key: no},
-                f"has {key} {no:g}; ",
+                f"has {key} {json.dumps(no)}; ",
             )
             for key, no in (
                 ("low_freq_factor", float("nan")),
@@ -203,7 +203,7 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhh"}
                 "rope_parameters",
                 {"rope_theta": 1e4, "factor": 8.0, **YARN} | {"attention_factor": -1.0},
             ),
-            "has attention_factor -1;",
+            "has attention_factor -1.0;",
         ),
         *(("config", "rms_norm_eps", no, "has rms_norm_eps") for no in (float("nan"), -1.0, 1e30)),
         (

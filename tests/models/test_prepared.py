@@ -158,6 +158,7 @@ def test_a_damaged_file_is_made_again_with_a_line(tmp_path: Path) -> None:
     path, draw = written(tmp_path), random.Random(5)
     wanted, whole = logits(loaded(path)), the_file().read_bytes()
     for at in range(MANY or len(DAMAGES)):
+        the_file().chmod(0o600)
         the_file().write_bytes(DAMAGES[at % len(DAMAGES)](bytearray(whole), draw))
         model = loaded(path)
         assert [one for one in model.tokenizer.notices if "is made again" in one], at
@@ -185,12 +186,13 @@ def test_a_foreign_file_is_not_used(tmp_path: Path) -> None:
     own = the_file()
     loaded(other)
     (foreign,) = set(prepared_dir().glob("*.safetensors")) - {own}
+    own.chmod(0o600)
     shutil.copyfile(foreign, own)
     assert torch.equal(logits(loaded(path)), wanted)
     own.chmod(0o666)
     model = loaded(path)
     assert any("is made again" in one for one in model.tokenizer.notices)
-    assert own.stat().st_mode & 0o777 == 0o600
+    assert own.stat().st_mode & 0o777 == 0o400  # also, a writer by mistake is refused
 
 
 def test_a_folder_that_others_may_write_is_not_used_and_a_line_says_so(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_folders_pipes_sockets_and_devices_are_refused_without_waiting(
     [
         (b"text\0more", "is not text: it contains NUL bytes"),
         (b"a\xff", "is not UTF-8 text: see byte 1"),
+        ("text".encode("utf-32"), "is not text: it contains NUL bytes"),
         ("ä".encode("utf-16-le") * 2, "is not text: it contains NUL bytes"),  # without its mark
         (codecs.BOM_UTF16_LE + b"\x00\xd8", "is not UTF-16 text: see byte"),
         (b"\xed\xa0\x80", "is not UTF-8 text"),  # half of a surrogate pair

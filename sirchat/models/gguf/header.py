@@ -26,7 +26,7 @@ _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct'
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _UNKNOWN = -1  # where a tensor of an unknown type ends
-_MOST = 1 << 40  # settings of this size or more count as invalid
+_MOST, _MOST_FRACTION = 1 << 32, 1e12  # settings of this size or more count as invalid
 # Parts of the names of settings that may be fractions.
 _FRACTIONS = ("epsilon", "freq_base", "softcapping", "scale", "factor", "beta", "multiplier")
 
@@ -126,8 +126,10 @@ class GgufFile:
         value: Any = self.settings.get(key)
         is_whole = not any(part in key for part in _FRACTIONS)
         is_number = type(value) is int or (type(value) is float and not is_whole)
-        is_usable = is_number and (0 < value < _MOST or (may_be_0 and value == 0))
-        self.require(is_usable, key, f"a {'whole ' if is_whole else ''}number above 0")
+        most = _MOST if is_whole else 1 if key.endswith("epsilon") else _MOST_FRACTION
+        is_usable = is_number and (0 < value < most or (may_be_0 and value == 0))
+        kind = "a whole number" if is_whole else "a number"
+        self.require(is_usable, key, f"{kind} above 0, below {most:,}")
         return int(value) if is_whole else float(value)
 
     def require(self, is_usable: bool, key: str, allowed: str = "") -> None:

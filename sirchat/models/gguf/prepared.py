@@ -143,6 +143,8 @@ class _Writing:
                             if self.ends.is_set():
                                 raise InterruptedError  # an OSError
                             file.write(part[start : start + _PIECE])
+                if sys.platform != "win32":  # there it could not be deleted
+                    new.chmod(0o400)  # what shortens a mapped file ends the chats that use it
                 os.replace(new, path)
             except OSError as error:
                 new.unlink(missing_ok=True)

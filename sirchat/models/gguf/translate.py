@@ -37,6 +37,9 @@ _BY_LAYER = (
 _OF_OTHER_PARTS = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
 _OF_EXPERTS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
+# Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
+_TEXTS = ("ggml.model", "ggml.pre", "chat_template")
+_LISTS: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int, "scores": int | float}
 
 _SAMPLING = {
     "temp": "temperature",
@@ -89,6 +92,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     Raises ModelError for a setting that is missing or can't be used; the message names it.
     """
     known, said = _architecture(file), file.settings
+    _refuse_odd_tokenizer(file.metadata)
     needed = [*NEEDED, "attention.layer_norm_rms_epsilon", *known.sizes, *known.needed]
     if known.varies_by_layer or "expert_feed_forward_length" not in {**known.sizes, **said}:
         needed.append("feed_forward_length")
@@ -151,6 +155,22 @@ def _architecture(file: GgufFile) -> Architecture:
             hint=f"readable: {', '.join(ARCHITECTURES)}; others only from safetensors",
         )
     return ARCHITECTURES[file.architecture]
+
+
+def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer."):
+            continue
+        of, what = _LISTS.get(key.removeprefix("tokenizer.ggml.")), ""
+        are_right = isinstance(value, list) and all(isinstance(one, of or str) for one in value[:1])
+        if of is not None and not are_right:
+            what = f"a list of {'texts' if of is str else 'numbers'}"
+        elif key.endswith(_TEXTS) and not isinstance(value, str):
+            what = "a text"
+        elif key.endswith("_token_id") and type(value) is not int:
+            what = "a whole number"
+        if what:
+            raise ModelError(f"the GGUF file's {key} is {format_value(value)}, must be {what}")
 
 
 def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
