@@ -121,8 +121,8 @@ class Access:
 
 
 def _host_of(url: str) -> str | None:
-    """The host name in a URL, without port and brackets; None if it is no origin's, or not valid."""
-    with suppress(ValueError):
+    """The host name in a URL of an origin, without port and brackets; None if it is not valid."""
+    with suppress(ValueError):  # of the port, too
         parts = urlsplit(url)
         if not set("@\\") & set(url) and parts[2:] == ("", "", "") and parts.port != 0:
             return parts.hostname

@@ -150,7 +150,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
             given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError):
-        raise RequestError("the request's body is not JSON") from None
+        packed = body.startswith(b"\x1f\x8b")
+        problem = "compressed; send it as it is" if packed else "not JSON"
+        raise RequestError(f"the request's body is {problem}") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
     return given
