@@ -39,8 +39,8 @@ class SirchatError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(_on_one_line(message))
-        self.hint = _on_one_line(hint)
+        super().__init__(on_one_line(message))
+        self.hint = on_one_line(hint)
 
     def __str__(self) -> str:
         message = super().__str__()
@@ -117,7 +117,8 @@ def format_value(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _on_one_line(text: str) -> str:
+def on_one_line(text: str) -> str:
+    """A text for an error message: in one line, without controls, and not too long."""
     line = _CONTROLS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 

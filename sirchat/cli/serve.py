@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -45,6 +46,9 @@ class Reuse(StrEnum):
 serve_app = typer.Typer(add_completion=False)
 
 _SECONDS = 3  # after a signal, for which open connections may end
+_CONNECTIONS = 4096  # at most, as far as the system allows so many files
+_BACKLOG = 128  # connections that wait to be taken, a few at once
+_FILES = 256  # that the program needs beside its connections
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -235,17 +239,44 @@ def _run(
 ) -> None:
     """Run the server until a signal, or no request for `idle` seconds; SIGTERM exits with 0."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    most = _most_connections()
+
+    class Connection(H11Protocol):
+        """Of too many, the oldest closes that has no whole request, or that nobody reads."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.since = time.monotonic()
+            if len(self.connections) > most:
+                known = [one for one in self.connections if isinstance(one, Connection)]
+                oldest = min(filter(Connection.is_idle, known), key=lambda one: one.since)
+                self.connections.discard(oldest)  # it is lost only a little later
+                oldest.transport.abort()
+
+        def is_idle(self) -> bool:
+            cycle: Any = self.cycle
+            is_free = cycle is None or cycle.response_complete or cycle.more_body
+            return is_free or self.transport.is_closing()
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             server.replies.end()
             super().handle_exit(sig, frame)
 
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for listener in sockets or ():
+                listener.listen(_BACKLOG)  # asyncio has made it what is taken at once
+
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or activity.idle >= idle
 
     config = uvicorn.Config(
         activity,
+        http=Connection,
+        backlog=_BACKLOG // 8,
         log_level="debug" if debug else "warning",
         timeout_graceful_shutdown=_SECONDS,
         server_header=False,
@@ -265,3 +296,12 @@ def _run(
     finally:
         server.replies.end()
         server.replies.join()
+
+
+def _most_connections() -> int:
+    if sys.platform == "win32":
+        return _CONNECTIONS
+    import resource
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _CONNECTIONS if files < 0 else min(_CONNECTIONS, max(files // 4, files - _FILES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -84,7 +85,7 @@ class Access:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers, *, needs_key: bool) -> None:
-        asked, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
+        asked = _host_of(f"//{headers.get('host', '')}")
         names = {*_NAMES, self.host.lower()}
         if is_loopback(self.host):
             if asked not in names:
@@ -95,7 +96,8 @@ class Access:
                 )
         elif asked is not None:
             names.add(asked)  # the server's own page, under the name by which others reach it
-        if origin is not None and _host_of(origin) not in names and origin not in self.origins:
+        others = (one for one in headers.getlist("origin") if one not in self.origins)
+        if any(_host_of(one) not in names for one in others):
             raise RequestError(
                 "requests from other web sites are refused; to allow one: sirchat serve --cors URL",
                 status=403,
@@ -119,11 +121,12 @@ class Access:
 
 
 def _host_of(url: str) -> str | None:
-    """The host name in a URL, without port and brackets; None if the URL has no valid host."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+    """The host name in a URL of an origin, without port and brackets; None if it is not valid."""
+    with suppress(ValueError):  # of the port, too
+        parts = urlsplit(url)
+        if not set("@\\") & set(url) and parts[2:] == ("", "", "") and parts.port != 0:
+            return parts.hostname
+    return None
 
 
 def _too_large() -> RequestError:

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
@@ -76,8 +76,9 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_MOST_TOLD = 1000  # different notes
+_MOST_TOLD = 1000  # different notes, and characters of those of one request
 _SILENT = 1.0  # seconds in which a stream has at least one byte
+_UNREAD = 60.0  # for which a client may leave a stream unread, while its buffers are full
 _FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
@@ -258,7 +259,7 @@ class ChatServer:
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
-        return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))} if notes else {}
+        return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))[:_MOST_TOLD]} if notes else {}
 
     def _histories(self, asked: ReplyRequest, name: str = "") -> list[History]:
         """What a request tells: one chat, or a text for each prompt."""
@@ -410,7 +411,7 @@ def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _EventStream(StreamingResponse):
-    """A streamed HTTP response; the reply is cancelled if the client closes the connection."""
+    """A streamed HTTP response; the reply is cancelled if the client leaves, or reads no more."""
 
     def __init__(
         self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
@@ -421,8 +422,13 @@ class _EventStream(StreamingResponse):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(event: Message) -> None:
+            async with asyncio.timeout(_UNREAD):
+                await send(event)
+
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
         finally:
             self._parts.cancel()
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.errors import format_value
+from sirchat.errors import format_value, on_one_line
 from sirchat.server.rule import READ_AS, TAKEN, is_taken
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import is_deep
@@ -49,6 +49,7 @@ class RequestError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message, param = on_one_line(message), param and on_one_line(param)  # may name fields
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -110,14 +111,14 @@ class Fields(BaseModel):
         """The fields that have an effect, and those to refuse."""
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in given.items():
             is_known, meant = name in known, value
             if is_known and cls.place == "request" and isinstance(value, int | str):
                 meant = READ_AS.get(name, {}).get(value, value)
             elif is_known and isinstance(value, float) and value.is_integer():
-                is_whole = cls.model_fields[name].annotation == int | None
+                is_whole = known[name].annotation == int | None
                 meant = int(value) if is_whole else value
             if not (meant is None if is_known else is_taken(cls.place, name, value)):
                 kept[name] = meant
@@ -149,7 +150,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
             given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError):
-        raise RequestError("the request's body is not JSON") from None
+        packed = body.startswith(b"\x1f\x8b")
+        problem = "compressed; send it as it is" if packed else "not JSON"
+        raise RequestError(f"the request's body is {problem}") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
     return given

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -161,10 +163,15 @@ def test_text_never_becomes_a_control_token(server: Served) -> None:
         ({"Origin": "http://localhost:3000"}, 200),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Host": "evil.example\\@localhost"}, 403),
+        ({"Host": "localhost/evil.example"}, 403),
+        ({"Host": "localhost:x"}, 403),
+        ({"Origin": "http://evil.example\\@localhost"}, 403),
+        ([("Origin", "http://localhost"), ("Origin", "http://evil.example")], 403),
     ],
 )
 def test_a_server_for_this_machine_answers_only_under_its_names(
-    server: Served, headers: dict[str, str], status: int
+    server: Served, headers: Any, status: int
 ) -> None:
     assert server.client.get("/v1/models", headers=headers).status_code == status
 
@@ -234,6 +241,25 @@ def test_too_many_requests_are_refused_until_a_client_that_left_makes_room(
         assert time.monotonic() < end
         time.sleep(0.02)
     assert response.status_code == 200
+
+
+def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_UNREAD", 0.3)
+    body = json.dumps({"messages": ASKED, "max_tokens": 10**9, "stream": True})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    place = urlsplit(address)
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        unread.connect((place.hostname, place.port))
+        unread.sendall((head + body).encode())
+        unread.recv(1)
+        end = time.monotonic() + 60
+        short = {"messages": ASKED, "max_tokens": 1}
+        while httpx2.post(address + CHAT, json=short, timeout=60).status_code == 429:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -258,6 +258,51 @@ def test_a_refusal_over_http_has_its_number_and_what_is_probably_wrong(
     with pytest.raises(SirchatError, match=rf"can't be started: .*, HTTP {status}: {meaning}$"):
         servers.tools("snow")
     servers.close()
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """What is asked for at another address is counted; else the answer is as the path says."""
+
+    asked: ClassVar[list[dict[str, str]]] = []
+
+    def do_GET(self) -> None:
+        kind = self.path.split("/")[1]
+        if kind == "other":
+            self.asked.append(dict(self.headers))
+        length = int(self.headers["Content-Length"] or 0)
+        self.rfile.read(length)
+        # Another host by its name: to the client, localhost is not 127.0.0.1.
+        other = f"http://localhost:{self.headers['Host'].rpartition(':')[2]}/other"
+        places = {"moved": other, "file": "file:///etc/passwd", "tls": "https://localhost:1/other"}
+        self.send_response(307 if kind in places else 200)
+        self.send_header("Location", places.get(kind, ""))
+        self.send_header("Content-Type", {"html": "text/html"}.get(kind, "application/json"))
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+        self.wfile.write({"html": b"<p>\x1b[2J </p>", "half": b'{"json'}.get(kind, b"not json!"))
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["moved", "file", "tls", "html", "half", "none", "moved/sse"])
+def test_a_server_over_http_that_sends_elsewhere_or_nonsense_is_a_line_and_gets_no_key_there(
+    kind: str,
+) -> None:
+    Elsewhere.asked.clear()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{http.server_port}/{kind}"
+    servers = ToolServers({"snow": ServerFields(url=url, headers=KEY)}, print)
+    with pytest.raises(SirchatError, match="the server snow can't be started: ") as error:
+        servers.tools("snow")
+    servers.close()
+    http.shutdown()
+    http.server_close()
+    assert str(error.value).isprintable()
+    assert not Elsewhere.asked
 
 
 @pytest.mark.parametrize("kind", ["", "sse"])
