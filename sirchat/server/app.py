@@ -81,7 +81,8 @@ _SILENT = 1.0  # seconds in which a stream has at least one byte
 _UNREAD = 60.0  # for which a client may leave a stream unread, while its buffers are full
 _FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
 # Settings that are fixed when a model is loaded, so a request can't have others.
-_LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
+_OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may have others
+_LOADED = tuple(name for name in FIXED if name not in _OWN)
 
 
 @dataclass(frozen=True)

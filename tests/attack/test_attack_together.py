@@ -204,7 +204,7 @@ def test_a_copy_made_in_the_middle_of_a_write_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: int
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(session_list, "_PAUSE", 0)
+    monkeypatch.setattr(session_list, "PAUSE", 0)
     folder = tmp_path / "data" / "sessions"
     ident, copy = saved(folder, "trip", save_kv="on"), session_list._copy
     path, tries = find_session(folder, ident), list[Path]()

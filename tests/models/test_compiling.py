@@ -293,12 +293,12 @@ def test_a_session_of_evictions_switches_recall_and_undo_is_the_same_with_it(
         return run(self, tokens)
 
     def conversation(model: LoadedModel) -> list[Any]:
-        settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**20)
+        settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**24)
         engine, events = Engine(model, settings), list[Any]()
         sampler = Sampler(Sampling(temperature=1.0))
         for turn in range(12):
             if turn == 3:
-                sink = CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
+                sink = CacheSettings(policy_class("sink")(), budget=48, archive=2**24)
                 engine.evictor.switch(sink)
             if turn == 6:
                 engine.evictor.switch(memory("salience"))

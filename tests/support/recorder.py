@@ -247,6 +247,7 @@ class _RunningSession:
         screen = Screen(out, out, theme="none")
         history = InMemory()
         saved_chat = SimpleNamespace(
+            branches_with=lambda text: [],
             drop_revealing_name=lambda said, whole: False,
             save=lambda: None,
             replace_session=lambda session: None,

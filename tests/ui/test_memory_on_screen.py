@@ -45,7 +45,7 @@ def test_what_was_evicted_is_named_listed_and_brought_back(
         assert "Paul" in ", ".join(named)
         assert toolbar(chat.session, 100).count("━") >= 6
         listed = chat.ask("/evicted")
-        assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
+        assert re.search(r"(?m)^ +0 +you +(all|\d+ of) \d+ .*Anna", listed)
         assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
         assert "Paul" not in chat.ask("/tokens")
         chat.ask('/recall "Paul"')
