@@ -110,8 +110,7 @@ def take_snapshot(
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
-    first = ledger.of_turn(0)
-    prompt = own_prompt(*(ledger.column(name)[first].tolist() for name in ("token_id", "role")))
+    prompt = _own_prompt(ledger)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -135,11 +134,13 @@ def take_snapshot(
     )
 
 
-def own_prompt(ids: Sequence[int], roles: Sequence[int]) -> int:
+def _own_prompt(ledger: Ledger) -> int:
     """How many tokens of a chat's first turn are a system prompt that the template itself adds."""
-    count = next((at for at, role in enumerate(roles) if role != Role.TEMPLATE), 0)
-    if roles[count : count + 1] != [Role.USER]:
+    roles = ledger.column("role")[ledger.of_turn(0)]
+    count = int((roles != Role.TEMPLATE).argmax()) if len(roles) else 0  # before the first message
+    if not count or roles[count] != Role.USER:
         return 0
+    ids = ledger.column("token_id")[:count].tolist()
     # A token that begins a turn comes again: before the user's turn.
     return max((at for at in range(2, count) if ids[at] in ids[:2]), default=0)
 

@@ -30,6 +30,7 @@ from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.ledger import Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template
@@ -151,7 +152,9 @@ class Session(Conversation):
         """
         text = self.last_said
         point = self.undo_points[-1]
-        own = self.ledger.own_pins(point.checkpoint.cache.seen) if keep_pins else ()
+        since = enumerate(self.turns[point.turns :], point.turns)
+        turn = next((at for at, one in since if one.role == "user"), -1)
+        own = np.isin(self.ledger.of_turn(turn, Role.USER), self.ledger.own_pins(0)).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -161,9 +164,9 @@ class Session(Conversation):
         self.recall.undo()
         torn = [text for turn in self.turns[point.turns :] for text in turn.torn]
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
-        if keep_pins:
-            self.state.torn = tuple(torn)
-            self.state.pinned_since = text, tuple(own)
+        self.state.torn = tuple(torn) if keep_pins else ()
+        # Set in both cases: the state at the point may be that of an answer given again.
+        self.state.pinned_since = (text, tuple(own.tolist())) if keep_pins else ("", ())
         prompt, profile = self.state.prompt, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:

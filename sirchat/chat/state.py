@@ -69,8 +69,7 @@ def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
     """The last turn as a `Reply`; None if there is none, or if it is not of the assistant."""
     if not turns or turns[-1].role != "assistant":
         return None
-    at = ledger.of_turn(len(turns) - 1)
-    said = at[ledger.column("role")[at] == Role.ASSISTANT]
+    said = ledger.of_turn(len(turns) - 1, Role.ASSISTANT)
     return Reply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
 
 
@@ -99,7 +98,8 @@ class ConversationState:
     # After the text was read again: of the tokens that the user had pinned, how many are pinned
     # again, and how many are not.
     repinned: tuple[int, int] = (0, 0)
-    # The last message that was undone to be answered again, and what the user had pinned since.
+    # The last message that was undone to be answered again, and which of its tokens the user had
+    # pinned: numbers within the message, as more or less may stand before it when it is read again.
     pinned_since: tuple[str, Sequence[int]] = "", ()
     torn: tuple[str, ...] = ()  # of the last turn that was undone to be answered again
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -75,9 +74,12 @@ def pin_rules(
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
     (said, pins), state.pinned_since = state.pinned_since, ("", ())
-    if said == state.turns[turn].text:
-        with suppress(SettingError):  # older rules that had been let go may have the room again
-            evictor.pin_held(np.asarray(pins, np.int64))
+    if pins and said == state.turns[turn].text:
+        at = ledger.of_turn(turn, Role.USER)
+        try:
+            evictor.pin_held(at[np.isin(np.arange(len(at)), pins)])
+        except SettingError as error:  # older rules that had been let go may have the room again
+            yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
     for text, positions in _rules_in(ledger, texts, encoder, turn, vectors):
         was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)

@@ -48,19 +48,25 @@ def positions_of(
         return np.intersect1d(target, among)
     said, positions = _matches(target, ledger, texts, roles, among)
     if not len(positions):
-        what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
-        if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
-            raise UsageError(f"{what} was evicted, and is no longer archived")
+        what, ever = without_quotes(target), said
+        if len(among) < ledger.seen:
+            ever, evicted = _matches(target, ledger, texts, roles, np.arange(ledger.seen))
+            if len(evicted):
+                raise UsageError(f"{format_value(what)} was evicted, and is no longer archived")
         if (turn := turn_of_target(target, roles)) is not None:
             is_there, count = turn in range(len(roles)), len(roles)
             no_turn = f"there is no turn {turn}: this chat has {count}, counted from 0"
             no_turn = "you have said nothing yet" if turn < 0 else no_turn
             raise UsageError(f"turn {turn} was erased, or not read" if is_there else no_turn)
-        words, chat = dict.fromkeys(words_of(without_quotes(target))), (ledger, texts, roles)
-        missing = [word for word in words if not len(_matches(word, *chat, everything)[1])]
-        if words and not missing:
+        words = words_of(what)
+        missing = _missing(words, ledger, texts, ever)
+        if len(words) > 1 and not missing:
+            if gone := _missing(words, ledger, texts, said):
+                what = format_value(" ".join(gone))
+                raise UsageError(f"{what} was evicted, and is no longer archived")
+            what = format_value(what)
             raise UsageError(f"{what}: these words are in this chat, but not side by side")
-        what = format_value(" ".join(missing)) if len(missing) < len(words) else what
+        what = format_value(" ".join(missing) if 0 < len(missing) < len(words) else what)
         raise UsageError(f"{what}: these words are not in this chat")
     turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
@@ -99,7 +105,9 @@ def tokens_asked(
     try:
         at = positions_of(target, engine.ledger, texts, now.roles, among, near)
     except UsageError:
-        passages = recall.passages_with(target) if isinstance(target, str) else []
+        if not isinstance(target, str) or turn_of_target(target, now.roles) is not None:
+            raise
+        passages = recall.passages_with(target)
         whole = [one for one in passages if np.isin(one, among).all()]
         if not whole:
             raise
@@ -191,13 +199,24 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     """Positions of the tokens of every occurrence of `text` whose tokens are all in `said`."""
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
-    at = said.tolist()
-    pieces = texts(ledger.column("token_id")[said].tolist(), at)
-    matches = np.zeros(len(at), bool)
-    breaks = np.flatnonzero(np.diff(said) > 1) + 1
-    for run in np.split(np.arange(len(at)), breaks):
-        matches[run] = tokens_matching(whole_words(text), [pieces[i] for i in run.tolist()])
-    return said[matches]
+    pattern, runs = whole_words(text), _runs(ledger, texts, said)
+    found: Positions = said[np.concatenate([tokens_matching(pattern, run) for run in runs])]
+    return found
+
+
+def _missing(words: Sequence[str], ledger: Ledger, texts: Texts, said: Positions) -> list[str]:
+    """Those of the words, in lower case, that are nowhere in the text of the tokens `said`."""
+    text = "\n".join(map("".join, _runs(ledger, texts, said) if words else [])).casefold()
+    known = set(words_of(text))
+    known |= {word for word in words if _WITHOUT_BLANKS.match(word) and word in text}
+    return [word for word in dict.fromkeys(words) if word not in known]
+
+
+def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:
+    """The texts of the tokens `said`, in runs of tokens that follow each other."""
+    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
+    breaks = (np.flatnonzero(np.diff(said) > 1) + 1).tolist()
+    return [pieces[start:end] for start, end in pairwise([0, *breaks, len(pieces)])]
 
 
 def _ends_word(character: str) -> bool:

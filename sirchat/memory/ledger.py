@@ -120,10 +120,11 @@ class Ledger:
         hidden = self.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED) != 0
         return int(np.count_nonzero((self.column("state") == State.GONE) & ~hidden))
 
-    def of_turn(self, turn: int) -> Positions:
-        """The stream positions of the tokens of the turn number `turn`."""
+    def of_turn(self, turn: int, role: Role | None = None) -> Positions:
+        """Stream positions of the tokens of turn number `turn`; if given, of those of `role`."""
         turns = self.column("turn")  # ascending; numpy's search copies the column
-        return np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
+        at = np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
+        return at if role is None else at[self.column("role")[at] == role]
 
     def held_of_turn(self, turn: int) -> int:
         """Number of tokens of the turn number `turn` that are in the cache."""

@@ -212,7 +212,7 @@ class _Dialogue:
         elif isinstance(event, TurnDone):
             self._turn(event)
         elif isinstance(event, Switched):
-            self._screen.note(describe_change(event, self._session.template))
+            self._screen.note(describe_change(event))
         elif isinstance(event, Notice):
             self._screen.note(event.text)
         elif isinstance(event, Returned):

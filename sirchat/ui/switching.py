@@ -16,7 +16,6 @@ from sirchat.chat.model_defaults import (
     sampling_in_words,
     with_model_defaults,
 )
-from sirchat.chat.panel_snapshot import own_prompt
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
@@ -34,7 +33,6 @@ from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
-from sirchat.text.template import QUESTION, Template
 from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
@@ -228,19 +226,16 @@ class Switching:
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Switched):
-            self._screen.note(describe_change(event, self._session.template))
+            self._screen.note(describe_change(event))
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):
             self._screen.note(event.text)
 
 
-def describe_change(event: Switched, template: Template) -> str:
+def describe_change(event: Switched) -> str:
     """A changed setting in words: its name, its old and its new value."""
     old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
-    first = template.opening(QUESTION)[1] if (event.what, old) == ("system", "none") else None
-    if first is not None and own_prompt(first.ids, first.roles):
-        old = "the chat template's own"
     return f"{event.what}: {old} -> {new}"
 
 

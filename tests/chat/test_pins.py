@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from chatting import answer, babbler, session
-from sirchat.chat.events import Pinned, Restored
+from sirchat.chat.events import Notice, Pinned, Restored
 from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import Toolbox
 from sirchat.errors import SettingError, UsageError
 from sirchat.memory.policies import policy_class, policy_names
+from template_shapes import tool_tiny
 
 POLICIES = {name: policy_class(name) for name in policy_names()}
 HONOURING = [name for name, cls in POLICIES.items() if cls.bounded and cls.honours_pins]
@@ -109,6 +111,53 @@ def test_retry_keeps_pins() -> None:
     assert all(
         (token.state, token.row.flags) == ("held", ("pinned",)) for token in chat.why("7351")
     )
+
+
+OSLO = "I live in Oslo."
+
+
+def clock(city: str) -> str:
+    """The time in a city."""
+    return f"It is noon in {city}."
+
+
+def pinned_text(chat: Session) -> str:
+    rows = chat.tokens(chat.ledger.pinned_positions.tolist())
+    return "".join(row.text for row in rows).strip()
+
+
+def test_pins_that_were_undone_do_not_return_by_themselves() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("Hello."))
+    list(chat.ask(OSLO))
+    chat.pin("Oslo")
+    list(chat.retry())
+    assert pinned_text(chat) == "Oslo"
+    chat.undo()
+    list(chat.ask(OSLO))
+    assert not pinned_text(chat)
+
+
+@pytest.mark.parametrize("before", [[], ["Hello."]])
+def test_a_retry_pins_the_same_words_after_the_tools_have_changed(before: list[str]) -> None:
+    chat = session(tool_tiny(), policy="full", max_new_tokens=4, pin_system=False)
+    for text in (*before, OSLO):
+        list(chat.ask(text))
+    chat.pin("Oslo")
+    for tools in ([clock], []):
+        chat.toolbox = Toolbox(tools)
+        list(chat.retry())
+        assert pinned_text(chat) == "Oslo"
+
+
+def test_a_retry_says_which_pins_no_longer_have_room() -> None:
+    chat = session(tool_tiny(), policy="sink", budget=400, max_new_tokens=4)
+    list(chat.ask("word " * 90))
+    chat.pin("last")
+    chat.toolbox = Toolbox([clock])  # the system prompt with the tools is pinned
+    notes = [event.text for event in chat.retry() if isinstance(event, Notice)]
+    assert "word" not in pinned_text(chat)
+    assert any("what you had pinned in this message is not pinned again: " in one for one in notes)
 
 
 def test_last_and_turn_n_name_turns() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from chatting import session
+from chatting import babbler, session
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.targets import positions_of
+from sirchat.errors import UsageError
+from sirchat.text.detokenizer import TokenTexts
 from sirchat.ui.commands import Edit
 from typed_chat import TypedChat
 
@@ -58,6 +63,36 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
     line = '"green Pelican": these words are in this chat, but not side by side'
     for command in ("/pin", "/why", "/unpin"):
         assert line in refusal(chat, f"{command} green Pelican")
+
+
+def test_of_words_apart_it_says_what_is_true(chat: Chat, own_home: Path) -> None:
+    chat.say("I like C, and 猫狗.")
+    nowhere = "these words are not in this chat"
+    for target in ("C++", "turn 99", '"猫 鳥"'):
+        assert nowhere in refusal(chat, f"/pin {target}"), target
+    assert "but not side by side" in refusal(chat, "/pin 狗 猫")
+    assert f"{nowhere}" in refusal(Chat(), "/pin last")
+    chat.say("Message turn 99 is a fine one.")
+    assert nowhere in refusal(chat, "/recall turn 99")
+    gone = Chat(policy="sink", archive="off")
+    gone.say(*SAID)
+    line = '"pelican" was evicted, and is no longer archived'
+    assert line in refusal(gone, "/pin green Pelican")
+
+
+def test_many_words_that_are_not_found_are_looked_for_as_fast_as_one(chat: Chat) -> None:
+    def readings(words: str) -> int:
+        calls, ledger, usual = list[int](), chat.session.ledger, TokenTexts(babbler().tokenizer)
+
+        def texts(ids: Sequence[int], positions: Sequence[int]) -> list[str]:
+            calls.append(len(ids))
+            return usual(ids, positions)
+
+        with pytest.raises(UsageError, match="not in this chat"):
+            positions_of(words, ledger, texts, chat.session.state.roles, np.arange(ledger.seen))
+        return sum(calls)
+
+    assert readings("ostrich emu kiwi rhea heron stork crane") == readings("ostrich")
 
 
 def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> None:

@@ -49,8 +49,7 @@ def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the
     it = with_template(own + HEADERS["thinking is kept"].replace("</think>{% endif", "{% endif"))
     chat = session(smallest("own", it), policy="full", max_new_tokens=4)
     switched = Switched("system", None, "Be brief.", 0, 0)
-    assert describe_change(switched, chat.template).startswith("system: the chat template's own ->")
-    assert describe_change(switched, session().template) == "system: none -> Be brief."
+    assert describe_change(switched) == "system: none -> Be brief."
     list(chat.ask("Hi."))
     list(pin_summary(chat, "They met."))
     now, rows = chat.snapshot(), chat.tokens(range(chat.seen))
