@@ -224,7 +224,7 @@ def _facts_in(
     vector_of: Callable[[str], Tensor],
     words: str,
 ) -> list[StatedFact]:
-    """The facts that are no part of a rule, in order."""
+    """The facts that are no part of a rule, and what corrects one of them, in order."""
     wanted = set(words_of(words))
     said = [
         (index, text, positions)
@@ -234,18 +234,26 @@ def _facts_in(
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
     stated, newer, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
-    found, states, flags = list[StatedFact](), ledger.column("state"), ledger.column("flags")
+    states, flags = ledger.column("state"), ledger.column("flags")
+    newest = dict[int, int | None]()  # of each fact, and of what corrects one and is none itself
     for place, number in enumerate(stated):
+        later = newer[is_near[place] & (newer > number)].tolist()
+        fits = (one for one in reversed(later) if may_replace(said[number][1], said[one][1]))
+        newest[number] = last = next(fits, None)
+        if last is not None:
+            newest.setdefault(last, None)
+    found = list[StatedFact]()
+    for number in sorted(newest):
         index, text, at = said[number]
         if not wanted <= set(words_of(text)) or (flags[at] & _OF_RULE == _OF_RULE).any():
             continue
         is_held = states[at] == _HELD
-        later = [said[other][:2] for other in newer[is_near[place] & (newer > number)].tolist()]
-        last = next((one for one in reversed(later) if may_replace(text, one[1])), (None, ""))
+        last = newest[number]
+        newer_turn, newer_text = (None, "") if last is None else said[last][:2]
         left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
-        found.append(StatedFact(index, text, when, size, held, last[0], last[1], left))
+        found.append(StatedFact(index, text, when, size, held, newer_turn, newer_text, left))
     return found
 
 

@@ -391,7 +391,7 @@ class Commands:
         hidden = hidden if at_control else ""
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"since the chat began: {counted(end.turns, 'message')}; "
+            f"since the chat began, or was read anew: {counted(end.turns, 'message')}; "
             f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "

@@ -147,6 +147,18 @@ def test_a_fact_that_the_window_cuts_ends_with_a_mark() -> None:
         assert len(row) == width
 
 
+def test_what_corrects_a_fact_is_listed_though_the_encoder_takes_it_for_no_fact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "My birthday is in May.", "I got that wrong, my birthday is in July."
+    chat = chat_of(*said)
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.arange(len(vectors)) < 1)
+    monkeypatch.setattr(statements, "SAME_THING", -2)
+    assert [(fact.text, fact.newer_text) for fact in chat.facts()] == [said, (said[1], "")]
+    assert [fact.text for fact in chat.facts("wrong")] == [said[1]]
+
+
 @pytest.mark.parametrize(
     ("older", "newer", "is_marked"),
     [
