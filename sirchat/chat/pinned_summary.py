@@ -38,6 +38,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     session.engine.evictor.check_pins(more, session.ledger.held_positions)
     yield from _unshown(session.read_user(PREFIX + text, before="assistant"))
     session.turns[index].is_summary = True
+    session.recall.nothing = ""  # it is about the user's messages
     try:
         yield from _unshown(session.read_reply(_ANSWER))
         for turn in sorted(former):

@@ -89,7 +89,7 @@ class Recall:
 
     `scores` are those of the tokens restored for the last turn, by stream position, and `turns`
     their turns, in order; `found` is what the last search for passages found, or None. `nothing`
-    says why nothing was restored for the last turn, if that is known.
+    says why nothing was restored for the user's last message, if that is so.
     """
 
     def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
@@ -190,8 +190,10 @@ class Recall:
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
-        why = "all was held" if is_all_held else problem or "nothing evicted fits it, or has room"
-        self.nothing = why if recall else ""
+        why = problem or "nothing evicted fits it, or there was no room"
+        if returned < 0:  # not for what a tool returned
+            why = "all was held" if is_all_held else why
+            self.nothing = why if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
         return Recollection(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused

@@ -16,8 +16,11 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedText
+from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
+from sirchat.text.tool_calls import ToolCall
 from sirchat.ui.panel import draw_memory, draw_panel
 from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar
 from sirchat.ui.tables import draw_recalled_turns
@@ -244,9 +247,26 @@ def test_recall_says_why_nothing_was_restored() -> None:
     chat.say("My name is Anna.")
     assert chat.do("/recall") == f"{said}all was held\nrecall is words\n"
     chat.say(*["Tell me a joke."] * 3, "Which zebra?")
-    assert chat.do("/recall") == f"{said}nothing evicted fits it, or has room\nrecall is words\n"
+    assert (
+        chat.do("/recall")
+        == f"{said}nothing evicted fits it, or there was no room\nrecall is words\n"
+    )
     chat.do("/undo")
     assert said not in chat.do("/recall")
+
+
+def test_what_a_tool_returned_and_a_summary_are_no_message_of_yours() -> None:
+    chat = Chat(tiny(), policy="sink", budget=96, recent=0, recall="words", max_new_tokens=8)
+    chat.say("My name is Anna.")
+    said, call = chat.do("/recall"), ToolCall("1", "zoo", "{}")
+    assert "nothing was restored for your last message: all was held" in said
+    for _ in range(3):
+        list(read_result(chat.session, call, "red " * 20, "Which zebra?"))
+    assert chat.session.resident < chat.session.seen
+    assert chat.do("/recall") == said
+    chat.say("Which zebra?")
+    list(pin_summary(chat.session, "They."))
+    assert "your last message" not in chat.do("/recall")
 
 
 def test_a_pin_says_why_other_tokens_came_back_with_it() -> None:
