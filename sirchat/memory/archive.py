@@ -107,11 +107,11 @@ class Archive:
 
     def by_tier(self) -> dict[int, tuple[int, int]]:
         """The tokens of each tier and their size in bytes, by its bits, `EXACT` or fewer."""
-        sizes = dict[int, tuple[int, int]]()
-        for segment in self._segments.values():
-            tokens, size = sizes.get(segment.bits, (0, 0))
-            sizes[segment.bits] = tokens + len(segment.stored), size + segment.nbytes
-        return sizes
+        return {
+            bits: (sum(len(self._segments[one].stored) for one in numbers), self._sizes[bits])
+            for bits, numbers in self._numbers.items()
+            if numbers
+        }
 
     def bits(self, positions: Positions) -> NDArray[np.uint8]:
         """To how many bits the numbers of tokens [n], held or archived, were rounded, or EXACT."""

@@ -237,19 +237,13 @@ def memory_in_words(session: Session) -> str:
     ]
     if lost := session.ledger.lost_count:
         parts.append(f"{counted(lost, 'token')} as text alone")
-    archive = f"; archive: {', '.join(parts)}" if tiers else ""
-    return (
-        "; ".join(
-            f"{memory.device}: "
-            + ", ".join(
-                f"{in_bytes(size)} {name}"
-                for kind, name in kinds.items()
-                if (size := int(getattr(memory, kind)))
-            )
-            for memory in session.memory
-        )
-        + archive
-    )
+    devices = list[str]()
+    for memory in session.memory:
+        sizes = {name: int(getattr(memory, kind)) for kind, name in kinds.items()}
+        held = ", ".join(f"{in_bytes(size)} {name}" for name, size in sizes.items() if size)
+        devices.append(f"{memory.device}: {held}")
+    archive = [f"archive: {', '.join(parts)}"] if tiers else []
+    return "; ".join([*devices, *archive])
 
 
 def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
