@@ -39,7 +39,9 @@ def hub_tokenizer() -> Any:
 def babbler() -> LoadedModel:
     """A model with random weights and the bundled tokenizer; it never generates an end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
-    return wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
+    model = wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
+    read_in_native_code(model)
+    return model
 
 
 def save_babbler(folder: Path, sure: float = 1) -> Path:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from chatting import babbler, tiny, with_anchors
+from chatting import babbler, hub_tokenizer, smallest, tiny, with_anchors
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -131,7 +131,7 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_report_says_whether_the_step_was_compiled() -> None:
-    head = provenance(babbler(), "test", "")
+    head = provenance(smallest("without C++", hub_tokenizer()), "test", "")
     assert head["compiled"] is False
     assert "compiled step" not in markdown(REPORT, head)
     assert "1 thread, compiled step, seed 0" in markdown(
