@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.chat.corrections import CORRECTS, SAME_THING, TELLS, form_of, may_replace
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
@@ -22,7 +23,6 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
-from sirchat.recall.corrections import CORRECTS, SAME_THING, TELLS, form_of, may_replace
 from sirchat.recall.passages import sentences_of
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
