@@ -110,22 +110,6 @@ class Sampler:
         return int(ids[heights.searchsorted(draw * heights[-1], side="right")])
 
 
-class FixedIds(Sampler):
-    """A sampler that picks given ids in order, and ignores the logits."""
-
-    is_plain = False
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._left = list(reversed(ids))
-
-    def is_exhausted(self) -> bool:
-        """Whether all ids have been picked."""
-        return not self._left
-
-    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        return self._left.pop()
-
-
 class Continued(Sampler):
     """A sampler that picks given ids first, and samples those after them, which are `allowed`."""
 
