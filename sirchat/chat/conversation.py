@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
-from sirchat.engine.sampling import Allowed, FixedIds
+from sirchat.engine.sampling import Allowed
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -288,7 +288,7 @@ class Conversation:
             self.template.reply_stream(),
             closing,
             self._end_ids,
-            stops=sampler.is_exhausted if isinstance(sampler, FixedIds) else interrupted,
+            stops=interrupted,
             # A format may want repetitions.
             loops=LoopCheck() if profile.stop_loops and not (reply or allowed) else None,
             finish=reply.finish if reply else None,

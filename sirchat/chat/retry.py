@@ -11,12 +11,9 @@ from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import undone_at_end, updated_profile
 from sirchat.chat.state import CUT, UndoPoint, reply_at_end
-from sirchat.chat.tool_loop import reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
-
-_FURTHER = 2  # most replies that are drawn again because they are the same as the last
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
@@ -46,39 +43,24 @@ def retriever_for_retry(session: Session, name: str) -> str:
     return name or (BEST_RETRIEVER if usual == "off" else usual)
 
 
-def retry_differing(
+def retry_with(
     session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
-    """Replace the last reply under `settings`, again if it is the same, and say which it is.
+    """Replace the last reply under `settings` of sampling, and say whether it is another.
 
     Raises what `Session.retry` does.
     """
-
-    def is_same() -> bool:
-        return before is not None and reply_at_end(session.ledger, session.turns) == before
-
-    before, draws = reply_at_end(session.ledger, session.turns), 1
+    before = reply_at_end(session.ledger, session.turns)
     with temporarily(session, "/retry", settings):
-        profile = session.profile
-        is_greedy = profile.temperature == 0 or profile.top_k == 1
+        temperature, top_k = session.profile.temperature, session.profile.top_k
         yield from session.retry(interrupted)
-        is_only = is_greedy or session.toolbox.tools  # what tools do can't be undone
-        while is_same() and not (is_only or draws > _FURTHER or interrupted()):
-            yield Notice(f"the reply is the same: drawing again, {draws} of at most {_FURTHER}")
-            draws += 1
-            try:
-                session.undo_reply()
-            except LookupError:  # without an archive, the message is read again
-                yield from session.retry(interrupted)
-                continue
-            session.state.attempt += 1
-            allowed = yield from reply_format(session, session.toolbox)
-            yield from session.begin_reply(interrupted, allowed=allowed).events()
-    why = f"drawn {draws} times" if draws > 1 else "drawn once"
-    if is_greedy:
-        why = f"with {'top_k 1' if profile.temperature else 'temperature 0'} it can't differ"
-    same = f"the reply is the same: {why}; try /retry --temperature 0.7 --top-k 40"
-    yield Notice(same if is_same() else "the last reply is replaced by this one")
+    if before is None or before != reply_at_end(session.ledger, session.turns):
+        yield Notice("the last reply is replaced by this one")
+        return
+    why = ""
+    if temperature == 0 or top_k == 1:
+        why = f": with {'top_k 1' if temperature else 'temperature 0'} it can't differ"
+    yield Notice(f"the reply is the same{why}; try /retry --temperature 0.7 --top-k 40")
 
 
 def retry_under(

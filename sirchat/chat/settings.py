@@ -13,7 +13,7 @@ from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_value
 from sirchat.engine.engine import Engine
-from sirchat.engine.sampling import Allowed, Continued, FixedIds, Sampler, Sampling
+from sirchat.engine.sampling import Allowed, Continued, Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
 from sirchat.errors import SettingError, TranscriptError, nearest
 from sirchat.memory.policies import import_typed, policy_class, refuse_untrusted
@@ -117,9 +117,8 @@ def build_sampler(
     sampling, most = build_sampling(profile), profile.max_new_tokens
     if reply is None:
         return Sampler(sampling, attempt, allowed), most
-    if reply.finish is None:
-        return Continued(reply.ids, sampling, attempt, allowed), len(reply.ids) + most
-    return FixedIds(reply.ids), most
+    more = most if reply.finish is None else 0
+    return Continued(reply.ids, sampling, attempt, allowed), len(reply.ids) + more
 
 
 def check_profile(profile: Profile, model: LoadedModel) -> None:

@@ -15,7 +15,6 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall.passages import sentences_of
 from sirchat.recall.recall import Recall
-from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -48,26 +47,8 @@ def positions_of(
         return np.intersect1d(target, among)
     said, positions = _matches(target, ledger, texts, roles, among)
     if not len(positions):
-        what, ever = without_quotes(target), said
-        if len(among) < ledger.seen:
-            ever, evicted = _matches(target, ledger, texts, roles, np.arange(ledger.seen))
-            if len(evicted):
-                raise UsageError(f"{format_value(what)} was evicted, and is no longer archived")
-        if (turn := turn_of_target(target, roles)) is not None:
-            is_there, count = turn in range(len(roles)), len(roles)
-            no_turn = f"there is no turn {turn}: this chat has {count}, counted from 0"
-            no_turn = "you have said nothing yet" if turn < 0 else no_turn
-            raise UsageError(f"turn {turn} was erased, or not read" if is_there else no_turn)
-        words = words_of(what)
-        missing = _missing(words, ledger, texts, ever)
-        if len(words) > 1 and not missing:
-            if gone := _missing(words, ledger, texts, said):
-                what = format_value(" ".join(gone))
-                raise UsageError(f"{what} was evicted, and is no longer archived")
-            what = format_value(what)
-            raise UsageError(f"{what}: these words are in this chat, but not side by side")
-        what = format_value(" ".join(missing) if 0 < len(missing) < len(words) else what)
-        raise UsageError(f"{what}: these words are not in this chat")
+        evicted = _matches(target, ledger, texts, roles, np.arange(ledger.seen))[1]
+        raise UsageError(_why_nothing(target, roles, is_evicted=len(evicted) > 0))
     turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
     return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
@@ -204,12 +185,19 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
     return found
 
 
-def _missing(words: Sequence[str], ledger: Ledger, texts: Texts, said: Positions) -> list[str]:
-    """Those of the words, in lower case, that are nowhere in the text of the tokens `said`."""
-    text = "\n".join(map("".join, _runs(ledger, texts, said) if words else [])).casefold()
-    known = set(words_of(text))
-    known |= {word for word in words if _WITHOUT_BLANKS.match(word) and word in text}
-    return [word for word in dict.fromkeys(words) if word not in known]
+def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:
+    """Why a target names no token that can be held."""
+    what, turn = without_quotes(target), turn_of_target(target, roles)
+    if turn is not None and turn < 0:
+        return "you have said nothing yet"
+    if turn is not None and turn >= len(roles):
+        return f"there is no turn {turn}: this chat has {len(roles)}, counted from 0"
+    if is_evicted:
+        return f"{format_value(what)} was evicted, and is no longer archived"
+    if turn is not None:
+        return f"turn {turn} was erased, or not read"
+    beside = " side by side" if " " in what else ""
+    return f"{format_value(what)}: these words are not in this chat{beside}"
 
 
 def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:

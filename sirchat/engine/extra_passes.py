@@ -69,31 +69,21 @@ def attention_from(
 def score_continuations(
     reader: Reader, alternatives: Sequence[Sequence[int]]
 ) -> tuple[ContinuationScore, ...]:
-    """The log-probability of each id of several alternative continuations.
-
-    All are read in one pass in which none attends to another; one pass each if the model has a
-    sliding window or a recurrent state.
-    """
+    """The log-probability of each id of several alternative continuations, read one by one."""
     first, cache = reader.logits, reader.cache
     if first is None or not all(alternatives):
         raise RuntimeError(
             "nothing has been read yet" if first is None else "there is nothing to score"
         )
-    is_apart = reader.model.window is not None or cache.has_state
-    if len(alternatives) > 1 and is_apart:
-        return tuple(score_continuations(reader, [ids])[0] for ids in alternatives)
-    read = [ids[:-1] for ids in alternatives]  # the last id's own logits are not needed
-    logits = first[None][:0]
-    if any(read):
-        cache.grow_to(cache.length + sum(map(len, read)))
-        reader.drop_ahead()
-        logits = _forward_apart(reader, read)
-    scores, start = [], 0
+    scores = []
     for ids in alternatives:
-        end = start + len(ids) - 1
-        rows = torch.cat([first[None].to(logits.device), logits[start:end]])  # [m, V]
-        scores.append(_scored(ids, rows))
-        start = end
+        logits = first[None]
+        if read := ids[:-1]:  # the last id's own logits are not needed
+            cache.grow_to(cache.length + len(read))
+            reader.drop_ahead()
+            after = _forward(reader, read)
+            logits = torch.cat([logits.to(after.device), after])  # [m, V]
+        scores.append(_scored(ids, logits))
     return tuple(scores)
 
 
@@ -123,34 +113,16 @@ def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[Key
         yield cache.first_written(rows, passage)
 
 
-def _forward_apart(reader: Reader, alternatives: Sequence[Sequence[int]]) -> Tensor:
-    """Read the m ids of all alternatives; returns the logits [m, V] after each id, in order.
-
-    Each alternative attends to what is held and to its own ids only.
-    """
-    model, cache = reader.model, reader.cache
-    held, sizes = cache.length, [len(ids) for ids in alternatives]
-    ids = [token_id for alternative in alternatives for token_id in alternative]
-    if cache.reads_singly:
-        return _forward_singly(reader, ids)
-    if sum(map(bool, sizes)) == 1:
+def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:
+    """Read ids [m], which are not held then; returns the logits [m, V] after each id."""
+    model, cache, logits = reader.model, reader.cache, list[Tensor]()
+    if not cache.reads_singly:
         return model.forward(ids, cache, positions=reader.next_positions(len(ids)))
-    number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
-    of_same = (number[:, None] == number).tril()  # [m, m]
-    visible = torch.cat([torch.ones(len(ids), held, dtype=torch.bool), of_same], dim=1)
-    start = reader.ledger.seen if cache.absolute_positions else held
-    positions = [start + at for size in sizes for at in range(size)]
-    return model.forward(ids, cache, visible=visible, positions=positions)
-
-
-def _forward_singly(reader: Reader, ids: Sequence[int]) -> Tensor:
-    """Read ids [m] one by one, then remove them; returns the logits [m, V] after each id."""
-    cache, logits = reader.cache, list[Tensor]()
     state, rows = cache.state, torch.arange(cache.length)
     try:
         for at, token_id in enumerate(ids, reader.ledger.seen):
             positions = [at] if cache.absolute_positions else None
-            logits.append(reader.model.forward([token_id], cache, positions=positions))
+            logits.append(model.forward([token_id], cache, positions=positions))
             cache.commit(1, at)
     finally:
         cache.keep(rows)

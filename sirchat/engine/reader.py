@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import AROUND, CANDIDATES, Sampler, penalized
+from sirchat.engine.sampling import Sampler, penalized
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -37,6 +37,9 @@ from sirchat.models.surprisal import PassResult
 PASS_BYTES = 256 * 2**20
 _MOST_ROWS = 2048  # ids in a pass that does not compute all their logits
 _MOST_OF_OWN = 384  # ids in a pass whose products take no longer than those of more
+
+_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
+_AROUND = 1e-4  # where a limit is so near, sums in float32 may be on its other side
 
 _ANCHOR = int(Flag.ANCHOR)
 
@@ -415,10 +418,10 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
             logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
-            values, ids = scores.topk(min(CANDIDATES, len(scores)))
+            values, ids = scores.topk(min(_CANDIDATES, len(scores)))
             top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            return kernels.draw(scores, values, ids, draw, top_k, top_p, min_p, AROUND[1])
+            return kernels.draw(scores, values, ids, draw, top_k, top_p, min_p, _AROUND)
         token_id = logits.argmax().view(1)
         return token_id, torch.ones_like(token_id)
 

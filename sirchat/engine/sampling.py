@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,7 @@ from sirchat.memory.random_numbers import Purpose, uniform
 # that may follow; or float32 [V], which is added to the logits.
 Allowed = Callable[[Sequence[int]], Tensor]
 
-CANDIDATES = 1024  # likeliest ids, which usually tell what top-k, top-p and min-p leave
-_FAR = 25.0  # a score so much lower is too unlikely to count
-AROUND = np.array([-1e-4, 1e-4])  # so near a limit sums in float32, as of `narrowed`, may differ
+_FAR = 80.0  # an id with a score so much below the largest is never drawn
 
 
 @dataclass(frozen=True)
@@ -103,32 +100,14 @@ class Sampler:
     def _draw(self, scores: Tensor, position: int) -> int:
         """An id, drawn by raw scores [V]; -1 if they are no numbers."""
         sampling = self.sampling
-        if (found := candidates(scores, sampling)) is not None:
-            ids, heights = found[0], found[1].cumsum()
-        else:  # on the CPU: not every device has float64, or sums in the same order each time
-            chances = torch.softmax(narrowed(scores.cpu(), sampling).double(), -1)
-            ids, heights = None, chances.cumsum(-1).numpy()  # [V]
-        if math.isnan(heights[-1]):
+        # On the CPU: not every device has float64, or sums in the same order each time.
+        scaled = (scores.float() / sampling.temperature).cpu().numpy()
+        if not math.isfinite(scaled.max()):
             return -1
+        ids, chances = candidates(scaled, sampling)
+        heights = chances.cumsum()
         draw = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)[0]
-        drawn = int(heights.searchsorted(draw * heights[-1], side="right"))
-        return drawn if ids is None else int(ids[drawn])
-
-
-class FixedIds(Sampler):
-    """A sampler that picks given ids in order, and ignores the logits."""
-
-    is_plain = False
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._left = list(reversed(ids))
-
-    def is_exhausted(self) -> bool:
-        """Whether all ids have been picked."""
-        return not self._left
-
-    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        return self._left.pop()
+        return int(ids[heights.searchsorted(draw * heights[-1], side="right")])
 
 
 class Continued(Sampler):
@@ -156,86 +135,27 @@ def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
-def candidates(scores: Tensor, sampling: Sampling) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """What top-k, top-p and min-p leave of the raw scores [V]: ids, ascending, and their chances.
+def candidates(
+    scores: NDArray[np.float32], sampling: Sampling
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The ids that top-k, top-p and min-p leave, ascending, and the chances of each, up to 1.
 
-    int64 and float64 [n]; the scores' device is waited for once. None if the limits leave all ids,
-    or more than can be found among the 1,024 likeliest ids alone.
+    `scores` [V] are divided by the temperature. Of equally likely ids all are left, or none.
     """
-    if not sampling.narrows:
-        return None
-    if scores.device.type == "cpu":
-        values, ids, total, rest = _leading_on_cpu(scores.float().numpy(), sampling)
-    else:
-        found = leading(scores.float() / sampling.temperature).cpu().numpy()
-        total, pairs = found[0], found[1:].reshape(2, -1)
-        rest = pairs[0, -1] if pairs.shape[1] < len(scores) else -np.inf
-        values, ids = pairs[:, pairs[1].argsort()]
-    falling = np.append(np.sort(values[values > -np.inf])[::-1], rest)
-    count = _count_left(falling, total, sampling) if math.isfinite(total) else 0
-    stays = values >= falling[count - 1]
-    if not count or (np.count_nonzero(stays) > count and scores.device.type == "cpu"):
-        return None  # there, only torch's sort tells which of equal scores top-p leaves
-    chances = np.exp(values[stays].astype(np.float64) - falling[0])
-    return ids[stays].astype(np.int64), chances / chances.sum()
-
-
-def leading(scores: Tensor) -> Tensor:
-    """The sum of exp(score - largest) over scores [V], then the k largest scores, then their ids.
-
-    float32 [1 + 2 k] on the scores' device, for which nothing waits; k is at most 1,024.
-    """
-    best = scores.topk(min(CANDIDATES, len(scores)))
-    total = (scores - best.values[:1]).exp().sum()
-    return torch.cat([total[None], best.values, best.indices.float()])  # ids below 2^24 are exact
-
-
-def _leading_on_cpu(scores: NDArray[Any], sampling: Sampling) -> tuple[Any, Any, float, float]:
-    """The largest raw scores by temperature, their ids, the sum (0: theirs), the others' bound."""
-    largest, by = scores.max(), np.float32(sampling.temperature)
-    total, rest = 0.0, largest - _FAR * by
-    ids = np.flatnonzero(scores >= rest)
-    if not (math.isfinite(largest) and (sampling.top_k or 1) <= len(ids) <= CANDIDATES):
-        with np.errstate(invalid="ignore"):  # then the sum is not finite
-            total = np.exp(scores / by - largest / by).sum()
-        is_long = len(scores) > CANDIDATES
-        rest = np.partition(scores, -CANDIDATES)[-CANDIDATES] if is_long else -np.inf
-        ids = np.flatnonzero(scores >= rest)
-    return scores[ids] / by, ids, total, rest / by
-
-
-def _count_left(falling: NDArray[Any], total: float, sampling: Sampling) -> int:
-    """How many of the largest scores are left; 0 if unclear. The last one bounds all others."""
-    chances = np.exp(falling.astype(np.float64) - falling[0])  # relative to the likeliest
-    if sampling.top_k is not None:
-        chances = chances[falling >= falling[min(sampling.top_k, len(falling) - 1) - 1]]
-        if len(chances) == len(falling):
-            return 0
-        total = 0.0
-    few = many = len(chances)
+    largest = scores.max()
+    lowest = largest - _FAR
+    if sampling.top_k is not None and sampling.top_k < len(scores):
+        lowest = max(lowest, np.partition(scores, -sampling.top_k)[-sampling.top_k])
+    ids = np.flatnonzero(scores >= lowest)
+    chances = np.exp(scores[ids].astype(np.float64) - largest)  # relative to the likeliest
+    least = sampling.min_p or 0.0
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        likelier = (chances.cumsum() - chances) / (total or chances.sum())
-        few, many = likelier.searchsorted(sampling.top_p + AROUND)
-    if sampling.min_p:
-        least, most = (-chances).searchsorted(-sampling.min_p * (1 - AROUND))
-        few, many = min(few, least), min(many, most)
-    return int(few) if few == many and falling[few - 1] > falling[-1] else 0
-
-
-def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The scores [V] divided by the temperature; -inf where top-k, top-p or min-p exclude an id."""
-    scores = scores.float() / sampling.temperature
-    if sampling.top_k is not None:
-        least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        rising = torch.from_numpy(np.sort(scores.numpy()))  # much faster than torch's sort
-        count = int((rising.softmax(-1).cumsum(-1)[:-1] <= 1 - sampling.top_p).sum())  # left out
-        if count and rising[count - 1] == rising[count]:
-            scores = scores.index_fill(0, scores.sort().indices[:count], -torch.inf)
-        else:
-            scores = scores.masked_fill(scores < rising[count], -torch.inf)
-    if sampling.min_p is not None:
-        chances = scores.softmax(-1)
-        scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
-    return scores
+        left_out = (1 - sampling.top_p) * chances.sum()
+        # Ids with less than an equal share of that are all left out, and need no sorting.
+        is_rare = chances < left_out / len(chances)
+        rising = np.sort(chances[~is_rare])
+        heights = chances[is_rare].sum() + rising.cumsum()
+        count = int(heights.searchsorted(left_out, side="right"))
+        least = max(least, rising[min(count, len(rising) - 1)])
+    stays = chances >= least
+    return ids[stays], chances[stays]

@@ -143,10 +143,6 @@ class PassageSearch:
         scores[first] = 0
         return self._discounted(scores, generated, message.but)
 
-    def having(self, words: Sequence[str]) -> NDArray[np.int64]:
-        """The numbers, ascending, of the passages that have all these words."""
-        return self._index.having(words)
-
     def shared_words(self, text: str, message: Sought) -> tuple[str, ...]:
         """Up to three words of the message that a passage's text has, the rarest first."""
         return self._index.shared_words(text, message.text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,8 +125,8 @@ class Passages:
         known, dims = len(self.rows), vectors.shape[1]
         if self.vectors.shape[1] != dims:  # the first vectors of the chat
             self.vectors = np.full((known, dims), np.nan, np.float16)
-        self.rows = _appended(self.rows, rows)
-        self.vectors = _appended(self.vectors, vectors)
+        self.rows = np.concatenate([self.rows, rows])
+        self.vectors = np.concatenate([self.vectors, vectors])
 
     def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The passages of a turn's tokens, given as their first and last + 1."""
@@ -178,21 +177,6 @@ def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
         found += pairwise([start + size * part // count for part in range(count + 1)])
         start = end
     return found
-
-
-def _appended(known: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
-    """`known` [n, ...] and `new` [m, ...], in the memory behind `known` if it has room for both."""
-    count, end = len(known), len(known) + len(new)
-    room = known if known.base is None else known.base
-    # A slice from the start of an array that was made here, and of no other
-    is_ours = isinstance(room, np.ndarray) and room.shape[1:] == known.shape[1:]
-    if not is_ours or room.dtype != known.dtype or room.ctypes.data != known.ctypes.data:
-        room = known
-    if len(room) < end:
-        room = np.empty((2 * end, *known.shape[1:]), known.dtype)
-        room[:count] = known
-    room[count:end] = new
-    return room[:end]
 
 
 def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

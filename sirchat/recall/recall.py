@@ -19,11 +19,9 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role
-from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
-from sirchat.recall.corrections import Corrections
 from sirchat.recall.passage_search import (
     FLOOR,
     PassageSearch,
@@ -252,7 +250,6 @@ class Recall:
             scores[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
             chosen |= self._take(scores, LESS * FLOOR, left, whole=bool(chosen))
-        chosen = self._in_pairs(chosen, room)
         positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
         of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
         order = np.argsort(positions)
@@ -341,29 +338,6 @@ class Recall:
                 room -= len(taken[number][0])
             if room <= 0:
                 break
-        return taken
-
-    def _in_pairs(
-        self, chosen: dict[int, tuple[Positions, float]], room: int
-    ) -> dict[int, tuple[Positions, float]]:
-        """What was chosen, each statement with those that correct it, or the one that it corrects.
-
-        If there is no room for all of them, the older ones are left out.
-        """
-        taken = dict[int, tuple[Positions, float]]()
-        encoder = Encoder() if self._model.sentence_encoder else self._model.encoder
-        known = Corrections(self.search, self._engine.ledger, encoder)
-        for number, (rows, score) in chosen.items():
-            parts, also = {number: rows}, known.of(number) - {number} or known.before(number)
-            for other in also - {number}:
-                whole = rows_of(self.search.passages.rows[other : other + 1])
-                if len(self._can_be_held(whole)) == len(whole):
-                    parts[other] = whole
-            for one in sorted(parts.keys() - taken.keys(), reverse=True):
-                if len(parts[one]) > room and taken:
-                    break
-                taken[one] = parts[one][:room], score
-                room -= len(taken[one][0])
         return taken
 
     def _can_be_held(self, rows: Positions) -> Positions:

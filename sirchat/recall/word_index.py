@@ -155,15 +155,6 @@ class WordIndex:
         total: NDArray[np.float64] = np.maximum(own, LESS * best[blocks])
         return total
 
-    def having(self, words: Sequence[str]) -> NDArray[np.int64]:
-        """The numbers, ascending, of the passages that have all groups of these words."""
-        groups = {group for word in words for group in letter_groups(word)}
-        found = [np.array(self._postings.get(group, ((),))[0], np.int64) for group in groups]
-        first, *others = sorted(found, key=len) or [np.zeros(0, np.int64)]
-        for numbers in others:
-            first = first[np.isin(first, numbers)]
-        return first
-
     def telling_words(self, text: str) -> list[str]:
         """The words of a text that tell something by themselves, in the order of the text."""
         words = (word for word in words_of(text) if word not in STOP_WORDS)

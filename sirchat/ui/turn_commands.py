@@ -11,7 +11,7 @@ from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
-from sirchat.chat.retry import retriever_for_retry, retry_differing, retry_under, settings_for_full
+from sirchat.chat.retry import retriever_for_retry, retry_under, retry_with, settings_for_full
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.state import UndoPoint
 from sirchat.config.profile import Profile
@@ -96,7 +96,7 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
         return
     if asked.full or asked.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_differing(session, asked.settings, stops)
+    yield from retry_with(session, asked.settings, stops)
 
 
 def sampling_settings(words: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from chatting import session, smallest, tiny
 from command import run
 from sirchat.chat.events import Delta, Evicted, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.engine.sampling import FixedIds, Sampler
+from sirchat.engine.sampling import Continued, Sampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
 from speaking import saying
 
@@ -24,7 +24,7 @@ def notices(chat: Session, text: str = "Hello.") -> list[str]:
 
 
 def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: FixedIds(ids))
+    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: Continued(ids, Sampling()))
 
 
 @pytest.mark.parametrize(

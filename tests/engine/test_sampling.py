@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest, pearsonr
 from torch import Tensor
@@ -23,7 +23,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sirchat.engine.sampling import Sampler, Sampling
+from simulated_devices import DEVICES, SimulatedTensor, simulated_devices
+from sirchat.engine.sampling import Sampler, Sampling, candidates
 from sirchat.errors import ModelError
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.surprisal import surprisal
@@ -156,6 +157,39 @@ def test_what_the_settings_exclude_is_never_drawn(
     assert drawn <= set(allowed.nonzero()[:, 0].tolist())
 
 
+@given(
+    st.sampled_from(["normal", "peaked", "equal", "masked", "constant"]),
+    st.sampled_from([7, 300, 3000]),
+    st.none() | st.sampled_from([1, 5, 40, 5000]),
+    st.none() | st.floats(0.01, 0.99),
+    st.none() | st.floats(1e-4, 0.99),
+)
+@settings(max_examples=100)
+def test_ids_are_left_with_their_chances_and_equally_likely_ones_together(
+    kind: str, vocab: int, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    """The oracle goes from the likeliest score to less likely ones."""
+    scores = 3 * np.random.default_rng(vocab).standard_normal(vocab).astype(np.float32)
+    scores[::7] += 9 * (kind == "peaked")
+    scores = scores.round() if kind == "equal" else scores
+    scores[1::2] = -np.inf if kind == "masked" else scores[1::2]
+    scores = np.zeros_like(scores) if kind == "constant" else scores
+    weights, total = {s: np.sum(scores == s) * math.exp(s) for s in set(scores.tolist())}, 0.0
+    falling = sorted(weights, reverse=True)
+    sizes = np.cumsum([np.sum(scores == one) for one in falling]).tolist()
+    count = next((n for n, size in enumerate(sizes, 1) if size >= (top_k or vocab)), len(falling))
+    whole = sum(weights[one] for one in falling[:count])
+    wanted = list[float]()
+    for one in falling[:count]:
+        assume(top_p is None or abs(total / whole - top_p) > 1e-6)
+        if total / whole < (top_p or 1) and math.exp(one - falling[0]) >= (min_p or 0):
+            wanted.append(one)
+        total += weights[one]
+    ids, chances = candidates(scores, Sampling(1.0, top_k, top_p, min_p))
+    assert set(ids.tolist()) == set(np.flatnonzero(np.isin(scores, wanted) & (scores > -80)))
+    assert chances == pytest.approx(np.exp(scores[ids].astype(float) - falling[0]))
+
+
 def probabilities(
     logits: Tensor,
     temperature: float = 1.0,
@@ -195,9 +229,30 @@ def random_logits(seed: int) -> Tensor:
     return 2 * torch.randn(32, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("drawn_with", [{}, {"temperature": 1.0}, {"repetition_penalty": 2.0}])
-def test_no_token_is_drawn_from_what_is_no_number(drawn_with: dict[str, Any]) -> None:
-    logits = torch.zeros(8)
-    logits[3] = torch.nan
-    with pytest.raises(ModelError, match="not numbers"):
-        Sampler(Sampling(**drawn_with)).pick(logits, lambda count: [1], 5)
+@pytest.mark.parametrize(
+    ("wrong", "options"),
+    [
+        (math.nan, {}),
+        (math.nan, {"repetition_penalty": 2.0}),
+        *((wrong, {"temperature": 0.7}) for wrong in (math.nan, math.inf, -math.inf)),
+        *((wrong, {"temperature": 0.7, "top_k": 2}) for wrong in (math.nan, math.inf, -math.inf)),
+    ],
+)
+def test_no_token_is_drawn_from_what_is_no_number(wrong: float, options: dict[str, Any]) -> None:
+    logits = torch.full((32,), -math.inf if wrong < 0 else 0.0)
+    logits[3] = wrong
+    with np.errstate(invalid="raise"), pytest.raises(ModelError, match="not numbers"):
+        pick(Sampling(**options), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_device_gives_the_token_that_the_processor_gives(temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.9, repetition_penalty=1.05)
+    logits, every = random_logits(1), torch.ones(32, dtype=torch.bool)
+    wanted = pick(sampling, logits)
+    with simulated_devices():
+        for allowed in (None, lambda ids: every):
+            sampler = Sampler(sampling, 0, allowed)
+            assert (
+                sampler.pick(SimulatedTensor(logits, DEVICES[0]), lambda _: HELD_IDS, 0) == wanted
+            )

@@ -109,16 +109,6 @@ def test_taken_in_piece_by_piece_they_are_as_at_once(said: list[str], cuts: set[
     assert same(made, search(whole))
 
 
-def test_an_update_copies_earlier_passages_only_when_their_memory_is_full() -> None:
-    ledger, made, buffers = Ledger(), PassageSearch(texts(), babbler().tokenizer), set[int]()
-    for number in range(100):
-        read(ledger, TEXTS[:1], number)
-        made.update(ledger, vector_of)
-        buffers.add(id(made.passages.rows.base))
-    assert len(buffers) <= 10
-    assert same(made, search(ledger))
-
-
 @settings(max_examples=20, deadline=None)
 @given(said=turns, gone=turns)
 def test_an_undone_turn_leaves_nothing(said: list[str], gone: list[str]) -> None:

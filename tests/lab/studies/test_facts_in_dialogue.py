@@ -13,7 +13,6 @@ import pytest
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.extra_passes import score_continuations
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     TOLD,
@@ -26,7 +25,7 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, ask_facts, says
-from sirchat.lab.studies.reading import open_engine, read, read_ids
+from sirchat.lab.studies.reading import read
 from sirchat.models.load import load_model
 
 TALKS: list[Dialogue] = [
@@ -121,20 +120,6 @@ def test_a_file_without_talk_is_refused(tmp_path: Path) -> None:
         load_dialogues(tmp_path / "empty.jsonl")
     with pytest.raises(SettingError, match="can't be read"):
         load_dialogues(tmp_path / "missing.jsonl")
-
-
-def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
-    model = load_model("tiny")
-    engine = open_engine(model, Profile(policy="full"))
-    read_ids(engine, list(range(5, 45)), 1)
-    alternatives = [[7, 9, 11], [7], [50, 3, 2, 1], [7, 9, 12]]
-    together = score_continuations(engine.reader, alternatives)
-    alone = [score_continuations(engine.reader, [one])[0] for one in alternatives]
-    assert [one.ids for one in together] == [one.ids for one in alone]
-    assert [one.greedy for one in together] == [one.greedy for one in alone]
-    for one, other in zip(together, alone, strict=True):
-        assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-5)
-    assert engine.resident == 40
 
 
 @pytest.mark.slow
