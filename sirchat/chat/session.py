@@ -104,7 +104,7 @@ class Session(Conversation):
         `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        yield from self._tell_tools(box.refresh(self))
+        yield from self._tell_tools(box.told)
         if allowed is None and (reply is None or reply.finish is None):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)

@@ -82,10 +82,6 @@ class Toolbox:
         self.decide = decide
         self.is_explained = False  # whether the note of the template was said, if it has one
 
-    def refresh(self, chat: Conversation) -> str:
-        """Take other tools, if these have changed, before a message is read; returns `told`."""
-        return self.told
-
     @property
     def told(self) -> str:
         """The tools as JSON, as the model is told of them; "" if there are none."""

@@ -15,50 +15,35 @@ from typing import Any
 
 _MOST_NESTED = 1000  # brackets that Python's parser gets
 FUNCTION = "<function="  # how a call may begin without tags around it
-RECIPIENT = ">>>"  # before the name of a called tool, where JSON follows in the next line
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
 # What stands around calls: tags, which some models have as control tokens.
 TAGS = {
     "<tool_call>": "</tool_call>",
     "<tool_calls>": "</tool_calls>",
-    "<minimax:tool_call>": "</minimax:tool_call>",
-    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
 }
-_INVOKE = "<(?:｜DSML｜)?invoke name="
-_PARAMETER = "(?:｜DSML｜)?parameter"
 
 # A call, with its name and what it gets, and an argument, with its name and value. Where a value
 # has the mark of its end in its text, only what may follow tells which one ends it.
 _FORMS = [
     (re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL))
     for call, argument in (
-        (  # Qwen3-Coder, Nemotron 3, Seed-OSS; with JSON in place of arguments Functionary, Llama
+        (  # Qwen3-Coder, Nemotron 3, Seed-OSS; with JSON in place of arguments Llama
             r"\s*<function=([\w.-]+)>(.*?)</function>(?=\s*(?:<function=|\Z))\s*",
             r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             r"(?=\s*(?:<parameter=|\Z))\s*",
-        ),
-        (  # MiniMax M2, DeepSeek 3.2
-            rf"\s*{_INVOKE}\"([^\"\n]+)\">(.*?)</(?:｜DSML｜)?invoke>(?=\s*(?:{_INVOKE}|\Z))\s*",
-            rf"\s*<{_PARAMETER} name=\"(?P<name>[^\"\n]+)\"(?: string=\"(?P<is_text>\w+)\")?>"
-            rf"(?P<value>.*?)</{_PARAMETER}>(?=\s*(?:<{_PARAMETER} name=|\Z))\s*",
         ),
         (  # GLM 4.5 to 4.7
             r"\s*([\w.-]{1,64}+)\s*(<arg_key>.*|)\Z",
             r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
             r"(?=\s*(?:<arg_key>|\Z))\s*",
         ),
-        (  # Functionary 3.2, and GLM 4 without the mark: a name, and JSON in a line of its own
-            r"\s*(?:>>>)?([\w.-]{1,64}+)\n(\s*\{.*?\})(?=\s*(?:>>>[\w.-]+\n|\Z))\s*",
-            r"(?!)",
-        ),
     )
 ]
-_BEGINNINGS = re.compile(rf"\s*+(?:<function=|{_INVOKE}|[\w.-]{{1,64}}+\s*+<arg_key>)")
+_BEGINNINGS = re.compile(r"\s*+(?:<function=|[\w.-]{1,64}+\s*+<arg_key>)")
 _GEMMA = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")  # before the arguments of a call of Gemma 4
 _OF_GEMMA = re.compile(rf"\s*(?:<\|tool_call>\s*)?{_GEMMA.pattern}")
-_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around calls of LFM2 and MiniCPM
-_CODE = re.compile(r"```python\n(.*)\n```", re.DOTALL)  # around those of MiniCPM
+_BETWEEN = re.compile(r"<\|tool_call_(?:start|end)\|>")  # around calls of LFM2
 # In a call of Gemma 4: its name, a text, or what stands before a colon.
 _UNQUOTED = re.compile(
     rf'({_GEMMA.pattern})|<\|"\|>(.*?)<\|"\|>|(?<=[{{,])([^{{}}\[\],:<"]+)(?=:)', re.DOTALL
@@ -134,11 +119,8 @@ def _arguments(
     while at < len(text.rstrip()):
         if (argument := form.match(text, at)) is None:
             return None
-        parts = argument.groupdict()
-        name, at = parts["name"].strip(), argument.end()
-        is_text = parts.get("is_text")  # "true", "false", or not said
-        kind = {"type": "string"} if is_text == "true" else {} if is_text else known.get(name, {})
-        found[name] = _typed(parts["value"], kind)
+        name, at = argument["name"].strip(), argument.end()
+        found[name] = _typed(argument["value"], known.get(name, {}))
     return found
 
 
@@ -164,9 +146,8 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
-    """The calls in lists of Python (LFM2), such as `[weather(city="Oslo")]`, or in lines."""
-    lines = _CODE.fullmatch(text)
-    if not (lines or text[:1] == "[") or sum(map(text.count, "[({")) > _MOST_NESTED:
+    """The calls in lists of Python (LFM2), such as `[weather(city="Oslo")]`."""
+    if text[:1] != "[" or sum(map(text.count, "[({")) > _MOST_NESTED:
         return []
     names = list[str]()
 
@@ -175,19 +156,19 @@ def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
         return part[1] or (f"n{len(names) - 1}" if part[2] else str(json.loads(part[3])))
 
     try:
-        body = ast.parse(_NAMES.sub(numbered, lines[1] if lines else text)).body
-        values: list[Any] = [line.value for line in body if isinstance(line, ast.Expr)]
-        calls = values if lines else [call for each in values for call in each.elts]
+        body = ast.parse(_NAMES.sub(numbered, text)).body
+        lists: list[Any] = [line.value for line in body if isinstance(line, ast.Expr)]
         found = [
             {"name": names[int(call.func.id[1:])], "arguments": _keywords(call, names)}
-            for call in calls
+            for one in lists
+            for call in one.elts
         ]
     except (
         *(ValueError, SyntaxError, TypeError, AttributeError, LookupError),
         *(RecursionError, MemoryError),
     ):
         return []
-    is_all = len(values) == len(body) and all(call["name"] in tools for call in found)
+    is_all = len(lists) == len(body) and all(call["name"] in tools for call in found)
     return found if is_all else []  # other code is not done in part
 
 

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import Any
 
 from sirchat.errors import SettingError, UsageError, format_value
-from sirchat.text.located_json import LocatedJson
 from sirchat.text.text_file import load_text_file
 from sirchat.text.tool_calls import is_deep
+from sirchat.text.transcript import parse_json
 
 # Keywords of a schema: with schemas by names, and with values.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -40,7 +40,7 @@ def load_schema(file: str) -> dict[str, Any] | None:
         return None
     subject = f"json_schema {file}"
     try:
-        schema = LocatedJson(load_text_file(file), file).only_value()
+        schema = parse_json(load_text_file(file), file)
     except UsageError as error:
         hint = "json_schema off lets replies be text"
         raise SettingError(f"json_schema: {error.args[0]}", hint=hint) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import NAMED_ID, SAMPLE_CALL, Marks, shared
+from sirchat.text.reply_marks import SAMPLE_CALL, Marks, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -84,7 +83,6 @@ class ToolTemplate(Template):
         if ANSWER in tools:  # it would be taken for the reply that stands for the history
             raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
-        self._numbers = dict[str, int]()  # of calls, by id
         self._take_tools()
 
     def _take_tools(self) -> None:
@@ -215,29 +213,21 @@ class ToolTemplate(Template):
 
     def _result_ids(self, messages: Sequence[Message]) -> list[int]:
         calls = [_call(each["tool_call_id"], each.get("name", QUESTION)) for each in messages]
-        calls = self._as_wanted(calls)
-        messages = [m | {"tool_call_id": c["id"]} for m, c in zip(messages, calls, strict=True)]
+        reply = {"role": "assistant", "content": "", "tool_calls": self._as_wanted(calls)}
         try:
-            reply = {"role": "assistant", "content": "", "tool_calls": calls}
             return self._called(reply, messages)[-1]
         except ModelError:  # such as of several calls, which are read as text
             return self._after_reply(messages)
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
-        """The calls, with ids and arguments as the template wants them."""
-        found, marks, numbers = list[Message](), self.marks, self._numbers
+        """The calls, with arguments as a text where the template wants them so."""
+        found = list[Message]()
         for call in calls:
-            ident, function = call["id"], call["function"]
-            if marks.has_named_ids:  # the calls of the whole conversation are counted
-                own = re.fullmatch(r"(?:call|functions\..*:)(\d{1,9})", ident)
-                number = int(own[1]) if own else max(numbers.values(), default=-1) + 1
-                number = numbers.setdefault(ident, number)
-                is_named = ident.startswith("functions.")
-                ident = ident if is_named else NAMED_ID.format(function["name"], number)
-            if marks.has_text_arguments and not isinstance(function["arguments"], str):
+            function = call["function"]
+            if self.marks.has_text_arguments and not isinstance(function["arguments"], str):
                 text = json.dumps(function["arguments"], ensure_ascii=False)
                 function = function | {"arguments": text}
-            found.append({**call, "id": ident, "function": function})
+            found.append({**call, "function": function})
         return found
 
     def _after_reply(self, messages: Sequence[Message]) -> list[int]:

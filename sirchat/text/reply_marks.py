@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.text.call_forms import RECIPIENT
 from sirchat.text.tokenizer import END, START
 
 # Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
@@ -27,14 +26,13 @@ KNOWN_MARKS = (
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
 
-# Before calls of models whose templates may write none: LFM2 and MiniCPM, Llama, Mistral, Phi.
+# Before calls of models whose templates may write none: LFM2, Llama, Mistral, Phi.
 _CALLS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
 
 Message = dict[str, Any]
 
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
-NAMED_ID = "functions.{}:{}"  # of a call as Kimi writes it
 SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
 KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 # A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
@@ -65,12 +63,9 @@ class Marks:
         kept: all that the template writes before an answer in a history.
         call: before calls of tools.
         call_end: the control token that ends a reply after its calls.
-        call_lead: what stands before the name of a called tool; empty if the name is in JSON. A
-            new line if JSON is in the next line (GLM 4), also where a template with tools leaves
-            calls out.
+        call_lead: what stands before the name of a called tool; empty if the name is in JSON.
         call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
-        has_named_ids: whether it writes the id of a call alone, which has the tool's name (Kimi).
-        has_text_arguments: whether it takes arguments only as a text (Functionary).
+        has_text_arguments: whether it takes arguments only as a text (DeepSeek).
         stop: the beginning of the next speaker's turn.
     """
 
@@ -84,7 +79,6 @@ class Marks:
     call_end: str = ""
     call_lead: str = ""
     call_sample: str = ""
-    has_named_ids: bool = False
     has_text_arguments: bool = False
     stop: str = ""
 
@@ -193,13 +187,13 @@ def find_marks(
         is_open = "".join(header).rstrip().endswith(opening)
     answer = kept.strip()
     if answer.startswith(opening) or answer[-1:].isalnum():  # around no reasoning; a mere word
-        answer = kept if header[-1:] == [">"] else ""  # whom Functionary addresses, as `>>>all`
+        answer = ""
     if closing != answer:
         closing = closing.removesuffix(answer).rstrip()
     first = next(iter(_units(tail)), "")
     end = first if closing.startswith(first) else ""
     others = opening, closing, answer, first
-    call = _find_call(header, rendered, others, takes_tools="tools" in source)
+    call = _find_call(header, rendered, others)
     if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
         call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
@@ -221,30 +215,28 @@ def _text_at_end(between: str) -> str:
 
 
 def _find_call(
-    header: list[str], rendered: Callable[..., str], others: Sequence[str], *, takes_tools: bool
-) -> tuple[str, str, str, str, bool, bool]:
+    header: list[str], rendered: Callable[..., str], others: Sequence[str]
+) -> tuple[str, str, str, str, bool]:
     """The fields of `Marks` about calls, in their order; `others` may precede a call."""
     message, sample = {"role": "assistant", "content": ""}, SAMPLE_CALL["name"]
     text = {"arguments": json.dumps(SAMPLE_CALL["arguments"])}
-    for is_named, is_text in ((False, False), (False, True), (True, False)):
-        call = {"id": NAMED_ID.format(sample, 0) if is_named else "call00000", "type": "function"}
-        calls = [{**call, "function": SAMPLE_CALL | (text if is_text else {})}]
+    for is_text in (False, True):
+        function = SAMPLE_CALL | (text if is_text else {})
+        calls = [{"id": "call00000", "type": "function", "function": function}]
         one, two = (_after(header, rendered({**message, "tool_calls": calls * n})) for n in (1, 2))
         before, name, after = one.partition(sample)
         if name:
             break
     else:
-        return "", "", "\n" if takes_tools else "", one, False, False
+        return "", "", "", one, False
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
     begun, told = CONTROL.match(before.strip()), plain(lead[0]) if lead else ""
-    if not before.strip() and after.startswith("\n"):
-        told = RECIPIENT if "".join(header).endswith(RECIPIENT) else "\n"
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
     end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
-    return begun[0] if begun else "", end, told, one, is_named, is_text
+    return begun[0] if begun else "", end, told, one, is_text
 
 
 def _units(text: str) -> list[str]:

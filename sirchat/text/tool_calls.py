@@ -11,7 +11,6 @@ from typing import Any
 from sirchat.text.call_forms import (
     FUNCTION,
     JSON,
-    RECIPIENT,
     TAGS,
     Schemas,
     begins_call,
@@ -30,7 +29,8 @@ _INSIDE = {
 }
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
-_HALF_TAG = re.compile(r"(?:<[^<>\s]*|>{1,3}(?:[\w.-]+(?:\n\s*)?)?)\Z")
+_TAG = re.compile("|".join(TAGS))
+_HALF_TAG = re.compile(r"<[^<>\s]*\Z")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
 
@@ -57,9 +57,7 @@ class CallParser:
     """Separates the calls of tools in a reply from its text, while the reply is generated.
 
     Either calls stand in `TAGS`, as Hermes and Qwen write each, or the whole reply consists of
-    calls, as with Llama; then it may stand between the fences of a code block. Those of
-    Functionary begin with `>>>`, a name and JSON in a new line, and end with the reply; those of
-    GLM 4 do without `>>>`.
+    calls, as with Llama; then it may stand between the fences of a code block.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
     `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
@@ -81,8 +79,6 @@ class CallParser:
             self._schemas = names
         self._known = known or {}
         self._bare = (*_BARE, *(f"[{name}(" for name in names))
-        self._lines = tuple(f"{name}\n{{" for name in names)
-        self._find((*TAGS, *(RECIPIENT + line for line in self._lines)))
         self._number = number
         self._only_one = only_one
         self.is_cut = False
@@ -101,8 +97,7 @@ class CallParser:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
-        openings = ("{", PYTHON, _FENCE, *self._bare, *self._lines)
-        if not self._has_begun and _begins(start, openings):
+        if not self._has_begun and _begins(start, ("{", PYTHON, _FENCE, *self._bare)):
             return "", []  # only its end shows whether this is a call
         self._has_begun = True
         before = len(self.calls)
@@ -111,7 +106,7 @@ class CallParser:
 
     def holds(self, text: str) -> bool:
         """Whether `text` of calls is held back, since they stand between control tokens."""
-        if self._marked == "" and self._tag.match(text):
+        if self._marked == "" and _TAG.match(text):
             self._marked = None  # they have tags
         if self._marked is not None:
             self._marked += text
@@ -120,21 +115,18 @@ class CallParser:
     def rest(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
         """The text and the calls that were held back, at the reply's end.
 
-        `lead` stands before the names of calls; which calls without tags there are depends on it.
+        `lead` stands before the names of calls.
         `is_short`: the reply was cut there, and half a call is not a part of its text.
         """
         before = len(self.calls)
         if self.has_ended:
             self.is_cut = bool(self._waiting.strip())
             return "", []
-        if lead != RECIPIENT:
-            self._find((*TAGS,))
-        self._lines = self._lines if lead in (RECIPIENT, "\n") else ()
         shown, left = self.push("")[0], self._waiting
-        tag, is_call = self._tag.match(left.lstrip()), False
-        if tag and tag[0] in TAGS:
+        is_call = False
+        if tag := _TAG.match(left.lstrip()):
             is_call = self._add(left.lstrip()[tag.end() :])
-        elif tag or not self._has_begun:
+        elif not self._has_begun:
             is_call = self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
@@ -142,9 +134,8 @@ class CallParser:
             left += self._marked
         begun = left.strip()
         written = begun.removeprefix(PYTHON).strip()
-        is_bare = _flat(written).startswith(self._lines) or _begins(written, self._bare)
-        is_bare = is_bare and not self._has_begun
-        if is_short and begun and (is_bare or _begins(begun, self._tags)):
+        is_bare = not self._has_begun and _begins(written, self._bare)
+        if is_short and begun and (is_bare or _begins(begun, tuple(TAGS))):
             left = ""
         return shown + left, self.calls[before:]
 
@@ -173,21 +164,14 @@ class CallParser:
         self._add("\n".join(map(json.dumps, calls)))
         return self.calls[before:]
 
-    def _find(self, tags: tuple[str, ...]) -> None:
-        """Seek these tags; blanks may stand before the JSON of the last ones."""
-        self._tags = tags
-        self._tag = re.compile("|".join(map(re.escape, tags)).replace("\\\n", r"\n\s*"))
-
     def _next(self) -> str | None:
         """Take text or a call from what waits; returns the text to show, None to wait for more."""
         if self.has_ended:
             return None
         text = self._waiting
-        if tag := self._tag.search(text):
+        if tag := _TAG.search(text):
             if before := text[: tag.start()].rstrip():
                 return self._take(len(before))
-            if tag[0] not in TAGS:
-                return None
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
@@ -203,7 +187,7 @@ class CallParser:
             self._waiting = text[end:].lstrip()
             return ""
         half = _HALF_TAG.search(text)  # blanks before a call are not shown
-        is_tag = half and any(one.startswith(_flat(half[0])) for one in self._tags)
+        is_tag = half and any(one.startswith(half[0]) for one in TAGS)
         return self._take(len(text[: half.start() if half and is_tag else None].rstrip())) or None
 
     def _take(self, size: int) -> str:
@@ -339,14 +323,8 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-def _flat(text: str) -> str:
-    """The text without the blanks after its first line."""
-    return re.sub(r"\n\s+", "\n", text, count=1)
-
-
 def _begins(text: str, openings: tuple[str, ...]) -> bool:
     """Whether the text, or what may follow it, begins with one of the openings."""
-    text = _flat(text)
     return text.startswith(openings) or any(one.startswith(text) for one in openings)
 
 

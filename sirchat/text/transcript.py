@@ -1,8 +1,8 @@
 """Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-All formats but ShareGPT are read line by line, so that each line that comes through a pipe is
-answered at once. No line of a transcript is run as a command; in
-JSON Lines, an object apart from the messages may switch settings.
+All but JSON in several lines is read line by line, so that each line that comes through a pipe is
+answered at once. No line of a transcript is run as a command; in JSON Lines, an object apart from
+the messages may switch settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, BinaryIO, Literal, get_args
 
 from sirchat.errors import TranscriptError, UsageError, nearest
-from sirchat.text.located_json import LocatedJson
+from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import with_calls
 
 RoleName = Literal["system", "user", "assistant", "tool"]
@@ -30,13 +30,9 @@ _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
 MOST_BYTES = 2**22
-_MOST_LINES = 500_000  # of a JSON document
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
-_REFUSED = {  # the kinds of JSON that are refused, and why
-    "unknown": "neither a message nor a conversation",
-    "broken": "not valid",
-    "deep": "nested too deeply, or has a number that is too long",
-}
+_BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in a later line
+_AS_TEXT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 OPEN, CLOSE = "<think>\n", "\n</think>\n\n"  # around the reasoning of a reply written as one text
@@ -161,10 +157,8 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
 
 def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptItem]:
     match format:
-        case "jsonl":
-            return _jsonl_turns(lines, name)
-        case "sharegpt":
-            return _sharegpt_turns(LocatedJson(_joined(list(_limited(lines, name))), name))
+        case "jsonl" | "sharegpt":
+            return _json_turns(lines, name)
         case "text":
             return _prefixed_turns(lines, name)
         case _:
@@ -172,58 +166,30 @@ def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcr
 
 
 def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns, whose format the first non-blank line, or the first JSON value, tells."""
-    first = next((line for line in lines if line[1].strip()), None)
-    if first is None:
-        return
-    rest: Iterator[Line] = chain([first], lines)
-    format = _format_of(first[1])
-    if format == "unfinished":
-        seen = list(_limited(rest, name))
-        rest = iter(seen)
-        format = _format_of(_joined(seen), is_whole=True)
-    if problem := _REFUSED.get(format):
-        raise TranscriptError(
-            f"{name}, line {first[0]}: this JSON is {problem}",
-            hint='a message is {"role": ..., "content": ...}; --format lines reads it as text',
-        )
-    yield from _parse_as(rest, name, format)
+    """Yield the turns, whose format the first lines tell."""
+    head = list[Line]()
+    for line in filter(lambda line: line[1].strip(), lines):
+        head.append(line)
+        if not _BRACKETS.fullmatch(begun := _joined(head)):
+            format = "text" if _PREFIX.match(begun.strip()) else "lines"
+            format = "jsonl" if _OBJECT.match(begun) else format
+            yield from _parse_as(chain(head, lines), name, format)
+            return
+    yield from _plain_turns(head)
 
 
-def _format_of(text: str, *, is_whole: bool = False) -> str:
-    """The format of a transcript with this first line, or this text if `is_whole`.
-
-    "unfinished": a JSON value goes on in the next line. A key of `_REFUSED`: the JSON is refused.
-    """
-    text = text.strip()
-    if _PREFIX.match(text):
-        return "text"
-    if not text.startswith(("{", "[")):
-        return "lines"
+def parse_json(text: str, name: str, line: int = 1) -> Any:
+    """The value of a JSON text that begins in this line of a file; or TranscriptError."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        if error.pos >= len(text) and not is_whole:
-            return "unfinished"
-        return "broken" if _OBJECT.match(text) else "lines"
+        line, problem = line + error.lineno - 1, error.msg
     except (ValueError, RecursionError):
-        return "deep"
-    if end < len(text) and not is_whole:
-        return "broken" if _OBJECT.match(text) else "lines"
-    return _format_of_json(value)
+        problem = "a number is too long, or brackets are nested too deeply"
+    raise TranscriptError(f"{name}, line {line}: not valid JSON: {problem}", hint=_AS_TEXT)
 
 
-def _format_of_json(value: object) -> str:
-    if isinstance(value, dict) and ("role" in value or "switch" in value):
-        return "jsonl"
-    first = value[0] if isinstance(value, list) and value else value
-    if not isinstance(first, dict):
-        return "lines"
-    keys = _KEYS if first is value else (*_KEYS, "role", "from")
-    return "unknown" if first.keys().isdisjoint(keys) else "sharegpt"
-
-
-def _plain_turns(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
+def _plain_turns(lines: Iterable[Line]) -> Iterator[TranscriptTurn]:
     return (TranscriptTurn("user", text, number) for number, text in lines if text.strip())
 
 
@@ -254,83 +220,98 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
         yield TranscriptTurn(role, content, start)
 
 
-def _jsonl_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    switched = 0  # the line of a switch after the last turn
-    for number, text in lines:
-        if text.strip():
-            value = LocatedJson(text, name, number).only_value()
-            if not isinstance(value, dict) or "switch" not in value or "role" in value:
-                turn = _turn(value, name, number)
-                if switched and turn.role in ("assistant", "tool"):
-                    problem = f"settings can't be switched before the {turn.role} turn of line"
-                    raise _error(name, switched, f"{problem} {number}, which answers a message")
-                switched = 0
-                yield turn
-            elif isinstance(settings := value["switch"], dict):
-                switched = number
-                yield SettingsSwitch(settings, number)
-            else:
-                problem = '"switch" must be an object of settings, such as {"policy": "sink"}'
-                raise _error(name, number, problem)
+def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
+    """Yield the turns and switches of JSON values, one in each line, or one in all of them."""
+    switched, conversation = 0, 0  # the line of a switch after the last turn; the next number
+    for line, value in _json_values(lines, name):
+        if isinstance(value, dict) and "switch" in value and "role" not in value:
+            switched = line
+            yield _switch(value["switch"], name, line)
+        elif isinstance(value, dict) and not value.keys().isdisjoint(("role", "from")):
+            turn = _turn(value, name, line)
+            if switched and turn.role in ("assistant", "tool"):
+                problem = f"settings can't be switched before the {turn.role} turn of line"
+                raise _error(name, switched, f"{problem} {line}, which answers a message")
+            switched = 0
+            yield turn
+        else:
+            for messages in _conversations(value, name, line):
+                for number, message in enumerate(messages, 1):
+                    turn = _turn(message, name, line, f"message {number}: ")
+                    yield replace(turn, conversation=conversation)
+                conversation += 1
 
 
-def _sharegpt_turns(document: LocatedJson) -> Iterator[TranscriptTurn]:
-    """Yield the messages of all conversations in a file of one or several JSON values."""
-    conversations = chain.from_iterable(
-        _conversations(document, start, value) for start, value in document.values()
-    )
-    for number, messages in enumerate(conversations):
-        for at, message in messages:
-            yield replace(_turn(message, document.name, document.line(at)), conversation=number)
+def _json_values(lines: Iterator[Line], name: str) -> Iterator[tuple[int, Any]]:
+    """Yield JSON values and the lines in which they begin."""
+    written = ((number, text) for number, text in lines if text.strip())
+    if (first := next(written, None)) is None:
+        return
+    try:
+        json.loads(first[1])
+    except (ValueError, RecursionError):
+        whole = _joined(_limited(chain([first], lines), name))
+        yield first[0], parse_json(whole, name, first[0])
+        return
+    for number, text in chain([first], written):
+        yield number, parse_json(text, name, number)
 
 
-def _conversations(
-    document: LocatedJson, start: int, value: object
-) -> Iterator[Iterable[tuple[int, object]]]:
-    """Yield, for each conversation in the JSON at index `start`, its messages and their indices."""
+def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
+    if not isinstance(settings, dict):
+        problem = '"switch" must be an object of settings, such as {"policy": "sink"}'
+        raise _error(name, line, problem)
+    return SettingsSwitch(settings, line)
+
+
+def _conversations(value: object, name: str, line: int) -> Iterator[list[Any]]:
+    """Yield the messages of each conversation in a JSON value."""
     match value:
-        case {"conversations": list()}:
-            yield document.items(document.member(start, "conversations"))
-        case {"messages": list()}:
-            yield document.items(document.member(start, "messages"))
-        case list() if any(
-            isinstance(item, dict) and not item.keys().isdisjoint(_KEYS) for item in value
-        ):
-            for at, item in document.items(start):
-                yield from _conversations(document, at, item)
-        case list():
-            yield document.items(start)
+        case {"conversations": list(messages)} | {"messages": list(messages)}:
+            yield messages
+        case list() if any(isinstance(one, dict) and {*_KEYS} & one.keys() for one in value):
+            for one in value:
+                yield from _conversations(one, name, line)
+        case [{"role": _} | {"from": _}, *_] | []:
+            yield value
         case {"conversations": _} | {"messages": _}:
-            problem = '"conversations" or "messages" must be a list'
-            raise _error(document.name, document.line(start), problem)
+            raise _error(name, line, '"conversations" or "messages" must be a list')
         case _:
-            raise _error(document.name, document.line(start), "not a conversation in ShareGPT form")
+            raise TranscriptError(
+                f"{name}, line {line}: this JSON is neither a message nor a conversation",
+                hint=_AS_TEXT,
+            )
 
 
-def _turn(message: object, name: str, line: int) -> TranscriptTurn:
+def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptTurn:
+    """The turn of a message; `place` begins an error about it."""
     if not isinstance(message, dict):
-        raise _error(name, line, "a message must be a JSON object")
+        raise _error(name, line, f"{place}a message must be a JSON object")
     sharegpt = "from" in message and "role" not in message
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     roles = _SHAREGPT_ROLES if sharegpt else _ROLES
     for key in (role_key, content_key):
         if key not in message:
-            raise _error(name, line, f'the message has no "{key}"')
+            raise _error(name, line, f'{place}the message has no "{key}"')
     role = message[role_key]
     if not isinstance(role, str) or role not in roles:
         given = json.dumps(role, ensure_ascii=False)[:60]
         *others, last = roles
         allowed = f"{', '.join(others)} or {last}"
-        raise _error(name, line, f'"{role_key}" can\'t be {given}; it must be {allowed}')
+        raise _error(name, line, f'{place}"{role_key}" can\'t be {given}; it must be {allowed}')
     calls = message.get("tool_calls") if role == "assistant" else None
     said = message[content_key]
-    content = _content("" if said is None and calls else said, content_key, name, line)
+    try:
+        content = _content("" if said is None and calls else said)
+    except ValueError as error:
+        raise _error(name, line, f'{place}"{content_key}" {error}') from None
     if calls:
         content = with_calls(content, calls)
     return TranscriptTurn(roles[role], content, line)
 
 
-def _content(value: object, key: str, name: str, line: int) -> str:
+def _content(value: object) -> str:
+    """The text of a message; ValueError says what is wrong with it."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
     for part in parts:
@@ -338,32 +319,25 @@ def _content(value: object, key: str, name: str, line: int) -> str:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case _:
-                raise _error(name, line, f'"{key}" must be a string or a list of text parts')
+                raise ValueError("must be a string or a list of text parts")
     content = "".join(texts)
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise _error(name, line, f'"{key}" contains half of a surrogate pair') from None
+    if content != without_surrogates(content):
+        raise ValueError("contains half of a surrogate pair")
     return content
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """Yield the lines of one JSON document; TranscriptError if there are too many or too long."""
+    """Yield the lines of one JSON document; TranscriptError if it is too long."""
     size = 0
-    for count, (number, text) in enumerate(lines, start=1):
-        size += len(text)
-        if size > MOST_BYTES or count > _MOST_LINES:
-            problem = (
-                f"too long; allowed: {MOST_BYTES:,} characters in {_MOST_LINES:,} lines of JSON"
-            )
+    for number, text in lines:
+        size += len(text) + 1
+        if size > MOST_BYTES:
             raise TranscriptError(
-                f"{name}, line {number}: {problem}",
+                f"{name}, line {number}: too long; allowed: {MOST_BYTES:,} characters of JSON",
                 hint="JSON Lines, one message in each line, has no limit",
             )
         yield number, text
 
 
-def _joined(lines: list[Line]) -> str:
-    """Join lines to one text, in which each has its number."""
-    skipped = lines[0][0] - 1 if lines else 0
-    return "\n" * skipped + "\n".join(text for _, text in lines)
+def _joined(lines: Iterable[Line]) -> str:
+    return "\n".join(text for _, text in lines)

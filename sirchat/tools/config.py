@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,7 @@ from sirchat.errors import SirchatError, UsageError, format_value
 
 _TEXT = r'("(?:\\.|[^"\\])*")'  # in JSON; what is left out stands outside of these
 _LEFT_OUT = (rf"(?s){_TEXT}|//[^\n]*|/\*.*?\*/", rf"{_TEXT}|,(?=\s*[}}\]])")
-_PLACES = ("mcpServers", "servers", "mcp_servers")  # Claude and Cursor, VS Code, codex
-_ALIASES = {"serverUrl": "url", "httpUrl": "url", "http_headers": "headers"}
+_PLACES = ("mcpServers", "servers")  # Claude and Cursor, VS Code
 _NAME = r"input:[\w-]+|[A-Za-z_]\w*"
 _VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*))?\}}")
 
@@ -29,7 +27,6 @@ class ServerFields(BaseModel):
     # Others have fields of their own, and numbers among the variables.
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
-    type: str = ""
     command: str = ""
     args: list[str] = []
     env: dict[str, str] = {}
@@ -40,13 +37,9 @@ class ServerFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_named_here(cls, given: Any) -> Any:
-        """Fields under the names that other programs give them; null is as if left out."""
-        one = {_ALIASES.get(name, name): each for name, each in given.items() if each is not None}
-        one["disabled"] = one.get("disabled") or not one.get("enabled", True)
-        if variable := one.get("bearer_token_env_var"):
-            one["headers"] = one.get("headers", {}) | {"Authorization": f"Bearer ${{{variable}}}"}
-        return one
+    def _without_null(cls, given: Any) -> Any:
+        """Null is as if a field were left out."""
+        return {name: each for name, each in given.items() if each is not None}
 
     def filled(self) -> ServerFields:
         """The fields with values for each `${NAME}`; SirchatError names one that is not set."""
@@ -62,12 +55,11 @@ class ServerFields(BaseModel):
 
 
 def read_servers(path: str) -> dict[str, ServerFields]:
-    """The servers in a file of this or another program (JSON or TOML); UsageError if it is none."""
+    """The servers in a JSON file of this or another program; UsageError if it is none."""
     try:
         text = Path(path).expanduser().read_text("utf-8-sig")
-        written = tomllib.loads(text) if path.endswith(".toml") else _json(text)
-        places = {**written, **written.get("mcp", {})}  # the latter in VS Code's settings
-        servers = places[next((name for name in _PLACES if name in places), "")]
+        written = _json(text)
+        servers = written[next((name for name in _PLACES if name in written), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
     except OSError as error:
         raise UsageError(f"--tools {path} cannot be read: {error.strerror}") from None

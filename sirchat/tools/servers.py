@@ -7,12 +7,10 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -24,36 +22,33 @@ from pydantic import ValidationError
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError
-from sirchat.tools import guard
 from sirchat.tools.config import ServerFields
-from sirchat.tools.messages import mended
 
 _END = 6.0  # seconds that a server may take to end
 _LIST = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
 _WHY = 1.0  # seconds until an ended connection says why
 _LOOK = 0.1  # seconds between two looks whether the user stops a call
-_MOST_HANGS = 2  # without an answer in between, after which only the user starts a server again
 _LONGEST_NAME = 64
-_SHOWN = 80  # characters of a line that is no message, or of progress
+_SHOWN = 80  # characters of a line of progress
 _NEWS = 1.0  # seconds between two notes of progress
 _STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
 _MOST_PAGES = 100  # of tools that a server lists
 _LONGEST = 4_000_000  # characters of a result
+_LONGEST_EVENT = 16_000_000  # bytes of a message over HTTP
 _MOST_ERRORS = 1 << 20  # bytes that are kept of a server's standard error
 # What is probably wrong, by the number with which a server refuses a request.
-_KEY, _URL = 'is the key in its "headers" right?', 'are its "url" and "type" right?'
+_KEY, _URL = 'is the key in its "headers" right?', 'is its "url" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
 _CLOSED = -32000  # the code of an error of a connection that has ended
-_TOO_LONG = "exceeded the"  # in the SDK's error for an event of more bytes than it may have
 _FORGOTTEN = "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
 
 
 class ToolServers:
     """The servers of a chat; a thread with an event loop talks to those that were started.
 
-    `note` gets a line about each that ends by itself, or writes what is no message. `limit` returns
-    the seconds that a start or a call may take; news of progress renew them.
+    `note` gets a line about each that ends by itself. `limit` returns the seconds that a start or a
+    call may take; news of progress renew them.
     """
 
     def __init__(
@@ -65,48 +60,33 @@ class ToolServers:
         self.servers, self._note, self._limit = servers, note, limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[str, _Running] = {}
-        self._hangs: dict[str, int] = {}
         self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
-    def tools(
-        self, name: str, interrupted: Interrupted = never, *, by_user: bool = False
-    ) -> list[ChatTool]:
+    def tools(self, name: str, interrupted: Interrupted = never) -> list[ChatTool]:
         """The tools of a server as it lists them now; it is started if need be.
 
-        SirchatError if that fails, or if it hung before and nobody asks for it but the model.
+        SirchatError if that fails.
         """
-        if by_user:
-            self._hangs.pop(name, None)
         running = self._running.get(name)
         if running is not None and not running.ended.done():
             try:
                 limit = min(_LIST, self._limit())
                 self._wait(running, running.list_tools(), limit, interrupted)
-            except _HangsError:
-                self._hangs[name] -= 1  # nothing was called, so it can start again at once
+            except _HangsError:  # such as in a call that was stopped
                 running = self._start(name, interrupted)
         else:
             running = self._start(name, interrupted)
-        if by_user and running.is_cut:
-            self._note(f"the server {name} lists more than {len(running.listed):,} tools: no more")
         return [
             ChatTool(
                 self._full_name((name, tool.name)),
                 tool.description or "",
-                dict(tool.input_schema),
+                {"type": "object", "properties": {}, **tool.input_schema},
                 partial(self._call, running, tool.name),
                 (name, tool.name),
                 running.instructions,
             )
             for tool in running.listed
         ]
-
-    def take_changed(self) -> list[str]:
-        """The servers that have said, since the last time, that their tools are others now."""
-        found = [running for running in self._running.values() if running.has_changed]
-        for running in found:
-            running.has_changed = False
-        return [running.name for running in found]
 
     def is_running(self, name: str) -> bool:
         """Whether a server was started, and has not ended."""
@@ -115,9 +95,9 @@ class ToolServers:
     def close(self) -> None:
         """End all servers."""
         for running in self._running.values():
-            running.end()
+            running.ends = True
         for running in self._running.values():
-            with suppress(Exception):  # the guard kills what does not end
+            with suppress(Exception):  # the SDK kills what does not end
                 running.ended.result(_END)
         self._running = {}
         if self._loop is not None:
@@ -137,9 +117,6 @@ class ToolServers:
         except ImportError:
             problem = "tools need the package mcp"
             raise UsageError(problem, hint="pip install 'sirchat[tools]'") from None
-        if self._hangs.get(name, 0) >= _MOST_HANGS:
-            why = f"the server {name} does not answer, and was started again before"
-            raise SirchatError(why, hint=f"/tools on {name} starts it once more")
         # It would print tracebacks on the screen.
         logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
         running = _Running(name, self.servers[name])
@@ -170,16 +147,14 @@ class ToolServers:
         running: _Running,
         work: Coroutine[Any, Any, Any],
         limit: float,
-        interrupted: Interrupted = never,
+        interrupted: Interrupted,
     ) -> Any:
         """What a server answers; SirchatError if that is an error, or does not come in time."""
-        name, running.heard = running.name, time.monotonic()
-        self._note_strange(running)
-        request, begun, noted = self._submit(work), running.begun.done(), running.heard
+        name = running.name
+        running.heard = noted = time.monotonic()
+        request, begun = self._submit(work), running.begun.done()
         try:
             while not wait((request,), _LOOK).done:
-                if what := self._note_strange(running):
-                    raise SirchatError(what)
                 if interrupted():
                     raise SirchatError(_STOPPED)
                 if running.news and time.monotonic() > noted + _NEWS:
@@ -189,7 +164,6 @@ class ToolServers:
                     break
                 if time.monotonic() > running.heard + limit:
                     self._end(running)
-                    self._hangs[name] = self._hangs.get(name, 0) + 1
                     raise _HangsError(f"it does not answer within {limit:g} seconds")
             else:
                 return request.result()
@@ -197,10 +171,13 @@ class ToolServers:
             raise
         except Exception as error:
             root, status = _root(error), running.status
-            is_gone = getattr(root, "code", None) == _CLOSED and _TOO_LONG not in str(root)
-            is_gone |= str(root) == _FORGOTTEN
+            is_gone = getattr(root, "code", None) == _CLOSED or str(root) == _FORGOTTEN
             if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
+                if isinstance(root, ValidationError):
+                    problem = root.errors(include_url=False)[0]
+                    place = ".".join(map(str, problem["loc"]))
+                    why = f"its answer breaks the protocol: {place}: {problem['msg']}"
                 if status >= 400:
                     why += f", HTTP {status}: {_REFUSALS.get(status, 'a fault there')}"
                 raise SirchatError(why) from None
@@ -208,37 +185,22 @@ class ToolServers:
             request.cancel()
         self._end(running)
         wait((running.ended,), _WHY)
-        ended = f"the server {name} has ended{running.failure}"
+        ended = f"the server {name} has ended"
         self._note(f"{ended}; the next call starts it again")
         raise SirchatError(ended)
 
-    def _note_strange(self, running: _Running) -> str:
-        """Say once that a server writes what is no message; returns that if it may be an answer."""
-        what = ""
-        while running.strange:
-            line, is_json = running.strange.popleft()
-            said = f"the server {running.name} writes what is no message: {line}"
-            if not running.is_strange:
-                self._note(said)
-            running.is_strange = True
-            what = said if is_json else what
-        return what
-
     def _end(self, running: _Running) -> None:
-        running.end()
+        running.ends = True
         self._running.pop(running.name, None)
 
     def _call(
         self, running: _Running, tool: str, arguments: dict[str, Any], interrupted: Interrupted
     ) -> str:
         call = running.call(tool, arguments)
-        try:
-            result = self._wait(running, call, self._limit(), interrupted)
-        except _HangsError as error:
-            self._note(f"the server {running.name} is ended: {error}")
-            raise
-        self._hangs.pop(running.name, None)
-        text: str = result.content[0].text
+        result = self._wait(running, call, self._limit(), interrupted)
+        text = "\n".join(map(_as_text, result.content))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if len(text) > _LONGEST:
             text = f"{text[:_LONGEST]}\n[cut: the result has {len(text):,} characters]"
         if result.is_error:
@@ -253,44 +215,37 @@ class _HangsError(SirchatError):
 class _Running:
     """A server that was started; its coroutines run in the thread of the servers.
 
-    `begun` and `ended` say when, `listed` are its tools, `strange` has lines that are no messages,
-    each with whether it is JSON, `heard` is when the wait for an answer began anew, and `news` what
-    was told of its progress. `status` is that of the last answer over HTTP, `failure` that an
-    event was too long.
+    `begun` and `ended` say when, `listed` are its tools, `heard` is when the wait for an answer
+    began anew, and `news` what was told of its progress. `status` is that of the last answer over
+    HTTP. With `ends`, the server is let end.
     """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
         self.name, self._fields = name, fields
         self.begun: Future[None] = Future()
         self.ended: Future[None] = Future()
+        self.ends = False
         self.listed: list[Any] = []
-        self.is_cut = False  # the list is not whole
-        self.has_changed = False  # the server has said so
-        self.instructions = self.news = self.failure = ""
+        self.instructions = self.news = ""
         self.status = 0
-        self.strange = deque[tuple[str, bool]](maxlen=8)
-        self.is_strange = False  # and a line has said so
         self.heard = 0.0
         self._client: Any = None
         self._errors: Any = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ends = False
 
     async def serve(self) -> None:
-        """Start the server, and keep the connection until `end`."""
+        """Start the server, and keep the connection while it is wanted."""
         try:
             async with AsyncExitStack() as stack:
                 self._client = await stack.enter_async_context(self._connection())
                 self.instructions = self._client.instructions or ""
                 await self.list_tools()
                 self.begun.set_result(None)
-                while not self._ends:
+                while not self.ends:
                     if os.fstat(self._errors.fileno()).st_size > _MOST_ERRORS:
                         self._errors.seek(0)  # the server's place in it, too
                         self._errors.truncate()
                     await asyncio.sleep(_LOOK)
         except BaseException as error:
-            if _TOO_LONG in (why := str(_root(error))):
-                self.failure = f": {why}"
             if not self.begun.done():
                 self.begun.set_exception(_root(error))
 
@@ -300,13 +255,13 @@ class _Running:
 
     async def list_tools(self) -> None:
         """Let the server list its tools anew."""
-        listed, cursor, size = list[Any](), None, 0
+        listed, cursor = list[Any](), None
         for _ in range(_MOST_PAGES):
             page = await self._client.list_tools(cursor=cursor)
-            listed, size = listed + page.tools, size + len(page.model_dump_json())
-            if not (cursor := page.next_cursor) or size > _LONGEST:
+            listed += page.tools
+            if not (cursor := page.next_cursor):
                 break
-        self.listed, self.is_cut = listed, bool(cursor)
+        self.listed = listed
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; returns the SDK's result."""
@@ -316,10 +271,6 @@ class _Running:
             self.news = f"{done:g}{f' of {total:g}' if total else ''} {message or ''}"[:_SHOWN]
 
         return await self._client.call_tool(tool, arguments, progress_callback=progress)
-
-    def end(self) -> None:
-        """Let the server end."""
-        self._ends = True
 
     def last_words(self) -> str:
         """The last line that the server has written to its standard error."""
@@ -331,57 +282,30 @@ class _Running:
     def _connection(self) -> Any:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
-
-        fields = self._fields.filled()
-        if fields.url:
-            transport = self._http(fields)
-        else:
-            command = [os.path.expanduser(fields.command), *fields.args]
-            if sys.platform != "win32":
-                command = [sys.executable, "-I", guard.__file__, str(os.getpid()), *command]
-            cwd = fields.cwd and os.path.expanduser(fields.cwd)
-            parameters = StdioServerParameters(
-                command=command[0], args=command[1:], env=fields.env, cwd=cwd
-            )
-            transport = stdio_client(parameters, errlog=self._errors)
-        # The tools are listed to see whether they have changed, so nothing is kept.
-        return Client(mended(transport), message_handler=self._receive, cache=None)
-
-    def _http(self, fields: ServerFields) -> Any:
-        from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
-        async def begin(response: Any) -> None:
+        async def note_status(response: Any) -> None:
             if response.request.method == "POST":
                 self.status = response.status_code
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                response.aiter_bytes = partial(_bounded, response.aiter_bytes)
 
-        def client(headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
-            made = create_mcp_http_client(headers, timeout, auth)
-            made.event_hooks = {"response": [begin]}
-            return made
-
-        url, size = fields.url, guard.LONGEST
-        if fields.type == "sse" or url.endswith("/sse"):
-            return sse_client(url, fields.headers, 5, 86_400, client)
-        made = client(fields.headers)
-        return streamable_http_client(url, http_client=made, max_sse_event_size=size)
-
-    async def _receive(self, message: object) -> None:
-        self.has_changed |= getattr(message, "method", "") == "notifications/tools/list_changed"
-        if isinstance(message, ValidationError):
-            problem = message.errors(include_url=False)[0]
-            line, is_json = problem["input"], True
-            if problem["type"] != "json_invalid":
-                line = json.dumps(line)
-            else:  # lone surrogates are JSON, but not pydantic's
-                try:
-                    json.loads(line)
-                except ValueError:
-                    is_json = False
-            self.strange.append((line[:_SHOWN], is_json))
+        fields = self._fields.filled()
+        if fields.url:
+            http = create_mcp_http_client(fields.headers)
+            http.event_hooks = {"response": [note_status]}
+            transport: Any = streamable_http_client(
+                fields.url, http_client=http, max_sse_event_size=_LONGEST_EVENT
+            )
+        else:
+            parameters = StdioServerParameters(
+                command=os.path.expanduser(fields.command),
+                args=fields.args,
+                env=fields.env,
+                cwd=fields.cwd and os.path.expanduser(fields.cwd),
+            )
+            transport = stdio_client(parameters, errlog=self._errors)
+        # The tools are listed to see whether they have changed, so nothing is kept.
+        return Client(transport, cache=None)
 
 
 def plain_name(name: str) -> str:
@@ -389,16 +313,13 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
 
 
-async def _bounded(parts: Callable[..., AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
-    """The parts of a body; an error if they are too many."""
-    from httpx2 import StreamError
-
-    size = 0
-    async for part in parts():
-        size += len(part)
-        if size > guard.LONGEST:
-            raise StreamError(f"it has more than {guard.LONGEST:,} bytes")
-        yield part
+def _as_text(part: Any) -> str:
+    """A part of a result as text; what is no text is named, not fetched."""
+    inner = getattr(part, "resource", part)
+    if isinstance(text := getattr(inner, "text", None), str):
+        return text
+    what = getattr(inner, "uri", None) or inner.mime_type
+    return f"[{part.type}, not shown: {what}]"
 
 
 def _root(error: BaseException) -> BaseException:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from sirchat.chat.conversation import Conversation
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
 from sirchat.chat.turn import Interrupted, never
@@ -27,7 +26,6 @@ _KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
 _REFUSED = "the user refuses this call"
 _SHOWN = 1000  # characters of a call; of a result, a tenth
 _HIDDEN = {*map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))}  # beside controls
-_GONE = "the server {} has no tool {} any more"
 _NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
 
 Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
@@ -59,7 +57,6 @@ class ToolUse(Toolbox):
         self._patterns = flags.allow
         self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
         self._first: dict[str, ChatTool] = {}  # as they were when first turned on, also if now gone
-        self._known: dict[str, set[str]] = {}  # by server, its tools when some were turned on
         self.is_stopped = False  # by Esc at a question
         self._names, self._is_script = list(flags.servers), False
 
@@ -85,37 +82,6 @@ class ToolUse(Toolbox):
             for problem in errors:
                 self._screen.note(str(problem))
         self._stops = self._stops_later
-
-    def refresh(self, chat: Conversation) -> str:
-        """Take the tools of servers that have said that theirs are others now; returns `told`.
-
-        A new one is on if all tools of its server were, or if the flags allow it.
-        """
-        for server in self._servers.take_changed():
-            if not any(tool.origin[0] == server for tool in self.tools.values()):
-                continue
-            known, on, new = self._known[server], {*self.tools}, dict[str, ChatTool]()
-            try:
-                listed = {tool.name: tool for tool in self._listed(server, by_user=False)}
-                were = [tool for tool in self.tools.values() if tool.origin[0] == server]
-                gone = [was.origin[1] for was in were if self._renewed(was, listed) is None]
-                if gone:
-                    self._screen.note(_GONE.format(server, shorten(", ".join(gone), _SHOWN)))
-                # What the user has turned off stays off, also if it is gone for a time.
-                self._known[server] = known & {*listed} | (known - on)
-                if new := {name: tool for name, tool in listed.items() if name not in known}:
-                    names = shorten(", ".join(new), _SHOWN)
-                    self._screen.note(f"the server {server} has new tools: {names}")
-                wanted = {n: t for n, t in new.items() if known <= on or self._is_allowed(n, t)}
-                if wanted:
-                    size_of_tools(chat, Toolbox((self.tools | wanted).values()).told)
-                self._take(wanted)
-                self._known[server] |= {*new}
-            except SirchatError as error:
-                self._screen.note(str(error))
-            if not {*new} <= {*self.tools}:
-                self._screen.note("/tools on NAME turns new ones on")
-        return self.told
 
     def close(self) -> None:
         """End all servers."""
@@ -154,10 +120,10 @@ class ToolUse(Toolbox):
                 del self.tools[tool]
             self._screen.note(f"{counted(len(gone), 'tool')} turned off")
 
-    def _listed(self, server: str, *, by_user: bool = True) -> list[ChatTool]:
+    def _listed(self, server: str) -> list[ChatTool]:
         if not (self._is_script or self._servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
-        return self._servers.tools(server, self._stops, by_user=by_user)
+        return self._servers.tools(server, self._stops)
 
     def _turn_on(
         self, server: str, pattern: str, session: Session | None = None
@@ -170,7 +136,6 @@ class ToolUse(Toolbox):
         told = Toolbox((self.tools | tools).values()).told
         tokens = size_of_tools(session, told) if session else 0  # or it raises an error
         self._take(tools)
-        self._known[server] = {one.name for one in listed}
         return len(tools), tokens
 
     def _list(self, name: str) -> None:
@@ -225,29 +190,22 @@ class ToolUse(Toolbox):
         """A tool that is on, as its server describes it now; SirchatError if it is gone."""
         if (before := self.tools.get(name)) is None or not before.origin[0]:
             return before
-        listed = self._listed(before.origin[0], by_user=False)
-        if (now := self._renewed(before, {tool.name: tool for tool in listed})) is None:
-            server, own = before.origin
-            raise SirchatError(_GONE.format(server, shorten(own, _SHOWN)))
+        server, own = before.origin
+        now = {tool.name: tool for tool in self._listed(server)}.get(name)
+        if now is None:
+            del self.tools[name]
+            what = f"the server {server} has no tool {shorten(own, _SHOWN)} any more"
+            raise SirchatError(what)
+        self._take({name: now})
         return now
 
     def _take(self, tools: Mapping[str, ChatTool]) -> None:
         """Turn these on; of those that once were something else, a line says so."""
         for name, tool in tools.items():
-            self._renewed(self._first.setdefault(name, tool), tools)
-
-    def _renewed(self, before: ChatTool, listed: Mapping[str, ChatTool]) -> ChatTool | None:
-        """A tool that is on, as it is listed now; None if it is gone, and now off."""
-        name = before.name
-        if (now := listed.get(name)) is None:
-            del self.tools[name]
-            self._known[before.origin[0]].discard(name)
-            return None
-        if now != before:
-            about = shorten(displayable_line(" ".join(now.description.split())), _SHOWN)
-            self._screen.note(f"{name} was changed by its server, and is now: {about}")
-        self.tools[name] = now
-        return now
+            if tool != self.tools.get(name, self._first.setdefault(name, tool)):
+                about = shorten(displayable_line(" ".join(tool.description.split())), _SHOWN)
+                self._screen.note(f"{name} was changed by its server, and is now: {about}")
+            self.tools[name] = tool
 
     def _is_allowed(self, name: str, tool: ChatTool | None) -> bool:
         return any(self._matches(pattern, name, tool) for pattern in self._patterns)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import mmap
-import threading
 import time
 from collections import Counter
 from random import Random
@@ -23,54 +21,22 @@ _HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 _TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 _LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
-_DOUBLED = (
-    "{{% set n = namespace(a=[1], b=[1]) %}}{{% for i in range(44) %}}{{% set n.b = n.a %}}"
-    "{{% set n.a = {} %}}{{% endfor %}}"
-)
 BOMBS = {
     "endless": _LOOP + _LOOP + "{% endfor %}" * 4,
     "quiet": _LOOP + "{% set x = a * b %}{% endfor %}{% endfor %}",
     "long": _LOOP + "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
-    "doubling": "{% set n = namespace(s='aaaaaaaa') %}"
-    "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
     "squaring": "{% set n = namespace(s=99) %}"
     "{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}{{ n.s > 1 }}",
     "power": "{{ 10 ** 10 ** 10 }}",
     "wide": "{{ 'a' * 10000000000 }}",
     "late": "{{ 'a' * (messages | length * 10000000000) }}",
     "centre": "{{ 'a' | center(10000000000) }}",
-    "format": "{{ '%10000000000d' | format(1) }}",
-    "method": "{{ 'a'.ljust(10000000000) }}",
-    "list": "{% set n = namespace(s=[1]) %}"
-    "{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "recursive": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "two macros": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "nested lists": "{% set n = namespace(s=[1]) %}"
-    "{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
-    "indent": "{{ [[1], [2]] | tojson(indent=10000000000) }}",
-    "mapped": "{{ ['a'] | map('center', 10000000000) | list }}",
-    "format method": "{{ '{:{}}'.format('a', 10000000000) }}",
-    "star": "{{ '%*d' % (10000000000, 1) }}",
-    "replace": "{{ ('a' * 100000) | replace('a', 'a' * 100000) }}",
-    "replace by name": "{{ ('a' * 100000) | replace(new='a' * 100000, old='a') }}",
-    "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
-    "joined": "{{ range(100000) | join('a' * 100000) }}",
-    "many": "{% set n = namespace(s=[]) %}"
-    "{% for i in range(90000) %}{% set n.s = n.s + ['a' * 100000] %}{% endfor %}",
     "tags": "{{ ('<' * 1000000) | striptags }}",
     "links": "{{ ('http://' * 1000000) | urlize }}",
-    "compared": _DOUBLED.format("[n.a, n.a]") + "{{ n.a == n.b }}",
-    "keys": _DOUBLED.format("(n.a, n.a)") + "{{ {n.a: 1} }}",
-    "same values": _DOUBLED.format("dict.fromkeys('ab', n.a)") + "{{ n.a == n.b }}",
-    "rounded": "{{ 1 | round(-1000000000) }}",
-    "sum of lists": "{{ ([[1]] * 400000) | sum(start=[]) | length }}",
-    "sum of numbers": "{{ ([('f' * 60000) | int(0, 16)] * 50000) | sum }}",
-    "hexadecimal": "{{ 0x" + "f" * 100_000 + " // 7 }}",
-    "lines": "{{ ('\r' * 1000) | indent(100000, blank=true) | length }}",
-    "tildes": "{{ " + "~".join(["'a'"] * 100_000) + " }}",
     "lipsum": "{{ lipsum(n=100000, max=1000) }}",
     "nested": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "brackets": "{{ " + "[" * 50_000 + " }}",
     "type": "{{ messages + 1 }}",
     "zero": "{{ 1 / 0 }}",
     "escape": "{{ raise_exception('\x1b[31mred\nline' * 1000) }}",
@@ -168,31 +134,6 @@ def test_what_a_template_bomb_does_once_is_limited_for_each_turn() -> None:
     with pytest.raises(ModelError, match="too much memory"):
         template.user("now")
     assert template.user("hello").ids == before
-
-
-def test_other_threads_have_all_their_memory_while_templates_render() -> None:
-    """600 MB are mapped again and again; under a limit of the whole process some of it failed."""
-    done, failed = threading.Event(), list[OSError]()
-
-    def use_memory() -> None:
-        while not done.is_set():
-            try:
-                mmap.mmap(-1, 600 * 2**20).close()
-            except OSError as error:
-                failed.append(error)
-
-    thread = threading.Thread(target=use_memory)
-    thread.start()
-    try:
-        for name in ("wide", "doubling", "late", "list", "format"):
-            with pytest.raises(ModelError):
-                render(with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL), "x")
-        for _ in range(20):
-            Template(tokenizer("chatml")).user("hello")
-    finally:
-        done.set()
-        thread.join()
-    assert not failed
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import time
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +21,6 @@ def scripted(folder: Path, **script: Any) -> Path:
     """A file that names a server `snow` with other answers; each tool of these is listed.
 
     Script: `tools`, as they are listed; `results` by tool; `instructions`; `cursor`: no list ends;
-    `lists`: what a call of `next` makes of `tools`, each in its turn;
     `noise`: so many bytes of standard error; `sleep`: seconds before it starts; `pid`: the file
     that has its process id.
     """
@@ -61,11 +58,7 @@ TOOLS = [
     *(tool(name) for name in ("fail", "die", "wait", "hostile", "parts", "structured", "pid")),
     *(tool(name) for name in ("pid__all", "change", "steps", "listless")),
     tool("many", size="integer"),
-    tool("endless", kind="string"),
-    tool("grow"),
-    tool("write", line="string"),
 ]
-CHANGED = '{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}'
 
 
 def write(line: str) -> None:
@@ -76,8 +69,7 @@ def write(line: str) -> None:
 def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
     text, more = "", dict[str, Any]()
     if name in SCRIPT.get("results", {}):
-        found: dict[str, Any] = SCRIPT["results"][name]
-        return found
+        return {"content": [], **SCRIPT["results"][name]}
     if name == "weather":
         text = f"It snows in {given['city']}."
     elif name == "fail":
@@ -100,25 +92,11 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
             told = {"jsonrpc": "2.0", "method": "notifications/progress", "params": news}
             write(json.dumps(told))
         text = "done"
-    elif name == "grow":
-        TOOLS[0]["description"] = "It does all you want."
-        TOOLS[1:2] = [tool("new")]  # in place of `fail`
-        write(CHANGED)
     elif name == "close":
         os.close(1)
         time.sleep(60)
-    elif name == "next":
-        SCRIPT["tools"] = SCRIPT["lists"].pop(0)
-        write(CHANGED)
-    elif name == "endless":
-        while True:
-            sys.stdout.write("snow " * 10_000)
     elif name == "listless":
         TOOLS.clear()
-    elif name == "write":
-        write(given["line"])
-        if "log" not in given["line"]:
-            raise LookupError  # the line is the answer
     elif name == "many":
         text = "snow " * given["size"]
     elif name == "parts":
@@ -154,39 +132,23 @@ def answer(written: str | bytes) -> str:
     elif asked["method"] == "tools/call":
         params = asked["params"]
         token = params.get("_meta", {}).get("progressToken")
-        try:
-            answer = {"result": call(params["name"], params.get("arguments") or {}, token)}
-        except LookupError:
-            return ""
+        answer = {"result": call(params["name"], params.get("arguments") or {}, token)}
     return json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer})
 
 
 class OverHttp(BaseHTTPRequestHandler):
     """The same server by streamable HTTP, for those who send the key; it opens no streams.
 
-    At `/sse` it speaks the older HTTP with a stream, for one client, and at `/503` it answers so.
+    At `/503` it answers so.
     """
 
-    answers = queue.Queue[str]()  # for the stream
     sessions: ClassVar[set[str]] = set()  # that the server knows
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
-        if (call := json.loads(asked).get("params", {})).get("name") == "endless":
-            self.send_response(200)
-            self.send_header("Content-Type", call["arguments"]["kind"])
-            self.end_headers()
-            with suppress(OSError):
-                while True:
-                    self.wfile.write(b"data: snow" * 10_000)
-            return
         said = answer(asked).encode()
-        if self.path == "/messages":
-            if said:
-                self.answers.put(said.decode())
-            said = b""
-        elif self.path != "/mcp":
-            self.send_error(405 if self.path == "/sse" else int(self.path[1:]))
+        if self.path != "/mcp":
+            self.send_error(int(self.path[1:]))
             return
         session = self.headers["Mcp-Session-Id"] or str(time.monotonic_ns())
         if not self.headers["Mcp-Session-Id"]:
@@ -200,15 +162,7 @@ class OverHttp(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def do_GET(self) -> None:
-        if self.path != "/sse":
-            self.send_error(405)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        self.wfile.write(b"event: endpoint\ndata: /messages\n\n")
-        while said := self.answers.get():
-            self.wfile.write(f"event: message\ndata: {said}\n\n".encode())
+        self.send_error(405)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +42,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "odd": {"properties": None},
 }
-MARKED = f"{START}<minimax:tool_call>{END}"
 # Texts like marks, and what JSON or Python would read as other values.
 _TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=("Cs", "Co")), max_size=12),
@@ -51,7 +49,7 @@ _TEXTS = st.one_of(
         ["3", "true", "None", '{"a": 1}', 'say "a', "<b>", "a\nb", "</tool_call>", "[1"]
     ),
     st.sampled_from(["x </parameter> y", "a </arg_value> b", "</function> b", "<function=f>"]),
-    st.sampled_from(["all\n>>>time\n{}", "a}>>>time\n{", "b\n```\n", "functions.time:0"]),
+    st.sampled_from(["b\n```\n", "functions.time:0"]),
 )
 _JSON = st.one_of(st.integers(), st.booleans(), st.none(), _TEXTS)
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -87,25 +85,7 @@ def pairs(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>{name}\n{''.join(told)}</tool_call>"
 
 
-def minimax(*calls: Any) -> str:
-    told = "".join(invoke("", "", *call) for call in calls)
-    return f"<minimax:tool_call>\n{told}</minimax:tool_call>"
-
-
-def dsml(*calls: Any) -> str:
-    told = "".join(invoke("｜DSML｜", "is told", *call) for call in calls)
-    return f"<｜DSML｜function_calls>\n{told}</｜DSML｜function_calls>"
-
-
-def invoke(mark: str, kinds: str, name: str, arguments: dict[str, Any]) -> str:
-    told = ""
-    for key, value in arguments.items():
-        kind = f' string="{json.dumps(isinstance(value, str))}"' if kinds else ""
-        told += f'<{mark}parameter name="{key}"{kind}>{_text(value)}</{mark}parameter>\n'
-    return f'<{mark}invoke name="{name}">\n{told}</{mark}invoke>\n'
-
-
-def functionary(*calls: Any) -> str:
+def in_tags_of_functions(*calls: Any) -> str:
     return "".join(f"<function={name}>{json.dumps(given)}</function>" for name, given in calls)
 
 
@@ -117,12 +97,6 @@ def lfm2(*calls: Any) -> str:
     ]
     start, end = (f"{START}<|tool_call_{side}|>{END}" for side in ("start", "end"))
     return f"{start}[{', '.join(told)}]{end}"
-
-
-def minicpm(*calls: Any) -> str:
-    """Between control tokens, too; each call is a line of Python."""
-    lines = [lfm2(call).partition("[")[2].rpartition("]")[0] for call in calls]
-    return lfm2().replace("[]", "\n```python\n" + "\n".join(lines) + "\n```\n")
 
 
 def gemma4(*calls: Any) -> str:
@@ -164,8 +138,6 @@ def marks(call: str = "", call_lead: str = "") -> Marks:
     return Marks("<think>", "</think>", call=spelled(call), call_lead=spelled(call_lead))
 
 
-_SECTION, _GIVEN = "<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"
-_KIMI = "<|tool_call_begin|>functions."
 _SEP = "<｜tool▁sep｜>"
 _BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 # How models write calls, and the marks that are found in their templates.
@@ -182,24 +154,8 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     "hunyuan": (lambda *calls: f"<tool_calls>{listed(*calls)}</tool_calls>", marks()),
     "qwen coder, nemotron": (lambda *calls: "\n".join(xml(*call) for call in calls), marks()),
     "glm": (lambda *calls: "\n".join(pairs(*call) for call in calls), marks()),
-    "minimax": (minimax, marks()),
-    "minimax, control tokens": (
-        lambda *calls: minimax(*calls).replace("<minimax:tool_call>", MARKED),
-        Marks(call=MARKED),
-    ),
-    "deepseek 3.2": (dsml, marks()),
-    "functionary": (functionary, marks()),
-    "functionary 3.2": (each(">>>", "\n", ""), marks(call_lead=">>>")),
-    "functionary 3.2, whose prompt has the first mark": (
-        lambda *calls: each(">>>", "\n", "\n")(*calls).removeprefix(">>>"),
-        replace(marks(call_lead=">>>"), answer="all\n"),
-    ),
-    "kimi": (
-        lambda *calls: spelled(_SECTION) + each(_KIMI, f":0{_GIVEN}", "<|tool_call_end|>")(*calls),
-        marks(call=_SECTION, call_lead=_KIMI),
-    ),
+    "llama, in tags of functions": (in_tags_of_functions, marks()),
     "lfm2": (lfm2, marks(call="<|tool_call_start|>")),
-    "minicpm": (minicpm, marks(call="<|tool_call_start|>")),
     "gemma 4": (gemma4, Marks(call=f"{START}<|tool_call>{END}")),
     "mistral": (
         lambda *calls: spelled("[TOOL_CALLS]") + listed(*calls), marks(call="[TOOL_CALLS]")
@@ -236,8 +192,7 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     ),
 }  # fmt: skip
 _ALONE = (
-    "functionary",
-    "functionary 3.2, whose prompt has the first mark",
+    "llama, in tags of functions",
     "llama",
     "gpt-oss",
     "a list of JSON",
@@ -294,12 +249,9 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
     [
         ("<function=time>\n</function>", [("time", {})]),  # without tags, of a tool that there is
         ("<function=other>\n</function>", []),
-        ('weather\n {"city": "Oslo"}', [("weather", {"city": "Oslo"})]),
-        ('other\n{"city": "Oslo"}', []),
+        ('weather\n{"city": "Oslo"}', []),
         ("time\nis short", []),
         ("time", []),
-        (">>>time\nis short", []),
-        ('>>>time\n{}>>>other\n{"a": 1}', []),
         ("<tool_call>time</tool_call>", [("time", {})]),
         ("<tool_call>nonsense</tool_call>", []),
         ("<tool_call>[(n5)(x=1)]</tool_call>", []),
@@ -319,39 +271,9 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
 )  # fmt: skip
 def test_what_is_a_call_and_what_is_text(reply: str, calls: Any) -> None:
     parser = CallParser(SCHEMAS, 0)
-    shown = parser.push(reply)[0] + parser.rest(">>>")[0]
+    shown = parser.push(reply)[0] + parser.rest()[0]
     assert found(parser) == calls
     assert shown == ("" if calls else reply)
-
-
-_LINE = 'weather\n{"city": "Oslo"}'
-
-
-@pytest.mark.parametrize("is_short", [True, False])
-@pytest.mark.parametrize(
-    ("lead", "reply", "count"),
-    [
-        ("\n", _LINE, 1),  # GLM 4 has no other mark
-        ("\n", f">>>{_LINE}", 0),
-        ("", _LINE, 0),
-        ("", _LINE[:-3], 0),
-        ("", f"So:\n>>>{_LINE}", 0),
-        ("", f"So:\n>>>{_LINE[:-3]}", 0),
-        ("functions.", f">>>{_LINE}\n<tool_call>{{}}</tool_call>", 0),
-    ],
-)
-def test_a_name_and_json_in_the_next_line_are_a_call_only_where_the_template_writes_it_so(
-    lead: str, reply: str, count: int, is_short: bool
-) -> None:
-    parser = CallParser(SCHEMAS, 0)
-    shown = parser.push(reply)[0] + parser.rest(lead, is_short=is_short)[0]
-    assert (shown, len(parser.calls)) == ("" if count else reply, count)
-
-
-def test_a_call_after_a_line_that_is_none_is_found() -> None:
-    parser = CallParser(SCHEMAS, 0)
-    shown = parser.push(f">>>{_LINE}\n" + xml("time", {}))[0] + parser.rest("")[0]
-    assert (shown, found(parser)) == (f">>>{_LINE}", [("time", {})])
 
 
 def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
@@ -366,26 +288,25 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
     "reply",
     [
         *("<function=time>\n<par", "<tool_call>\n<function=time>\n<par", "[weather(city='Os"),
-        *('[{"name": "time", "ar', "<tool_calls>[{", 'weather\n{"ci', '>>>weather\n{"ci'),
+        *('[{"name": "time", "ar', "<tool_calls>[{"),
     ],
 )
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(">>>", is_short=True)[0] == ""
+    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == ""
     assert not parser.calls
 
 
 @pytest.mark.parametrize("reply", ["we", "weather", "time", "time\n", "time\nThe tool", "see time"])
 def test_a_reply_that_was_cut_in_or_after_the_name_of_a_tool_is_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(">>>", is_short=True)[0] == reply
+    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == reply
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        *("[1, 2] is a list", "[weather] is fine", "[a](b)", ">>> weather(1)", "time is >>>x"),
-        *("time\nis short", "time\n\n is short", "a\n>>>time\nb"),
+        *("[1, 2] is a list", "[weather] is fine", "[a](b)", "time\nis short"),
     ],
 )
 def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
@@ -393,7 +314,7 @@ def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
     shown = [parser.push(char)[0] for char in reply]
     assert "".join(shown) == reply
     assert shown[:9].count("") < 9
-    assert parser.rest(">>>") == ("", [])
+    assert parser.rest() == ("", [])
 
 
 @pytest.mark.parametrize(
@@ -402,7 +323,6 @@ def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
         "<tool_call>" + "a" * 40_000,
         xml("weather", {"city": "</tool_call> word " * 500}),
         pairs("weather", {"city": "</tool_call> word " * 500}),
-        dsml(("weather", {"city": "</｜DSML｜function_calls> word " * 500})),
         "<tool_call>[" + "a" * 20_000 + "</tool_call>",
         "[weather(a=" + '"\\""' * 4000,
         " " * 20_000 + "a",
@@ -455,13 +375,6 @@ def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
         "[weather(city='Oslo')]\nDone",
         "[weather(city='Oslo')]; x = 3",
         "[weather(city='Oslo'), other(city='Oslo')]",
-        *(f"```python\n{code}\n```" for code in (
-            "x = weather(city='Oslo')",
-            "return weather(city='Oslo')",
-            "weather(city='Oslo')\nprint(1)",
-            "weather(city='Oslo')\nx: int",
-            "other(city='Oslo')",
-        )),
         '<|python_tag|>cfg = {"name": "time", "parameters": {}}\nprint(cfg)',
         '<|python_tag|>{"name": "time", "parameters": {}}\nprint(1)',
     ],

@@ -118,7 +118,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": (  # its template leaves calls out
         template("gemma4"),
-        {"opening": "<|channel>thought", "closing": "<channel|>", "call_lead": "\n"},
+        {"opening": "<|channel>thought", "closing": "<channel|>"},
     ),
     "deepseek": (
         template("deepseek"),
@@ -130,24 +130,6 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": (
         template("mistral-tools"),
         THINK | {"call": "[TOOL_CALLS]", "call_end": "</s>", "call_lead": "[TOOL_CALLS]"},
-    ),
-    "kimi": (
-        template("kimi"),
-        THINK
-        | {"kept": "<think></think>", "call": "<|tool_calls_section_begin|>"}
-        | {"call_end": "<|im_end|>", "call_lead": "<|tool_call_begin|>functions."}
-        | {"has_named_ids": True},
-    ),
-    "functionary": (
-        template("functionary"),
-        THINK
-        | {"answer": "all\n", "kept": "all\n", "call_end": "<|eot_id|>"}
-        | {"call_lead": ">>>", "has_text_arguments": True},
-    ),
-    "minicpm": (
-        template("minicpm"),
-        {"opening": "<|thought_start|>", "closing": "<|thought_end|>"}
-        | {"call": "<|tool_call_start|>", "call_end": "<|im_end|>"},
     ),
     "qwen": (template("qwen3-tools"), THINK | {"call": "<tool_call>", "call_end": "<|im_end|>"}),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import ANSWER, TurnIds
-from sirchat.text.tool_calls import CallParser
-from template_shapes import TEXT_TOKENS, WEATHER, tokenizer, tool_tokenizer, with_template
-from template_shapes import template as source
+from template_shapes import TEXT_TOKENS, WEATHER, tokenizer, tool_tokenizer
 
 TOOLS = json.dumps([WEATHER])
 
@@ -92,89 +89,10 @@ def test_calls_and_results_are_read_as_the_template_writes_them_one_after_the_ot
     assert [*ids, *own.results([result("It is cold.")]).ids] == whole
 
 
-# Of Kimi and Functionary: the tokenizer's shape, control tokens, and the ids that a call gets.
-_WRITTEN: dict[str, tuple[str, str, dict[str, str]]] = {
-    "kimi": (
-        "chatml",
-        "im_system im_user im_assistant im_middle tool_calls_section_begin tool_calls_section_end"
-        " tool_call_begin tool_call_argument_begin tool_call_end",
-        {"call00003": "functions.weather:3", "functions.weather:7": "functions.weather:7"}
-        | {"toolu_9": "functions.weather:0"},
-    ),
-    "functionary": ("llama3", "", {"call00003": "call00003"}),
-    "minicpm": ("chatml", "tool_call_start tool_call_end thought_start thought_end", {"a": "a"}),
-}
-
-
-def writing_as(name: str) -> Any:
-    """A tokenizer with the template of this name, and its control tokens."""
-    shape, controls, _ = _WRITTEN[name]
-    it = with_template(source(name), shape)
-    marks = [f"<|{control}|>" for control in controls.split()]
-    it.add_special_tokens({"additional_special_tokens": marks})
-    return it
-
-
-@pytest.mark.parametrize(
-    ("name", "ident", "written"),
-    [(name, *ids) for name, (_, _, known) in _WRITTEN.items() for ids in known.items()],
-)
-def test_a_call_is_read_with_the_id_and_the_arguments_that_the_template_wants(
-    name: str, ident: str, written: str
-) -> None:
-    it = writing_as(name)
-    own = ToolTemplate(it, None, TOOLS)
-    calls, results = [call("Oslo", written)], [result("It is cold.", written)]
-    if name == "functionary":
-        calls[0]["function"]["arguments"] = json.dumps(calls[0]["function"]["arguments"])
-    asked = {"role": "user", "content": "How is the weather?"}
-    told = [asked, {"role": "assistant", "content": "Let me look.", "tool_calls": calls}]
-    whole = it.apply_chat_template(
-        [*told, *results], tools=[WEATHER], add_generation_prompt=True, return_dict=False
-    )
-    head, first = own.opening("How is the weather?")
-    ids = [*(head.ids if head else []), *own.followed_by(first, "calls").ids]
-    turn = own.calls("Let me look.", [call("Oslo", ident)], own.followed_by(first, "calls").header)
-    ids += [*turn.ids, *(own.closing if turn.closing is None else turn.closing)]
-    assert [*ids, *own.results([result("It is cold.", ident)]).ids] == whole
-    assert own.note == ""
-
-
-def test_results_in_another_order_are_tied_to_their_calls_and_later_numbers_go_on() -> None:
-    own, it = ToolTemplate(writing_as("kimi"), None, TOOLS), writing_as("kimi")
-    own.calls("", [call("Oslo", "toolu_b"), call("Rome", "toolu_a")])
-    own.calls("", [call("Lima", "toolu_c"), call("Bern", "call00007"), call("Pisa", "d")])
-    for idents, numbers in ((("toolu_a", "toolu_b"), (1, 0)), (("d", "toolu_c"), (8, 2))):
-        told = it.decode(own.results([result("It is cold.", ident) for ident in idents]).ids)
-        assert re.findall(r"Return of functions.weather:(\d+)", told) == [*map(str, numbers)]
-
-
-def test_what_functionary_says_to_all_is_text_and_a_tool_may_be_named_so_too() -> None:
-    it = writing_as("functionary")
-    own, parser = ToolTemplate(it, None, TOOLS), CallParser(["weather", "allow"], 0)
-    stream, shown = own.reply_stream(), []
-    for one in it.encode('all\nHere.\n>>>weather\n{"city": "Oslo"}\n>>>allow\n{}'):
-        shown += [parser.push(piece.text)[0] for piece in stream.push_id(one)]
-    shown += [parser.push(piece.text)[0] for piece in stream.flush()]
-    assert ("".join(shown), parser.rest(own.marks.call_lead)[0]) == ("Here.", "")
-    assert [one.name for one in parser.calls] == ["weather", "allow"]
-    said = own.reply_stream().push("allow\n{}", is_end=True)
-    assert [piece.text for piece in said] == ["allow\n{}"]
-
-
-@pytest.mark.parametrize(
-    ("form", "lead"),
-    [
-        ("{{ call.name }}\n{{ call.arguments | tojson }}", "\n"),
-        ("", "\n"),  # it says nothing of calls
-        ('{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}', ""),
-    ],
-)
-def test_what_stands_before_a_name_says_whether_json_is_in_the_next_line(
-    form: str, lead: str
-) -> None:
-    assert writing_calls(form).marks.call_lead == lead
-    assert ToolTemplate(writing_as("functionary"), None, TOOLS).marks.call_lead == ">>>"
+def test_a_call_gets_its_arguments_as_a_text_where_the_template_wants_them_so() -> None:
+    own = writing_calls('{{ "\\nCALL " + call.name + " WITH " + call.arguments }}')
+    read = tool_tokenizer("qwen").decode(own.calls("", [call("Oslo")]).ids)
+    assert 'CALL weather WITH {"city": "Oslo"}' in read
 
 
 def writing_calls(form: str, prompt: str = "") -> ToolTemplate:

@@ -142,7 +142,7 @@ def test_tools_are_off_until_they_are_turned_on(tmp_path: Path) -> None:
     assert "snow: 0 tools on, not started" in asked.out.getvalue()
     run_tools_command(asked.chat, "snow")
     assert "off snow__weather: It can weather." in asked.out.getvalue()
-    for line, names in (("on snow__weather", 1), ("on snow", 16), ("off snow", 0)):
+    for line, names in (("on snow__weather", 1), ("on snow", 13), ("off snow", 0)):
         run_tools_command(asked.chat, line)
         assert len(asked.use.tools) == names
     for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
@@ -180,96 +180,12 @@ def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
     assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
 
 
-@pytest.mark.parametrize("description", ["It can read.", "It reads all you have."])
-@pytest.mark.parametrize("is_off", [False, True])
-def test_a_tool_that_was_gone_is_allowed_only_as_it_was(
-    tmp_path: Path, description: str, is_off: bool
-) -> None:
-    other = tool("read") | {"description": description}
-    lists = [[tool("next")], [tool("next"), other]]
-    file = scripted(tmp_path, tools=[tool("next"), tool("read")], lists=lists)
-    each, is_same = Asked("n", "", "snow__*", file=file), other == tool("read")
-    each.use.begin()
-    assert each.call("read") == ""
-    if is_off:
-        run_tools_command(each.chat, "off snow__read")
-    for _ in lists:
-        each.call("next")
-        each.use.refresh(each.chat)
-    assert ("snow__read" in each.use.tools) is not is_off  # what the user turns off stays off
-    run_tools_command(each.chat, "on snow__read")
-    assert (each.call("read") == "") is is_same
-    said = " ".join(each.out.getvalue().split())
-    assert (f"snow__read was changed by its server, and is now: {description}" in said) != is_same
-    each.use.close()
-
-
-def test_new_tools_that_do_not_fit_are_offered_again_and_long_names_are_cut(
-    tmp_path: Path,
-) -> None:
-    long, few = tool("gone " * 2_000) | {"description": ""}, [tool("next"), tool("tool7")]
-    many = [tool("next"), *(tool(f"tool{number}") for number in range(1_000))]
-    file = scripted(tmp_path, tools=[tool("next"), long], lists=[many, few])
-    each = Asked("yy", file=file)
-    each.chat = session(tool_tiny(), policy="entropy", budget=1024)
-    each.chat.toolbox = each.use
-    run_tools_command(each.chat, "on snow")
-    each.call("next")
-    each.use.refresh(each.chat)
-    said = " ".join(each.out.getvalue().split())
-    assert "the server snow has no tool gone gone" in said
-    assert "the server snow has new tools: snow__tool0, snow__tool1," in said
-    assert "budget 1024 allows only 512" in said
-    assert said.endswith("/tools on NAME turns new ones on")
-    assert len(said) < 3_000
-    assert [*each.use.tools] == ["snow__next"]
-    each.call("next")
-    each.use.refresh(each.chat)
-    assert [*each.use.tools] == ["snow__next", "snow__tool7"]
-    each.use.close()
-
-
 def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
     each = chosen("", "snow__*")
     each.call("listless")
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
     assert "snow__weather" not in each.use.told
-
-
-@pytest.mark.parametrize(
-    ("on", "allow", "keys", "has_new"),
-    [
-        ("snow", [], "nn", True),  # as all of the server's tools were on
-        ("snow__[fgw]*", [], "n", False),
-        ("snow__[fgw]*", ["snow__ne*"], "n", True),  # and that one is called without a question
-    ],
-)
-def test_tools_that_a_server_says_are_others_now_are_told_with_the_next_message(
-    tmp_path: Path, on: str, allow: list[str], keys: str, has_new: bool
-) -> None:
-    each = Asked(keys, "", *allow, file=servers_file(tmp_path))
-    each.chat = session(policy="full", max_new_tokens=4)
-    each.chat.toolbox = each.use
-    run_tools_command(each.chat, f"on {on}")
-    list(each.chat.ask("Hello!"))
-    assert each.use.tools["snow__grow"].run({}, bool) == ""
-    before = each.out.getvalue()
-    list(each.chat.ask("Hello!"))
-    told = " ".join(each.out.getvalue()[len(before) :].split())
-    assert "the server snow has new tools: snow__new" in told
-    assert "the server snow has no tool fail any more" in told
-    assert "snow__weather was changed by its server, and is now: It does all you want." in told
-    assert ("/tools on NAME turns new ones on" in told) is not has_new
-    assert "snow__fail" not in each.chat.state.tools
-    assert ('"snow__new"' in each.chat.state.tools) is has_new
-    if has_new:
-        assert (each.call("new") is None) is not bool(allow)
-    assert each.call("weather", city="Oslo") is None  # asked about again
-    assert not each.keys
-    list(each.chat.ask("Hello!"))
-    assert each.out.getvalue().count("new tools") == 1
-    each.use.close()
 
 
 def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path) -> None:
@@ -368,14 +284,14 @@ def test_a_question_shows_letters_as_they_are_and_escapes_what_nobody_sees() -> 
 
 def test_a_command_shows_all_that_the_model_reads_of_a_tool(tmp_path: Path) -> None:
     about = "It tells " + "much, " * 100 + "and this."
-    one = {"name": "one", "description": about, "inputSchema": {"properties": {"city": True}}}
+    one = tool("one", city="string") | {"description": about}
     file = scripted(tmp_path, tools=[one, tool("two")], instructions="Call one before two.")
     asked = Asked("", file=file)
     run_tools_command(asked.chat, "snow__one")
     said = " ".join(asked.out.getvalue().split())
     assert "starting the server snow" in said
     assert about in said
-    assert '"properties": {"city": {}}' in said
+    assert '"properties": {"city": {"type": "string"}}' in said
     assert "snow__two" not in said
     run_tools_command(asked.chat, "on snow")
     for names in (["snow__one", "snow__two"], ["snow__two"]):  # the first that is on tells of all
@@ -385,24 +301,6 @@ def test_a_command_shows_all_that_the_model_reads_of_a_tool(tmp_path: Path) -> N
         assert told[0]["function"]["description"].endswith("\n\nCall one before two.")
         if len(names) == 2:
             run_tools_command(asked.chat, "off snow__one")
-    asked.use.close()
-
-
-def test_a_tool_with_an_odd_schema_breaks_no_message(tmp_path: Path) -> None:
-    odd = [
-        {"name": "a", "inputSchema": {"properties": {"city": True}, "required": None}},
-        {"name": "b", "inputSchema": {"type": "object", "properties": None}},
-        {"name": "c", "inputSchema": {}},
-    ]
-    asked = Asked("n" * 9, file=scripted(tmp_path, tools=odd))
-    for chat in (asked.chat, session(policy="full", budget=4096)):
-        chat.switch("test", max_new_tokens=5)
-        chat.toolbox = asked.use
-        run_tools_command(chat, "on snow")
-        assert len(asked.use.tools) == 3
-        for _ in chat.ask("Hello!"):
-            pass
-        assert "Hello!" in [turn.text for turn in chat.turns]
     asked.use.close()
 
 
