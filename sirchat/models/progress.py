@@ -6,7 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.std import tqdm
@@ -29,10 +29,6 @@ def switch_off_bars() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # and those of the hub's library
-    with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
-        from transformers import modeling_gguf_pytorch_utils
-
-        modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def bar_class(progress: Progress) -> type[tqdm]:
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
+            kwargs |= {"disable": False, "file": io.StringIO(), "leave": False, "mininterval": 0}
             kwargs.pop("name", None)  # an option of the hub's own bars only
             super().__init__(*args, **kwargs)
 
