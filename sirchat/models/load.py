@@ -51,7 +51,7 @@ from sirchat.models.probe import (
 from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.stored_weights import refuse_format, weights_in_folder
+from sirchat.models.stored_weights import weights_in_folder
 from sirchat.models.whole_files import StoredPlace
 from sirchat.paths import abbreviated, changeable_by_others
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -309,7 +309,6 @@ def _load_with_transformers(
     if not Path(source).is_dir():
         options = {**options, "local_files_only": must_use_cache(source)}
     config = AutoConfig.from_pretrained(source, **options)
-    refuse_format(name, config.to_dict())
     refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
