@@ -37,7 +37,7 @@ from sirchat.models.devices import (
 from sirchat.models.fit import PROGRAM
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.listing import find_model
-from sirchat.models.progress import no_logs
+from sirchat.models.progress import no_warnings
 from sirchat.models.shape import free_memory
 from sirchat.paths import archives_dir
 
@@ -213,7 +213,7 @@ class Spread:
             # The first place has keys and values of the layers on disk, too.
             for kept in (0, sum(self.caches)):
                 memory = rooms | {first: max(0, rooms[first] - kept)}
-                with no_logs():  # of GPUs that this machine does not have
+                with no_warnings():  # of GPUs that this machine does not have
                     if self.said == "balanced":
                         memory = get_balanced_memory(module, memory, unsplit)
                     placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from sirchat.errors import ModelError, nearest
 from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.names import all_parts, cache_folder, cached_folder, locate, suggestion
-from sirchat.models.progress import Progress, bar_class, no_logs
+from sirchat.models.progress import Progress, bar_class, no_warnings
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
 _LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
 _WANTED = re.compile(
-    r"(?!consolidated)(\d_(Pooling|Dense)/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
+    r"(?!consolidated)(\d_Pooling/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -134,7 +134,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
         files = _choose_files(name, info, file)
         total, done = sum(size for _, size in files), 0
     _check_space(name, total)
-    with no_logs():
+    with no_warnings():
         for path, size in files:
 
             def report(

@@ -34,18 +34,12 @@ def switch_off_bars() -> None:
 @contextmanager
 def no_warnings() -> Iterator[None]:
     """Context manager or decorator: no library shows warnings or logs."""
-    with no_logs(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def no_logs() -> Iterator[None]:
-    """Context manager or decorator: no library logs."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 

@@ -34,8 +34,8 @@ FILES = {
 }
 GGUFS = {"q4.gguf": LARGE[: 9 * 2**20], "q8.gguf": LARGE, "README.md": b""}
 ENCODER = FILES | {"config.json": b'{"architectures": ["BertModel"], "model_type": "bert"}'}
-ENCODER |= {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}"}
-ENCODER |= {"2_Dense/model.safetensors": b"weights", "2_Dense/pytorch_model.bin": b"a pickle"}
+ENCODER |= {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
+ENCODER |= {"1_Pooling/pytorch_model.bin": b"a pickle"}
 PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"a pickle"}
 
 pytestmark = pytest.mark.slow
@@ -97,8 +97,8 @@ def test_a_sentence_encoder_comes_and_its_use_is_named(hub: FakeHub, cache: Path
     assert "sirchat -m" not in done.stderr
     assert "it has a BertModel, which does not generate text, but may serve as --rec" in done.stderr
     (snapshot,) = (cache / "models--me--encoder" / "snapshots").iterdir()
-    there = {str(file.relative_to(snapshot)) for file in snapshot.glob("[12]_*/*")}
-    assert there == {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    there = {str(file.relative_to(snapshot)) for file in snapshot.glob("1_*/*")}
+    assert there == {"1_Pooling/config.json"}
 
 
 def test_what_is_here_is_not_fetched_again_and_a_log_has_few_lines(
