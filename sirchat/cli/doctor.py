@@ -16,12 +16,12 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
+from sirchat.ui.lists import in_bytes
 from sirchat.ui.text import counted, displayable
 
 if TYPE_CHECKING:
     from sirchat.models.model import LoadedModel
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SHELLS = ("bash", "zsh", "fish")
 
 _NAME = "endless chat with local language models, under a budget of memory"
@@ -65,7 +65,7 @@ def doctor(
         told = sampling_in_words(with_model_defaults(profile, loaded))
         return ", ".join(f"{name} {value}" for name, value in told.items())
 
-    checks = run_checks(model, device_map, profile.recall_encoder, profile.compile, sampling)
+    checks = run_checks(model, device_map, profile.compile, sampling)
     results = []
     for result in checks:
         results.append(result)
@@ -146,15 +146,12 @@ def man() -> None:
 
 
 def size_of(path: Path) -> str:
-    """The size and the number of files of a file or folder, as text: `1.5 MiB in 3 files`."""
+    """The size and the number of files of a file or folder, as text: `1.5 MB in 3 files`."""
     if not path.exists():
         return "nothing yet"
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    size, power = float(sum(file.stat().st_size for file in files)), 0
-    while size >= 1024 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
-    return f"{number} {_UNITS[power]} in {counted(len(files), 'file')}"
+    size = sum(file.stat().st_size for file in files)
+    return f"{in_bytes(size)} in {counted(len(files), 'file')}"
 
 
 def _manual_lines() -> Iterator[str]:

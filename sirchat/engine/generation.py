@@ -16,7 +16,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.captured_step import Likeliest
-from sirchat.models.readout import Readings
+from sirchat.models.encoder import Readings
 
 _LOG = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def _read_together(replies: Sequence[Generation]) -> None:
             [(reply.chosen, reply.reader.rotary_position, reply.reader.cache) for reply in replies]
         )
         readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
-        model.readout.fill(readings, states)
+        model.encoder.fill(readings, states)
         for at, (reply, most) in enumerate(zip(replies, Likeliest.of_rows(logits), strict=True)):
             reply.reader.note_ahead(reply.chosen, logits[at][None], readings.part(at), most)
     except Exception as error:  # whatever a model raises

@@ -28,9 +28,9 @@ from sirchat.models.captured_step import (
     TokenChoice,
     TokenRun,
 )
+from sirchat.models.encoder import Readings
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
-from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.

@@ -20,8 +20,8 @@ from torch import Tensor
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import to_device
 from sirchat.models.attention_hook import AttentionObserver, MeanObserver
+from sirchat.models.encoder import Encoder, Readings
 from sirchat.models.llama_step import Kernels
-from sirchat.models.readout import Readings, Readout
 
 # Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
 _BATCHES = (1, 2, 4, 8, 16)
@@ -151,7 +151,7 @@ class TokenChoice(NamedTuple):
 class CapturedStep:
     """Reads single tokens by a captured step; with `captures` false, the step runs anew each time.
 
-    `fits` must be true for each cache. `readout` says what is read from a token's states.
+    `fits` must be true for each cache. `encoder` says what is read from a token's states.
     `capture_seconds` were spent on capturing.
     """
 
@@ -161,9 +161,9 @@ class CapturedStep:
         device: torch.device,
         *,
         captures: bool,
-        readout: Readout,
+        encoder: Encoder,
     ) -> None:
-        self.body, self.captures, self.readout = body, captures, readout
+        self.body, self.captures, self.encoder = body, captures, encoder
         self.capture_seconds = 0.0
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
@@ -283,7 +283,7 @@ class CapturedStep:
     @cached_property
     def state(self) -> RunBuffers:
         """The numbers of the present run on the device."""
-        return RunBuffers.on(self.device, self.body.vocab_size, self.readout.encoder.size)
+        return RunBuffers.on(self.device, self.body.vocab_size, self.encoder.size)
 
     def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
         """What a step for so many conversations reads."""
@@ -310,13 +310,13 @@ def capture_first(
     bodies: Iterable[Callable[[], StepBody]],
     device: torch.device,
     error_of: Callable[[CapturedStep], float],
-    readout: Readout,
+    encoder: Encoder,
 ) -> Captured:
     """Capture the first of the `bodies` that works; `error_of` is its error, relative."""
     problems = list[str]()
     for make in bodies:
         try:
-            step = CapturedStep(make(), device, captures=True, readout=readout)
+            step = CapturedStep(make(), device, captures=True, encoder=encoder)
             error = error_of(step)
         except Exception as problem:  # torch and Triton raise all kinds of errors
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
@@ -457,8 +457,8 @@ class TokenRun:
             logits, states, *_ = step.body(*inputs.parts(), caches)
             state.slot.bitwise_xor_(1)  # the other of the two
             state.logits.index_copy_(0, state.slot, logits)
-            if step.readout.layers:
-                state.encoded.index_copy_(0, state.slot, step.readout.on_device(states))
+            if step.encoder.layers:
+                state.encoded.index_copy_(0, state.slot, step.encoder.numbers(states))
                 state.host_encoded.copy_(state.encoded, non_blocking=True)
             return self._choose(inputs, logits[0], reads=True)
 

@@ -37,7 +37,7 @@ from sirchat.models.devices import (
 from sirchat.models.fit import PROGRAM
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.listing import find_model
-from sirchat.models.progress import no_logs
+from sirchat.models.progress import no_warnings
 from sirchat.models.shape import free_memory
 from sirchat.paths import archives_dir
 
@@ -89,9 +89,9 @@ def make_spread(
     if isinstance(spread.said, str):
         with suppress(ModelError):  # it is not on this machine yet
             shape = find_model(name).shape
-    elements = (shape.layer_elements if shape is not None else None) or ()
+    elements = (shape.row_elements if shape is not None else None) or 0
     item = pick_dtype(dtype, spread.main_device).itemsize
-    return replace(spread, caches=tuple(rows * item * of_layer for of_layer in elements))
+    return replace(spread, cache=rows * item * elements)
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Spread:
     Attributes:
         model: the model's name.
         said: the result of `read_device_map`.
-        caches: bytes of each layer's keys and values, for which `auto` and `balanced` leave room.
+        cache: bytes of all keys and values, for which `auto` and `balanced` leave room.
     """
 
     model: str
     said: str | dict[str, Where]
-    caches: tuple[int, ...] = ()
+    cache: int = 0
 
     @property
     def main_device(self) -> torch.device:
@@ -153,32 +153,30 @@ class Spread:
     def place(self, module: Any) -> Placement:
         """Choose the device of each part of a model; shapes and types of weights are enough.
 
-        Raises ModelError if the map names a module that the model does not have, splits a layer or
-        leaves a part without a device, or if the model does not fit.
+        Raises ModelError if the map names a module that the model does not have or leaves a part
+        without a device, or if the model does not fit.
         """
         names = {id(part): name for name, part in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
         parts = [part for part in _parts_of(module, layers) if part != head]
-        said = self._planned(module, parts, layers) if isinstance(self.said, str) else self.said
-        placement = self._placement_by_names(said, list(names.values()), parts, layers)
+        said = self._planned(module, parts) if isinstance(self.said, str) else self.said
+        placement = self._placement_by_names(said, parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
     def _placement_by_names(
-        self, said: Placement, known: list[str], parts: list[str], layers: list[str]
+        self, said: Placement, parts: list[str], layers: list[str]
     ) -> Placement:
         for name in said:
-            if name not in known:
+            if not any(is_within(part, name) for part in parts):
+                what = "has no such module, or has it within a layer"
                 raise ModelError(
-                    f"the device map names {format_value(name)}; {self.model} has no such module",
-                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
+                    f"the device map names {format_value(name)}; {self.model} {what}",
+                    hint=nearest(name, parts, alike=0.7) or f"its first layer is {layers[0]}",
                 )
-            outer = next((it for it in layers if name != it and is_within(name, it)), None)
-            if outer:
-                raise ModelError(f"the device map splits {outer}", hint="give it the whole layer")
         placement = Placement()
         for part in parts:
             longest = max((name for name in said if is_within(part, name)), key=len, default=None)
@@ -190,46 +188,38 @@ class Spread:
             placement[part] = said[longest]
         return placement
 
-    def _planned(self, module: Any, parts: list[str], layers: list[str]) -> Placement:
+    def _planned(self, module: Any, parts: list[str]) -> Placement:
         """Where accelerate lays the parts, by the plan `auto` or `balanced`."""
-        from accelerate.utils import get_balanced_memory, infer_auto_device_map
-
         places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in accelerators()}
         rooms = {place: max(0, free_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
         free = free_memory()
         rooms[CPU] = _UNLIMITED if free is None else max(0, free - PROGRAM)
+        weights = sum(one.nbytes for one in module.parameters())
+        share = weights / (weights + self.cache)  # each layer's keys and values are beside it
+        placed = self._inferred(module, parts, {at: int(rooms[at] * share) for at in rooms})
+        first = next(iter(rooms))
+        if DISK in placed.values():  # these layers' keys and values are in the first place
+            if rooms[first] < self.cache:
+                raise ModelError(
+                    f"{self.model} does not fit, not even with its layers on disk",
+                    hint="choose a smaller budget or model",
+                )
+            placed = self._inferred(module, parts, rooms | {first: rooms[first] - self.cache})
         where: dict[int | str, Where] = {**places, CPU: CPU, DISK: DISK}
-        caches, first = dict(zip(layers, self.caches, strict=False)), next(iter(rooms))
-        sizes = {
-            name: sum(one.nbytes for one in module.get_submodule(name).parameters())
-            for name in parts
-        }
-        owners = [module.get_submodule(name) for name in caches]
-        unsplit = [type(module.get_submodule(name)).__name__ for name in parts]
-        for owner, size in zip(owners, caches.values(), strict=True):  # counts as a weight
-            rows = torch.empty(size, dtype=torch.uint8, device="meta")
-            owner.rows = nn.Parameter(rows, requires_grad=False)
-        try:
-            # The first place has keys and values of the layers on disk, too.
-            for kept in (0, sum(self.caches)):
-                memory = rooms | {first: max(0, rooms[first] - kept)}
-                with no_logs():  # of GPUs that this machine does not have
-                    if self.said == "balanced":
-                        memory = get_balanced_memory(module, memory, unsplit)
-                    placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
-                stored = [name for name in parts if placed.get(name) == DISK]
-                needed = sum(caches.get(name, 0) for name in stored)
-                if stored and rooms[first] < needed + max(sizes[name] for name in stored):
-                    raise ModelError(
-                        f"{self.model} does not fit, not even with its layers on disk",
-                        hint="choose a smaller budget or model",
-                    )
-                if needed <= kept:
-                    break
-        finally:
-            for owner in owners:
-                del owner.rows
         return {name: where[place] for name, place in placed.items()}
+
+    def _inferred(
+        self, module: Any, parts: list[str], memory: dict[int | str, int]
+    ) -> dict[str, int | str]:
+        """The place of each part, if each place has so many bytes of memory for weights."""
+        from accelerate.utils import get_balanced_memory, infer_auto_device_map
+
+        unsplit = [type(module.get_submodule(name)).__name__ for name in parts]
+        with no_warnings():  # of GPUs that this machine does not have
+            if self.said == "balanced":
+                memory = get_balanced_memory(module, memory, unsplit)
+            placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
+        return dict(placed)
 
     def _offload_folder(self, placement: Placement) -> str | None:
         return str(self._folder.path) if DISK in placement.values() else None

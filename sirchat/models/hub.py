@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 from sirchat.errors import ModelError, nearest
 from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.names import all_parts, cache_folder, cached_folder, locate, suggestion
-from sirchat.models.progress import Progress, bar_class, no_logs
+from sirchat.models.progress import Progress, bar_class, no_warnings
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -29,15 +28,11 @@ if TYPE_CHECKING:
 _SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
 _LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
 _WANTED = re.compile(
-    r"(?!consolidated)(\d_(Pooling|Dense)/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
+    r"(?!consolidated)(\d_Pooling/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ANSWER_SECONDS = 10.0  # seconds to wait for an answer
-_PAUSE = 1.0  # seconds before another try
-_TRIES = 3  # failures in a row, without progress, before it gives up
-_CHUNK = 2**20
-_PARTIAL = 206  # HTTP: the answer is the range that was requested
 _SHOWN = 4  # most GGUF files that an error message names
 
 
@@ -139,7 +134,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
         files = _choose_files(name, info, file)
         total, done = sum(size for _, size in files), 0
     _check_space(name, total)
-    with no_logs():
+    with no_warnings():
         for path, size in files:
 
             def report(
@@ -210,6 +205,7 @@ def _check_space(name: str, total: int) -> None:
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
+    bar = bar_class(progress)
     with explain_hub_errors(name, "run the same command again to continue"):
         if size > _LARGE:
             url = hf_hub_url(name, file)
@@ -217,32 +213,31 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
             with _hold_download_lock(name, etag):
-                _fetch_large(url, cached_folder(name) / "blobs" / etag, size, progress)
-        hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
+                _fetch_large(url, cached_folder(name) / "blobs" / etag, size, bar)
+        hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar)
 
 
-def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
+def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
     """Download a large file to where huggingface_hub looks for it; goes on after an interrupt."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it is lazy
+
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
     part = blob.with_name(f"{blob.name}.part")
-    part.touch()
-    most, failures = part.stat().st_size, 0
-    while (there := part.stat().st_size) < size:
-        broken: Exception = ConnectionError(f"{url} ends too early")
-        try:
-            _continue_download(url, part, there, size, progress)
-        except Exception as error:
-            if not isinstance(error, ConnectionError | TimeoutError) and not _is_transport(error):
-                raise
-            broken = error
-        now = part.stat().st_size
-        most, failures = max(most, now), 0 if now > most else failures + 1
-        if failures == _TRIES:
-            raise broken
-        if now < size:
-            time.sleep(_PAUSE)
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    with part.open("ab") as stream:
+        there = stream.tell()
+        if there <= size:
+            http_get(
+                url,
+                stream,
+                resume_size=there,
+                headers=headers,
+                expected_size=size,
+                tqdm_class=bar,
+            )
     digest = blob.name if _SHA256.fullmatch(blob.name) else ""
     if part.stat().st_size > size or (digest and _digest(part) != digest):
         part.unlink()
@@ -250,40 +245,6 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
             f"the download of {url} is damaged", hint="run the same command to fetch it again"
         )
     part.replace(blob)
-
-
-def _is_transport(error: Exception) -> bool:
-    # The errors of broken connections have no common public base class.
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
-
-
-def _continue_download(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Append the bytes of `url` from byte `there` on to `part`, or write it anew."""
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
-
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={there}-"}
-    options: dict[str, Any] = {
-        "headers": headers,
-        "timeout": _ANSWER_SECONDS,
-        "follow_redirects": True,
-    }
-    with get_session().stream("GET", url, **options) as response, part.open("r+b") as stream:
-        hf_raise_for_status(response)
-        # Else the answer is the whole file.
-        start = there if response.status_code == _PARTIAL else 0
-        stream.truncate(start)
-        stream.seek(start)
-        for chunk in response.iter_bytes(_CHUNK):
-            stream.write(chunk)
-            if stream.tell() > size:  # the answer may be endless
-                return
-            progress("", stream.tell(), size)
 
 
 @contextmanager

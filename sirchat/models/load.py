@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, no_panic
@@ -51,7 +52,7 @@ from sirchat.models.probe import (
 from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.stored_weights import refuse_format, weights_in_folder
+from sirchat.models.stored_weights import weights_in_folder
 from sirchat.models.whole_files import StoredPlace
 from sirchat.paths import abbreviated, changeable_by_others
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -309,7 +310,6 @@ def _load_with_transformers(
     if not Path(source).is_dir():
         options = {**options, "local_files_only": must_use_cache(source)}
     config = AutoConfig.from_pretrained(source, **options)
-    refuse_format(name, config.to_dict())
     refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
@@ -354,22 +354,15 @@ def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
     """Read the weights into a module; False if their names or shapes are not the module's."""
-    parameters = dict(module.named_parameters())
-    if module.config.tie_word_embeddings:
-        del parameters["lm_head.weight"]
-    if {name: tuple(weight.shape) for name, weight in parameters.items()} != {
-        name: place.shape for name, (_, place) in weights.items()
-    }:
+    read, files = dict[str, Tensor](), {path for path, _ in weights.values()}
+    for done, path in enumerate(sorted(files), 1):
+        read |= {name: weight.to(module.dtype) for name, weight in load_file(path).items()}
+        if progress is not None:
+            progress("Reading weights", done, len(files))
+    try:
+        found = module.load_state_dict(read, strict=False, assign=True)
+    except RuntimeError:  # of other shapes
         return False
-    done = 0
-    for path in dict.fromkeys(path for path, _ in weights.values()):
-        with safe_open(path, framework="pt") as file:
-            for name in (name for name, (source, _) in weights.items() if source == path):
-                owner, _, attribute = name.rpartition(".")
-                weight = file.get_tensor(name).to(parameters[name].dtype)
-                setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
-                done += 1
-                if progress is not None:
-                    progress("Reading weights", done, len(weights))
     module.tie_weights()
-    return True
+    tied = ["lm_head.weight"] if module.config.tie_word_embeddings else []
+    return found.missing_keys == tied and not found.unexpected_keys

@@ -34,7 +34,7 @@ from sirchat.models.devices import (
     pick_dtype,
     stored_weights_of,
 )
-from sirchat.models.encoder import Encoder
+from sirchat.models.encoder import Encoder, Readings
 from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
@@ -48,7 +48,6 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
-from sirchat.models.readout import Readings, Readout
 from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
@@ -120,7 +119,7 @@ class LoadedModel:
             else:
                 logits, states = step.read(ids[0], position, cache)
             if readings is not None:
-                self.readout.fill(readings, states)
+                self.encoder.fill(readings, states)
             return logits
         with self._observed_by(observer), self._collect(readings):
             return self._module_logits(ids, cache, visible, positions)
@@ -322,7 +321,7 @@ class LoadedModel:
         On a GPU, the first access captures the step, and compares its logits with the module's.
         """
         if DecodeStep.supports(self.module):
-            return DecodeStep(self.module, self.cache_dtype, self.readout.layers)
+            return DecodeStep(self.module, self.cache_dtype, self.encoder.layers)
         return self.captured.step
 
     @cached_property
@@ -330,12 +329,7 @@ class LoadedModel:
         """The decode step for a GPU, or why there is none."""
         if self.device.type != "cuda":
             return Captured(None, "there is no GPU")
-        return capture_first(self._step_bodies(), self.device, self.error_of_step, self.readout)
-
-    @cached_property
-    def readout(self) -> Readout:
-        """Computes what the model's encoder reads from hidden states."""
-        return Readout(self.encoder)
+        return capture_first(self._step_bodies(), self.device, self.error_of_step, self.encoder)
 
     @property
     def passage_encoder(self) -> Encoder | SentenceEncoder:
@@ -399,8 +393,8 @@ class LoadedModel:
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
         """Ways to compute a decode step on a GPU, the fastest first; each may raise an error."""
         for kernels in ("triton", "torch"):
-            yield partial(LlamaStep, self.module, kernels, self.readout.layers)
-        yield partial(HubStep, self, self.readout.layers)
+            yield partial(LlamaStep, self.module, kernels, self.encoder.layers)
+        yield partial(HubStep, self, self.encoder.layers)
 
     @torch.inference_mode()
     def _module_logits(
@@ -472,11 +466,11 @@ class LoadedModel:
     @contextmanager
     def _collect(self, readings: Readings | None) -> Iterator[None]:
         """Fill `readings` with those of the ids that are read within the block."""
-        layers = self.readout.layers if readings is not None and readings.encodes else ()
+        layers = self.encoder.layers if readings is not None and readings.encodes else ()
         with recorded_states(self.module, layers) as states:
             yield
         if readings is not None and layers:
-            self.readout.fill(readings, side_by_side(states))
+            self.encoder.fill(readings, side_by_side(states))
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -28,7 +26,6 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, tor
 _STATE_TOLERANCES = (1e-3, 1e-3), (0.03, 0.1)
 _DISTANCES = (1, 17, 301)
 _FIRST_TOKEN, _MOST_TOKENS = 5, 32  # the ids that are tried until two have keys that are not zero
-_MOST_GROWTH = 64  # of a text, by a tokenizer's replacements
 _SHOWN = 3  # most weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
 _DIFFERENCES = {
@@ -54,8 +51,7 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
 
-    So, too, if it makes texts many times as long before it reads them, or names no id as end, or
-    no number as its limit.
+    So, too, if the files name no id as end.
     """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
@@ -67,28 +63,6 @@ def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not isinstance(end, int):
             raise ModelError(f"the files of {name!r} say eos_token_id: {ends!r}; it must be an id")
-    if not isinstance(most := getattr(tokenizer, "model_max_length", 0), int | float):
-        raise ModelError(
-            f"the files of {name!r} say model_max_length: {most!r}; it must be a number"
-        )
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = [getattr(backend, name, None) for name in ("normalizer", "decoder")]
-    if any(_growth(json.loads(one.__getstate__())) > _MOST_GROWTH for one in parts if one):
-        raise ModelError(
-            f"the tokenizer of {name!r} makes texts more than {_MOST_GROWTH}-fold long"
-        )
-
-
-def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times as long the replacements of a normalizer or decoder may make a text."""
-    parts = normalizer.get("normalizers") or normalizer.get("decoders") or ()
-    grown = float(math.prod(map(_growth, parts)))
-    if normalizer.get("type") == "Replace":  # an expression, like no text, may be found anywhere
-        new, replaced = len(normalizer["content"]), len(normalizer["pattern"].get("String", ""))
-        grown *= max(1, new / replaced) if replaced else 1 + new
-    if normalizer.get("type") == "Prepend":
-        grown *= 1 + len(normalizer["prepend"])
-    return grown
 
 
 def refuse_broken_template(tokenizer: Any, name: str) -> None:
@@ -195,7 +169,7 @@ def probe_rotations(
             ) from error
         rotations.append(LayerRotation(key=key, value=value))
     if kinds is None:  # else `probe_state` checks it
-        _check_a_move(module, visible[0][0], rotations, samples[0][0][0], name)
+        _check_a_move(module, lambda: _hub_cache(rotations, 2), name)
     return rotations
 
 
@@ -228,7 +202,7 @@ def probe_state(
                 kv_cache.state = state
                 logits = _read(module, ids[at : at + size], kv_cache, at)
             if (logits - expected).norm() <= tolerance * expected.norm():
-                _check_a_move_after_state(module, new, name)
+                _check_a_move(module, new, name)
                 return size == 1
     except _NO_ROWS as error:
         raise ModelError(
@@ -254,56 +228,30 @@ def _hub_cache(
     return HubCache(rotations, capacity, kinds=kinds)
 
 
-@torch.inference_mode()
-def _check_a_move(
-    module: Any,
-    token: int,
-    rotations: list[LayerRotation],
-    at_start: tuple[Tensor, Tensor],
-    name: str,
-) -> None:
+def _check_a_move(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
     """Raise ModelError if a moved key differs from one computed at the new position.
 
-    The model reads one token twice, and the first copy is evicted: layer 0 must be left with
-    `at_start`, computed at position 0. Models that ignore the given positions fail.
+    Both are of layer 0, read after the same token, which stays for one of them. Models that ignore
+    the given positions fail.
     """
-    kv_cache = _hub_cache(rotations, 2)
-    module(
-        input_ids=torch.tensor([[token] * 2], device=input_device(module)),
-        use_cache=True,
-        **cache_argument(module, kv_cache),
-    )
-    kv_cache.commit(2)
-    kv_cache.keep(torch.tensor([1]))
-    moved = (kv_cache.layer_keys(0)[0, :, 0], kv_cache.layer_values(0)[0, :, 0])
-    for ours, theirs in zip(moved, at_start, strict=True):
-        gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
-        if gap > _TOLERANCE[theirs.dtype]:
-            raise ModelError(
-                f"{name} ({module.config.model_type}) can't run with a limited cache: its keys "
-                "do not depend on the given positions",
-                hint="models with learned positions cannot move their keys",
-            )
 
-
-def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
-    """Like `_check_a_move`, for a hybrid model: both keys are read after the same other token."""
-
-    def key(token: int, is_moved: bool) -> Tensor:
+    def row(token: int, is_moved: bool) -> tuple[Tensor, Tensor]:
         kv_cache = new()
         _read(module, [token], kv_cache, 0)
         kv_cache.keep(torch.arange(int(is_moved)))
         _read(module, [token], kv_cache, int(is_moved))
         kv_cache.keep(torch.tensor([int(is_moved)]))
-        return kv_cache.layer_keys(0)[0, :, 0].float()
+        return kv_cache.layer_keys(0)[0, :, 0].clone(), kv_cache.layer_values(0)[0, :, 0].clone()
 
-    token, theirs = next(_visible_tokens(module, name, lambda token: [(key(token, False),)]))
-    at_start = theirs[0][0]
-    gap = (key(token, True) - at_start).norm()
-    if gap > _TOLERANCE[module.dtype] * at_start.norm():
-        raise ModelError(
-            f"{name} can't run with a limited cache: its keys do not depend on the given positions"
-        )
+    token, (at_start,) = next(_visible_tokens(module, name, lambda token: [row(token, False)]))
+    for ours, theirs in zip(row(token, True), at_start, strict=True):
+        gap = (ours.float() - theirs.float()).norm()
+        if gap > _TOLERANCE[theirs.dtype] * theirs.float().norm():
+            raise ModelError(
+                f"{name} ({module.config.model_type}) can't run with a limited cache: its keys do "
+                "not depend on the given positions",
+                hint="models with learned positions cannot move their keys",
+            )
 
 
 def _would_be_used(module: Any, key: str) -> bool:

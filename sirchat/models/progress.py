@@ -6,7 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.std import tqdm
@@ -29,27 +29,17 @@ def switch_off_bars() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # and those of the hub's library
-    with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
-        from transformers import modeling_gguf_pytorch_utils
-
-        modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
 
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
     """Context manager or decorator: no library shows warnings or logs."""
-    with no_logs(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def no_logs() -> Iterator[None]:
-    """Context manager or decorator: no library logs."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -82,7 +72,7 @@ def bar_class(progress: Progress) -> type[tqdm]:
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs |= {"disable": False, "file": io.StringIO(), "leave": False}
+            kwargs |= {"disable": False, "file": io.StringIO(), "leave": False, "mininterval": 0}
             kwargs.pop("name", None)  # an option of the hub's own bars only
             super().__init__(*args, **kwargs)
 

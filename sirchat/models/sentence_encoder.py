@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sirchat.errors import ModelError
@@ -32,10 +31,9 @@ _KEPT = ("config.json", "tokenizer.json")  # files without which a folder is no 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's states become its vector: their `mean`, the `first` or the `last`; `dense`."""
+    """How a text's states become its vector: their `mean`, the `first` or the `last`."""
 
     way: str = "mean"
-    dense: nn.Sequential = field(default_factory=nn.Sequential)
 
     def vectors(self, states: Tensor, mask: Tensor) -> Tensor:
         """The unit vectors [n, D] of texts' states [n, m, d]; `mask` [n, m] is 0 for padding."""
@@ -45,7 +43,7 @@ class Pooling:
             rows = mask.cumsum(1)
             place = (rows == (1 if self.way == "first" else rows[:, -1:])).int().argmax(1)
             found = states[torch.arange(len(states)), place]
-        return F.normalize(self.dense(found), dim=-1)
+        return F.normalize(found, dim=-1)
 
     @classmethod
     def of_model(cls, name: str) -> Self | None:
@@ -66,16 +64,15 @@ class Pooling:
 
         Damaged files raise all kinds of errors.
         """
-        listed, usual = folder / "modules.json", [{"type": "Pooling", "path": "1_Pooling"}]
-        modules = json.loads(listed.read_bytes())[1:] if listed.exists() else usual
-        if not modules or not (listed.exists() or (folder / "1_Pooling").exists()):
+        listed, modules = folder / "modules.json", [{"type": "Pooling", "path": "1_Pooling"}]
+        if listed.exists():
+            modules = json.loads(listed.read_bytes())[1:]  # without the transformer
+        elif not (folder / "1_Pooling").exists():
             return None
         kinds = [one["type"].rpartition(".")[2] for one in modules]
-        order = ["Pooling", *["Dense"] * kinds.count("Dense"), "Normalize"]
-        if kinds not in (order, order[:-1]):
-            raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Dense, Normalize")
-        first, *others = (folder / Path(one["path"]).name for one in modules)
-        return cls(_way(first), nn.Sequential(*map(_dense, others[: kinds.count("Dense")])))
+        if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
+            raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Normalize")
+        return cls(_way(folder / Path(modules[0]["path"]).name)) if modules else None
 
 
 class SentenceEncoder:
@@ -97,8 +94,7 @@ class SentenceEncoder:
                 self._module: Any = AutoModel.from_pretrained(
                     folder, use_safetensors=True, **options
                 ).eval()
-            states = torch.zeros(1, 1, int(self._module.config.hidden_size))
-            self.size = self._pooling.vectors(states, torch.ones(1, 1)).shape[1]  # of a vector
+            self.size = int(self._module.config.hidden_size)  # of a vector
         except Exception as error:  # whatever transformers raises, or damaged files
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ModelError(f"sentence encoder {name!r} can't be loaded: {why}") from error
@@ -106,8 +102,7 @@ class SentenceEncoder:
     @cached_property
     def check_sum(self) -> int:
         """A check sum of the pooling, and of some of the weights of each kind."""
-        parts = (*self._module.parameters(), *self._pooling.dense.parameters())
-        weights = (one.flatten()[::997].float() for one in parts)
+        weights = (one.flatten()[::997].float() for one in self._module.parameters())
         how = 0 if self._pooling.way == "mean" else crc32(self._pooling.way.encode())
         return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
 
@@ -140,24 +135,12 @@ def _way(folder: Path) -> str:
     return way
 
 
-def _dense(folder: Path) -> nn.Module:
-    """A dense layer, with tanh if its config.json says so; ModelError if there is more to it."""
-    said = load_config(folder / "config.json")
-    kind = said.get("activation_function", "Tanh").rpartition(".")[2]
-    kind += " with use_residual" if said.get("use_residual") else ""
-    if kind not in ("Tanh", "Identity"):
-        raise ModelError(f"{folder} has activation_function {kind}; allowed: Tanh, Identity")
-    layer = nn.Linear(said["in_features"], said["out_features"], said.get("bias", True))
-    nn.ModuleDict({"linear": layer}).load_state_dict(load_file(folder / "model.safetensors"))
-    return nn.Sequential(layer, nn.Tanh()) if kind == "Tanh" else layer
-
-
 def _folder(name: str) -> Path:
     """The files of a sentence encoder; raises ModelError if they are not on this machine."""
-    path: Path | None = Path(os.path.expanduser(name))
-    if path is None or not path.is_dir():
-        path = snapshot_of(cached_folder(name)) if name.count("/") == 1 else None
-    if path is None:
+    path = Path(os.path.expanduser(name))
+    cached = snapshot_of(cached_folder(name)) if name.count("/") == 1 else None
+    path = cached if cached is not None and not path.is_dir() else path
+    if not path.is_dir():
         hint = f"to download it: sirchat models pull {name}" if name.count("/") == 1 else ""
         raise ModelError(
             f"sentence encoder {name!r} is neither a folder nor a model on this machine", hint=hint

@@ -43,7 +43,7 @@ _NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma"
 # Types of models whose config may not show which of their layers have keys and values.
 _HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
 
-_Elements = tuple[tuple[int, ...], int] | tuple[None, None]
+_Elements = tuple[int, int] | tuple[None, None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelShape:
     Attributes:
         kind: the architecture, such as `llama`; for a GGUF file also the type of its weights.
         context_length: number of tokens that the model was trained for.
-        layer_elements: how many numbers of a token the KV cache stores in each layer: values, and
+        row_elements: how many numbers of a token the KV cache stores in all layers: values, and
             keys twice (as first written and as moved) where they rotate.
         archived_elements: how many numbers of a token the archive stores in all layers.
         stays_packed: whether the weights stay packed, on a device that can compute with these.
@@ -61,14 +61,9 @@ class ModelShape:
 
     kind: str
     context_length: int | None
-    layer_elements: tuple[int, ...] | None
+    row_elements: int | None
     stays_packed: bool = False
     archived_elements: int | None = None
-
-    @property
-    def row_elements(self) -> int | None:
-        """How many numbers of a token the KV cache stores in all layers; None if unknown."""
-        return None if self.layer_elements is None else sum(self.layer_elements)
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
@@ -186,7 +181,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _elements(config: Mapping[str, Any]) -> _Elements:
-    """Count a token's numbers in each layer of the KV cache, and in all layers of the archive."""
+    """Count a token's numbers in all layers of the KV cache, and in those of the archive."""
     kinds = _layer_types(config)
     layers = positive(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
@@ -201,9 +196,8 @@ def _elements(config: Mapping[str, Any]) -> _Elements:
     latent = positive(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
         rotated_part = positive(config.get("qk_rope_head_dim")) or 0
-        has_rows = [kind in _WITH_ROWS for kind in kinds]
-        row = latent + 2 * rotated_part
-        return tuple(row * has for has in has_rows), sum(has_rows) * (latent + rotated_part)
+        count = sum(kind in _WITH_ROWS for kind in kinds)
+        return count * (latent + 2 * rotated_part), count * (latent + rotated_part)
     size = positive(config.get("head_dim")) or (hidden // heads if hidden else None)
     if not size:  # unknown, or more heads than numbers
         return None, None
@@ -217,7 +211,7 @@ def _elements(config: Mapping[str, Any]) -> _Elements:
     once = [far if kind == _WITH_ROWS[0] else near for kind in kinds]
     once = [2 * row if kind in _WITH_ROWS else 0 for row, kind in zip(once, kinds, strict=True)]
     both = zip(once, rotates, strict=False)
-    return tuple(row * 3 // 2 if turns else row for row, turns in both), sum(once)
+    return sum(row * 3 // 2 if turns else row for row, turns in both), sum(once)
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:

@@ -5,15 +5,14 @@ Files are not trusted; a file that can't be read raises ModelError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from sirchat.errors import ModelError, format_value
+from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import ConfigValues, load_config, refuse_odd_numbers
 from sirchat.models.names import all_parts
@@ -21,14 +20,6 @@ from sirchat.models.whole_files import StoredPlace, safetensors_in
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# The package that transformers needs for each `quant_method` of a config.json that it reads.
-_PACKAGES = dict.fromkeys(("bitnet", "fp8", "gemma", "mxfp4", "mxfp8"), "accelerate")
-_PACKAGES |= {"awq": "gptqmodel", "gptq": "gptqmodel", "eetq": "kernels", "spqr": "spqr_quant"}
-_PACKAGES |= {"fbgemm_fp8": "fbgemm_gpu", "higgs": "flute", "quanto": "optimum"}
-_SAME_NAME = "aqlm auto-round bitsandbytes compressed-tensors fouroversix fp_quant hqq quark sinq"
-_PACKAGES |= {one: one.replace("-", "_") for one in (*_SAME_NAME.split(), "torchao", "vptq")}
-# How the names of packed weights end.
-_PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_2", ".scales")
 # What a config.json says of sizes that building the model would take memory for.
 _LAYERS = "num_hidden_layers"
 _SIZES = [
@@ -119,43 +110,21 @@ def stored_weights(path: Path) -> StoredWeights:
 def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
     """The weights that a folder's safetensors have: for each name its file, and where it is there.
 
-    Raises ModelError if a file is missing, damaged or of another kind, such as MLX's.
+    Raises ModelError if a file is missing, damaged or of another kind.
     """
     files, config = _weight_files(folder), dict[str, Any]()
     with suppress(ModelError):  # what loads it says what is wrong
         config = load_config(folder / "config.json")
-    refuse_format(str(folder), config)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
     found = {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
-    refuse_format(str(folder), config, found)
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
     refuse_odd_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
     return found
-
-
-def refuse_format(name: str, config: Mapping[str, Any], weights: Iterable[str] = ()) -> None:
-    """Raise ModelError if weights are packed in a way not read here, as config or names say."""
-    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
-    said = next(filter(None, (part.get("quantization_config") for part in parts)), None)
-    by_mlx = config.get("quantization")
-    packed = next((one for one in weights if one.endswith(_PACKED) and not said), None)
-    method = said.get("quant_method") if isinstance(said, dict) else None
-    package = _PACKAGES.get(str(method))
-    if method is None and isinstance(by_mlx, dict) and "bits" in by_mlx:
-        what = f"of {by_mlx['bits']} bits as MLX packs them"
-    elif said and (package is None or find_spec(package) is None):
-        what = f"in the format {format_value(method)}"
-    elif packed:
-        what = f"that are packed, as {packed} shows"
-    else:
-        return
-    hint = "take the model's own folder, or a GGUF file of it"
-    raise ModelError(f"{name} has weights {what}, not read here", hint=hint)
 
 
 def _refuse_larger_config(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.devices import has_vnni
-from sirchat.models.packed import Int8Linear, has_fast_bfloat16, has_tiles
+from sirchat.models.packed import Int8Linear, has_tiles
 
 # Types of models whose logits are the product of the last hidden states and the output head.
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -61,8 +61,8 @@ def has_linear_head(module: Any) -> bool:
 def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
 
-    On a CPU logits are float32, also for bfloat16 weights; without VNNI, and by `tiles.cpp`, those
-    of eight-bit weights have relative errors of about 2^-17. They are never all in memory.
+    On a CPU logits are float32, also for bfloat16 weights; by `tiles.cpp`, those of eight-bit
+    weights have relative errors of about 2^-17. They are never all in memory.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -96,21 +96,12 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 class _FloatProducts:
-    """Multiplies hidden states [m, d] with the head's weights for some tokens, in float32.
-
-    bfloat16 holds eight-bit weights exactly, and fast matrix units multiply it and add in float32.
-    With these, each state is the sum of two parts, multiplied in bfloat16.
-    """
+    """Multiplies hidden states [m, d] with the head's weights for some tokens, in float32."""
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
-        self._head, wide = head, hidden.float()
-        is_eight = isinstance(head, Int8Linear)
-        self._parts, self.precision = [wide], "highest"
-        if is_eight and has_fast_bfloat16():
-            high = wide.bfloat16().float()
-            self._parts, self.precision = [high, wide - high], "medium"
-        elif not is_eight and head.weight.dtype == torch.bfloat16:
-            self.precision = "medium"
+        self._head, self._hidden = head, hidden.float()
+        is_short = not isinstance(head, Int8Linear) and head.weight.dtype == torch.bfloat16
+        self.precision = "medium" if is_short else "highest"
 
     def select_weights(self, start: int, end: int) -> None:
         """Select the weights of the tokens `start` to `end`."""
@@ -120,10 +111,7 @@ class _FloatProducts:
 
     def multiply(self, some: slice) -> Tensor:
         """Multiply some hidden states with the n selected weights: [m, n]."""
-        product = self._parts[0][some] @ self._weight
-        for part in self._parts[1:]:
-            product.addmm_(part[some], self._weight)
-        return product
+        return self._hidden[some] @ self._weight
 
 
 class _WholeNumberProducts:

@@ -284,10 +284,10 @@ def test_paths_say_what_lies_where(own_home: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ([], "0 bytes in 0 files"),
-        ([5], "5 bytes in 1 file"),
-        ([1024, 512], "1.5 KiB in 2 files"),
-        ([3 * 2**20], "3.0 MiB in 1 file"),
+        ([], "0 B in 0 files"),
+        ([5], "5 B in 1 file"),
+        ([1000, 500], "1.5 kB in 2 files"),
+        ([3 * 10**6], "3.0 MB in 1 file"),
     ],
 )
 def test_sizes_in_words(sizes: list[int], words: str, tmp_path: Path) -> None:

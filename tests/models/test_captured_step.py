@@ -163,7 +163,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             move(module, device)
             model = wrap_model("small", module, None)
             step = CapturedStep(
-                LlamaStep(module, "torch"), device, captures=False, readout=model.readout
+                LlamaStep(module, "torch"), device, captures=False, encoder=model.encoder
             )
             model.__dict__["decode_step"] = step
             # The results are copied to the host without a wait, which the simulation can't tell.
@@ -201,7 +201,7 @@ def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
 
     def tried(*bodies: Any) -> Any:
         with captured(model):
-            return capture_first(bodies, model.device, model.error_of_step, model.readout)
+            return capture_first(bodies, model.device, model.error_of_step, model.encoder)
 
     def right() -> LlamaStep:
         return LlamaStep(model.module, "torch")
@@ -265,7 +265,7 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
     said = []
     for captures in (True, False):
         model.__dict__["decode_step"] = CapturedStep(
-            step.body, model.device, captures=captures, readout=step.readout
+            step.body, model.device, captures=captures, encoder=step.encoder
         )
         for ahead in (True, False):
             engine = Engine(model, CacheSettings(Entropy(), 64, archive=2**24))

@@ -27,13 +27,13 @@ from random_encoders import random_encoder
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
+from sirchat.models.encoder import Readings
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
-from sirchat.models.readout import Readings
 from sirchat.saved.saved_state import fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3", "gemma3", "gemma3-long"]

@@ -24,10 +24,9 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.encoder import Encoder
+from sirchat.models.encoder import Encoder, Readings
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.readout import Readings
 from sirchat.paths import encoder_files
 
 IDS = some_ids(31, 3)
@@ -117,7 +116,7 @@ def test_several_conversations_in_one_pass_get_their_own() -> None:
         tokens.append((7, length, memory))
         wanted.append(encoded(model, [*IDS[:length], 7])[-1])
     readings = Readings(encodes=True)
-    model.readout.fill(readings, step.read_together(tokens)[1])  # type: ignore[arg-type]
+    model.encoder.fill(readings, step.read_together(tokens)[1])  # type: ignore[arg-type]
     for at, one in enumerate(wanted):
         part = readings.part(at).numbers
         assert part is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import takewhile
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 
 from chatting import tiny
 from command import run
-from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.models import processor
-from sirchat.models.doctor import run_checks
 from sirchat.models.load import load_model, load_model_of
 from sirchat.models.packed import ANY_ROWS, MatmulMethod, matmul_method_of
 from sirchat.models.processor import Features, fastest_method, features, own_rows
@@ -84,22 +80,6 @@ def test_the_cache_of_packed_weights_has_two_bytes_a_number_or_what_is_set() -> 
     for kind in ("float16", "bfloat16", "float32"):
         assert replace(model, cache_type=kind).cache_dtype == getattr(torch, kind)
     assert tiny().cache_dtype == torch.float32, "other weights keep their own type"
-
-
-def test_doctor_says_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.setenv("CXX", "no-such-compiler")  # else nothing is unpacked
-    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
-
-    def doctor(found: Features) -> dict[str, str]:
-        monkeypatch.setattr(processor, "features", lambda: found)
-        early = takewhile(lambda finding: finding.name != "memory", run_checks(str(model)))
-        return {finding.name: finding.value for finding in early}
-
-    assert doctor(BFLOAT16)["unpacked weights"] == "bfloat16, to read more than 32 tokens at once"
-    found = doctor(AVX2)
-    assert found["unpacked weights"] == "float32, to read more than 64 tokens at once"
-    assert found["cache"] == "bfloat16"
 
 
 def test_the_setting_reaches_the_cache_and_the_list_of_models(

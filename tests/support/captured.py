@@ -38,15 +38,15 @@ def why_not(model: LoadedModel) -> str:
     """Why a model's own forward can't be captured as a decode step, or ""."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
-        body = partial(HubStep, model, model.readout.layers)
-        return capture_first([body], model.device, model.error_of_step, model.readout).problems
+        body = partial(HubStep, model, model.encoder.layers)
+        return capture_first([body], model.device, model.error_of_step, model.encoder).problems
 
 
 @contextmanager
 def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     """Within this block, the model decodes with the captured step that this yields."""
-    body = LlamaStep(model.module, "torch", model.readout.layers)
-    step = CapturedStep(body, model.device, captures=True, readout=model.readout, **options)
+    body = LlamaStep(model.module, "torch", model.encoder.layers)
+    step = CapturedStep(body, model.device, captures=True, encoder=model.encoder, **options)
     vars(step)["draws"] = True
     kernels = ModuleType("sirchat.models.kernels")
     vars(kernels).update(draw=draw)

@@ -26,8 +26,8 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
 from sirchat.models import packed
+from sirchat.models.encoder import Readings
 from sirchat.models.model import LoadedModel
-from sirchat.models.readout import Readings
 from sirchat.models.surprisal import PassResult
 
 

@@ -422,8 +422,8 @@ _MakeStep = Callable[[LoadedModel], Any]
 def _captured_step(model: LoadedModel, kernels: str, captures: bool) -> Any:
     body = import_module("sirchat.models.llama_step").LlamaStep
     made = import_module("sirchat.models.captured_step").CapturedStep
-    step = body(model.module, kernels, model.readout.layers)
-    return made(step, model.device, captures=captures, readout=model.readout)
+    step = body(model.module, kernels, model.encoder.layers)
+    return made(step, model.device, captures=captures, encoder=model.encoder)
 
 
 # Ways to decode a token.

@@ -41,7 +41,7 @@ class StandIn(DecodeStep):
 
     capture_seconds = 0.5
 
-    def __init__(self, body: Body, device: torch.device, *, captures: bool, readout: Any) -> None:
+    def __init__(self, body: Body, device: torch.device, *, captures: bool, encoder: Any) -> None:
         super().__init__(body.module, torch.float32, body.wanted)
         self.captures = captures
 
