@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -163,9 +163,8 @@ class MessageShape(Shape):
         }
         self._index, self._open = -1, ""  # of the last block, and its kind if that has not ended
 
-    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a message with this reply, in one part."""
-        said = replies[0]
         content = [_thinking(said.thinking)] if said.thinking else []
         content += [_text(said.text)] if said.text or not said.calls else []
         content += [_call(call) | {"input": json.loads(call.arguments)} for call in said.calls]

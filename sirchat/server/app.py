@@ -38,19 +38,15 @@ from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
-from sirchat.server.ollama import OllamaRequest, OllamaShape, OllamaTextRequest
-from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.ollama import OllamaRequest, OllamaShape
+from sirchat.server.pieces import ReplyEnd, ReplyOptions
 from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
-    DetokenizeRequest,
     OwnSession,
-    ReplyRequest,
-    TextRequest,
-    TokenizeRequest,
     notes_on_tools,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
@@ -64,10 +60,8 @@ Result = TypeVar("Result")
 # The requests for a reply, and what makes the JSON of the reply to each.
 _REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
     "/v1/chat/completions": (ChatRequest, CompletionShape),
-    "/v1/completions": (TextRequest, CompletionShape),
     "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
     "/api/chat": (OllamaRequest, OllamaShape),
-    "/api/generate": (OllamaTextRequest, OllamaShape),
 }
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
@@ -157,8 +151,6 @@ class ChatServer:
             Route("/v1/responses", self._create_response, methods=["POST"]),
             Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -183,37 +175,15 @@ class ChatServer:
     ) -> Response:
         asked = parse_request(await read_body(request), kind)
         shape = shape_of(asked, self.model)
-        if isinstance(shape, OllamaShape) and asked.only_loads:
-            self._check_name(asked.model)
-            return JSONResponse(shape.loaded)
         notes = notes_on_tools(getattr(asked, "tools", ()))
         return await self._answer(request, asked.as_request(), shape, notes)
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
-        return JSONResponse({"input_tokens": len(await self._ids_of(asked))})
-
-    async def _tokenize(self, request: Request) -> Response:
-        given = parse_request(await read_body(request), TokenizeRequest)
-        ids = await self._ids_of(given.as_request())
-        if not given.has_special and ids[:1] == [self._loaded.tokenizer.bos_token_id]:
-            del ids[0]
-        most = self._loaded.context_length
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
-
-    async def _detokenize(self, request: Request) -> Response:
-        tokens = parse_request(await read_body(request), DetokenizeRequest).tokens
-        if wrong := [token for token in tokens if not 0 <= token < self._loaded.vocab_size]:
-            allowed = f"allowed: 0 to {self._loaded.vocab_size - 1}"
-            raise RequestError(f"there is no token {wrong[0]}; {allowed}", param="tokens")
-        text = self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return JSONResponse({"content": text, "prompt": text})
-
-    async def _ids_of(self, asked: ReplyRequest) -> list[int]:
-        """The ids that a new conversation would read for this request."""
         self._check_name(asked.model)
-        work = partial(prompt_ids, self._loaded, self._profile, self._histories(asked)[0])
-        return await asyncio.wrap_future(self.replies.call(work))
+        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
+        ids = await asyncio.wrap_future(self.replies.call(work))
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def _create_response(self, request: Request) -> Response:
         given = self._responses.with_items(parse_object(await read_body(request)))
@@ -231,7 +201,7 @@ class ChatServer:
         return JSONResponse(self._responses.find(ident))
 
     async def _answer(
-        self, request: Request, asked: ReplyRequest, shape: Shape, notes: Sequence[str] = ()
+        self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()
     ) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one.
 
@@ -241,7 +211,7 @@ class ChatServer:
         options = self._options(asked)
         options.notes.extend(notes)
         name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
-        parts = ReplyParts(self.replies, self._histories(asked, name), options)
+        parts = ReplyParts(self.replies, self._history(asked, name), options)
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
@@ -262,19 +232,17 @@ class ChatServer:
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
         return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))[:_MOST_TOLD]} if notes else {}
 
-    def _histories(self, asked: ReplyRequest, name: str = "") -> list[History]:
-        """What a request tells: one chat, or a text for each prompt."""
-        if isinstance(asked, TextRequest):
-            return [History.of_single_message("text", prompt) for prompt in asked.prompt]
+    def _history(self, asked: ChatRequest, name: str = "") -> History:
+        """The messages of a request, for the conversation `name` unless the request names one."""
         if asked.sirchat_ask is not None:
             profile = self._profile_for_ask(asked.sirchat_ask)
-            return [History.of_single_message("user", asked.messages[-1].text, profile)]
+            return History.of_single_message(asked.messages[-1].text, profile)
         name = asked.sirchat.conversation or name
         has_own = asked.system is not None or name  # a name stands for what was sent before, too
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return [History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)]
+        return History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -295,9 +263,9 @@ class ChatServer:
             raise RequestError(f"the server has a different {other[0]}: {value}", status=409)
         return with_model_defaults(profile, self._loaded)
 
-    def _options(self, asked: ReplyRequest) -> ReplyOptions:
+    def _options(self, asked: ChatRequest) -> ReplyOptions:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
-        if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
+        if asked.sirchat_ask is not None:
             fields = asked.sirchat_ask.model_dump(exclude={"settings"})
             options = ReplyOptions(is_for_ask=True, **fields)
             return replace(options, format=partial(self._formats.of, asked, options.notes))
@@ -322,20 +290,16 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(profile, name) for name in _MEMORY}
-        if asked.alternatives:
-            settings["lookup"] = False  # each token is generated in a step of its own
         return ReplyOptions(
             settings,
             memory,
             tuple(asked.stop),
-            asked.alternatives,
-            calls=asked.call_parser() if isinstance(asked, ChatRequest) else None,
+            asked.call_parser(),
             format=partial(self._formats.of, asked, notes),
             own=frozenset(own),
             must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
             notes=notes,
-            count=asked.n,
         )
 
 
@@ -345,70 +309,42 @@ def model_names(model: str) -> tuple[str, ...]:
 
 
 class ReplyParts:
-    """The parts of the replies to a request, which one thread generates, in order.
+    """The parts of the reply to a request, which another thread generates.
 
-    A new instance submits them, one for each of the `histories`; iterating raises RequestError if
-    one fails.
+    A new instance submits it; iterating raises RequestError if it fails.
     """
 
-    def __init__(
-        self, thread: ReplyThread, histories: Sequence[History], options: ReplyOptions
-    ) -> None:
-        self._thread, self._each = thread, options.count
-        self._queues = [asyncio.Queue[Sent]() for _ in histories]
-        self._replies = list[WaitingReply]()
+    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
+        self._thread, self._queue = thread, asyncio.Queue[Sent]()
         self._first: Part | None = None
-        for history, queue in zip(histories, self._queues, strict=True):
-            self._replies.append(WaitingReply(history, options, partial(self._send, queue)))
         self._loop = asyncio.get_running_loop()
-        try:
-            for reply in self._replies:
-                thread.submit(reply)
-        except RequestError:  # too many wait
-            self.cancel()
-            raise
+        self._reply = WaitingReply(history, options, self._send)
+        thread.submit(self._reply)
 
-    def _send(self, queue: asyncio.Queue[Sent], part: Sent) -> None:
+    def _send(self, part: Sent) -> None:
         with suppress(RuntimeError):  # the event loop has ended: no client is left
-            self._loop.call_soon_threadsafe(queue.put_nowait, part)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
 
     async def begin(self) -> None:
         """Wait for the first part of the reply; raises RequestError if the reply fails first."""
-        self._first = await self._next(self._queues[0])
+        self._first = await self._next()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        ends = list[ReplyEnd]()
-        for number, queue in enumerate(self._queues):
-            part, self._first = self._first, None
-            while not isinstance(part, ReplyEnd):
-                if part is not None:
-                    yield replace(part, choice=part.choice + number * self._each)
-                part = await self._next(queue)
-            ends.append(replace(part, choice=part.choice + number * self._each))
-            if number < len(self._queues) - 1:
-                yield ReplyText("", choice=ends[-1].choice, finish=part.finish)
-        yield replace(ends[-1], usage=_sum([end.usage for end in ends]))
+        part = self._first or await self._next()
+        yield part
+        while not isinstance(part, ReplyEnd):
+            part = await self._next()
+            yield part
 
     def cancel(self) -> None:
-        """Stop generating the replies, because the client no longer waits for them."""
-        for reply in self._replies:
-            self._thread.cancel(reply)
+        """Stop generating the reply, because the client no longer waits for it."""
+        self._thread.cancel(self._reply)
 
-    async def _next(self, queue: asyncio.Queue[Sent]) -> Part:
-        part = await queue.get()
+    async def _next(self) -> Part:
+        part = await self._queue.get()
         if isinstance(part, RequestError):
             raise part
         return part
-
-
-def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers of tokens, added up by their names."""
-    return {
-        name: _sum([usage[name] for usage in usages])
-        if isinstance(value, dict)
-        else sum(usage[name] for usage in usages)
-        for name, value in usages[0].items()
-    }
 
 
 class _EventStream(StreamingResponse):

@@ -78,13 +78,10 @@ class History:
         return name in ("", self.name)
 
     @classmethod
-    def of_single_message(cls, role: str, text: str, profile: Profile | None = None) -> History:
-        """The history of one message that is in no conversation: random keys match no others.
-
-        The role `text` is for a text that the model continues, without a chat template.
-        """
+    def of_single_message(cls, text: str, profile: Profile) -> History:
+        """The history of one message that is in no conversation: random keys match no others."""
         keys = secrets.token_bytes(), secrets.token_bytes()
-        return cls(None, ((role, without_surrogates(text)),), keys, profile=profile)
+        return cls(None, (("user", without_surrogates(text)),), keys, profile=profile)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:

@@ -1,20 +1,14 @@
-"""The formats that requests ask for: JSON, calls of tools, and more or less likely tokens."""
+"""The formats that requests ask for: JSON, and calls of tools."""
 
 from __future__ import annotations
-
-import math
-
-import torch
 
 from sirchat.chat.formats import MOST_CALLS, ModelFormats, ReplyFormat, StrictCalls
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ModelError, SettingError
 from sirchat.server.fields import RequestError
-from sirchat.server.requests import ChatRequest, NamedTool, TextRequest
+from sirchat.server.requests import ChatRequest, NamedTool
 from sirchat.text.other_templates import ToolTemplate
-
-_MOST_BIAS = 100
 
 
 class Formats:
@@ -23,29 +17,13 @@ class Formats:
     def __init__(self) -> None:
         self._formats = ModelFormats()
 
-    def of(
-        self, asked: ChatRequest | TextRequest, notes: list[str], session: Session
-    ) -> Allowed | None:
+    def of(self, asked: ChatRequest, notes: list[str], session: Session) -> Allowed | None:
         """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
-        Also what it says of single tokens, `logit_bias`. What of a schema is not kept is added to
-        `notes`. RequestError if the model or a schema can't be used, if the chat template does not
-        write calls as JSON, or if the reply has begun in another way.
+        What of a schema is not kept is added to `notes`. RequestError if the model or a schema
+        can't be used, if the chat template does not write calls as JSON, or if the reply has begun
+        in another way.
         """
-        allowed = self._of_chat(asked, notes, session) if isinstance(asked, ChatRequest) else None
-        if not asked.logit_bias:
-            return allowed
-        bias = torch.zeros(size := session.model.vocab_size)
-        for name, value in asked.logit_bias.items():
-            if int(name) >= size:
-                problem = f"logit_bias has the token {name}; allowed: 0 to {size - 1}"
-                raise RequestError(problem, param="logit_bias")
-            bias[int(name)] = -math.inf if value <= -_MOST_BIAS else min(value, _MOST_BIAS)
-        if allowed is None:
-            return lambda ids: bias
-        return lambda ids: bias.masked_fill(~allowed(ids), -math.inf)
-
-    def _of_chat(self, asked: ChatRequest, notes: list[str], session: Session) -> Allowed | None:
         made = self._made(asked, notes, session)
         begun = session.template.as_text((asked.prefill or "").rstrip())
         if made is None or not begun:

@@ -21,7 +21,6 @@ from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
 from sirchat.server.fields import ModelFields, RequestError, parse_request
-from sirchat.server.ollama import OllamaOptions
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.text.times import local_time
 
@@ -43,16 +42,6 @@ class EmbeddingRequest(ModelFields):
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-
-
-class OllamaEmbedRequest(ModelFields):
-    """The body of a request to `/api/embed`, or with `prompt` to `/api/embeddings`."""
-
-    input: _Texts = Field(default=[""])
-    prompt: str | None = None
-    truncate: bool = True
-    dimensions: int | None = None
-    options: OllamaOptions = OllamaOptions()
 
 
 class ShowRequest(ModelFields):
@@ -78,11 +67,8 @@ class ModelRoutes:
             Route("/v1/models/{name:path}", self._find),
             Route("/v1/embeddings", self._embed, methods=["POST"]),
             Route("/api/tags", self._list_as_ollama),
-            Route("/api/ps", self._list_as_ollama),
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/version", _version),
-            Route("/api/embed", self._embed_as_ollama, methods=["POST"]),
-            Route("/api/embeddings", self._embed_as_ollama, methods=["POST"]),
         ]
 
     def check_name(self, name: str | None) -> None:
@@ -112,7 +98,11 @@ class ModelRoutes:
     async def _embed(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), EmbeddingRequest)
         self.check_name(asked.model)
-        vectors, tokens = await self._vectors(asked.input, asked.dimensions)
+        vectors, tokens = await self._vectors(asked.input)
+        size = len(vectors[0])
+        if asked.dimensions not in (None, size):
+            problem = f"dimensions can't be {asked.dimensions}; allowed: {size}"
+            raise RequestError(problem, param="dimensions")
         data = [
             {"object": "embedding", "index": at, "embedding": _encoded(one, asked.encoding_format)}
             for at, one in enumerate(vectors)
@@ -123,27 +113,7 @@ class ModelRoutes:
         how = model.encoder_in_words if model.passage_encoder.size else _WITHOUT_ENCODER
         return JSONResponse(answer | {"sirchat": {"vectors": how}})
 
-    async def _embed_as_ollama(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), OllamaEmbedRequest)
-        self.check_name(asked.model)
-        begun, is_one = time.monotonic_ns(), request.url.path.endswith("/embeddings")
-        texts = [asked.prompt or ""] if is_one else asked.input
-        vectors, tokens = await self._vectors(texts, asked.dimensions, cuts=asked.truncate)
-        if is_one:
-            return JSONResponse({"embedding": vectors[0].tolist()})
-        return JSONResponse(
-            {
-                "model": self._names[-1],
-                "embeddings": [one.tolist() for one in vectors],
-                "total_duration": time.monotonic_ns() - begun,
-                "load_duration": 0,
-                "prompt_eval_count": tokens,
-            }
-        )
-
-    async def _vectors(
-        self, texts: list[str], size: int | None, *, cuts: bool = False
-    ) -> tuple[list[NDArray[np.float32]], int]:
+    async def _vectors(self, texts: list[str]) -> tuple[list[NDArray[np.float32]], int]:
         """The vectors of texts, one at a time between the steps of replies, and their tokens."""
         model, most = self._model, self._model.context_length
         try:
@@ -151,23 +121,17 @@ class ModelRoutes:
         except Exception as error:  # for damaged files, of all kinds
             raise RequestError(f"this model makes no vectors: {error}") from error
         encode = partial(model.tokenizer.encode, add_special_tokens=adds)
-        each, ends = [encode(text) or [0] for text in texts], encode("")[-1:]
-        if not cuts and (longest := max(map(len, each))) > most:
+        each = [encode(text) or [0] for text in texts]
+        if (longest := max(map(len, each))) > most:
             raise RequestError(
                 f"a text has {longest:,} tokens; the model's context length is {most:,}",
                 param="input",
                 code="context_length_exceeded",
             )
-        # Of a long text, too, the vector may be that of the EOS at its end.
-        each = [[*ids[:-1][: most - 1], *ends] if ids[-1:] == ends else ids[:most] for ids in each]
         found = []
         for text, ids in zip(texts, each, strict=True):
             call = self._replies.call(partial(self._vector, text, ids))
             found.append(await asyncio.wrap_future(call))
-        if size not in (None, len(found[0])):
-            raise RequestError(
-                f"dimensions can't be {size}; allowed: {len(found[0])}", param="dimensions"
-            )
         return found, sum(map(len, each))
 
     def _vector(self, text: str, ids: list[int]) -> NDArray[np.float32]:
@@ -176,20 +140,16 @@ class ModelRoutes:
 
     async def _list_as_ollama(self, request: Request) -> Response:
         size = weights_by_device(self._model.module).total()
-        name, until = self._names[-1], "9999-12-31T23:59:59Z"  # it stays loaded
-        model = {"name": name, "model": name, "size": size, "digest": "", "details": self._details}
-        times: dict[str, Any] = {"modified_at": self._since_as_text}
-        if not request.url.path.endswith("tags"):
-            on_gpu = size if self._model.device.type != "cpu" else 0
-            times = {"expires_at": until, "size_vram": on_gpu}
-        return JSONResponse({"models": [model | times]})
+        name, since = self._names[-1], self._since_as_text
+        about = {"name": name, "model": name, "size": size, "digest": "", "modified_at": since}
+        return JSONResponse({"models": [about | {"details": self._details}]})
 
     async def _show(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ShowRequest)
         self.check_name(asked.model or asked.name)
         config = self._model.module.config.get_text_config(decoder=True)
         kind, template = config.model_type, str(self._model.tokenizer.chat_template or "")
-        able = ["completion", "embedding", *(("tools",) if "tools" in template else ())]
+        able = ["completion", *(("tools",) if "tools" in template else ())]
         info = {
             "general.architecture": kind,
             f"{kind}.context_length": self._model.context_length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any, Literal
@@ -24,10 +24,8 @@ from sirchat.server.fields import (
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
-    ReplyRequest,
     RequestMemory,
     SamplingFields,
-    TextRequest,
     Tool,
     ToolName,
 )
@@ -65,64 +63,32 @@ class OllamaMessage(Fields):
     tool_call_id: CallId | None = None
 
 
-class OllamaAsk(Fields):
-    """What the bodies of requests to `/api/chat` and `/api/generate` share."""
+class OllamaRequest(Fields):
+    """The body of a request to `/api/chat`."""
 
     place = "request"
     model: str
+    messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     stream: bool = True
     sirchat: RequestMemory = RequestMemory()
 
-    @property
-    def only_loads(self) -> bool:
-        """Whether the request asks for no reply: clients then want the model to be loaded."""
-        return not (getattr(self, "prompt", "") or getattr(self, "messages", ()))
-
-    def _shared(self) -> dict[str, Any]:
-        """The fields of a chat request that do not say what is asked."""
-        same = ("model", "stream", "sirchat", "think")
+    def as_request(self) -> ChatRequest:
+        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        same = ("model", "stream", "sirchat", "think", "tools")
         fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        fields["messages"] = list(self._messages())
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         options = self.options.model_dump(exclude_unset=True)
-        return fields | {"max_tokens": options.pop("num_predict", None), **options}
-
-
-class OllamaTextRequest(OllamaAsk):
-    """The body of a request to `/api/generate`: one message, or with `raw` a text to go on with."""
-
-    prompt: str = ""
-    system: str | None = None
-    raw: bool = False
-
-    def as_request(self) -> ReplyRequest:
-        """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        if self.raw:
-            if self.format is not None or self.system is not None:
-                raise RequestError("raw can't be had with format or system", param="raw")
-            return make_request(TextRequest, self._shared() | {"prompt": self.prompt})
-        messages = [{"role": "user", "content": self.prompt}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return make_request(ChatRequest, self._shared() | {"messages": messages})
-
-
-class OllamaRequest(OllamaAsk):
-    """The body of a request to `/api/chat`."""
-
-    messages: list[OllamaMessage] = Field(default=[], max_length=MOST_MESSAGES)
-    tools: list[Tool] = Field(default=[])
-
-    def as_request(self) -> ReplyRequest:
-        """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        asked = {"messages": list(self._messages()), "tools": self.tools}
-        return make_request(ChatRequest, self._shared() | asked)
+        fields["max_tokens"] = options.pop("num_predict", None)
+        return make_request(ChatRequest, fields | options)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat request, in which each call and each result has an id."""
@@ -147,23 +113,18 @@ class OllamaShape(Shape):
 
     media = "application/x-ndjson"
 
-    def __init__(self, asked: OllamaAsk, model: str) -> None:
-        self._model, self._is_chat = model, isinstance(asked, OllamaRequest)
+    def __init__(self, asked: OllamaRequest, model: str) -> None:
+        self._model = model
         self._asked_at = self._begun_at = time.monotonic_ns()
-
-    @property
-    def loaded(self) -> dict[str, Any]:
-        """The response to a request that asks for no reply."""
-        return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     async def whole_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the response."""
         self.begun()
         return await super().whole_response(parts)
 
-    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
-        return self._piece(replies[0]) | self._end(end)
+        return self._piece(said) | self._end(end)
 
     def begun(self) -> Iterable[str]:
         """The reply has begun: nothing is told of it, but the time."""
@@ -183,15 +144,14 @@ class OllamaShape(Shape):
         return (_line(error.body_at("/api/")),)
 
     def _piece(self, said: ReplyText) -> dict[str, Any]:
-        more: dict[str, Any] = {"thinking": said.thinking} if said.thinking else {}
-        text: dict[str, Any] = {"response": said.text, **more}
-        if self._is_chat:
-            if said.calls:
-                given = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in said.calls)
-                more["tool_calls"] = [{"function": function} for function in given]
-            text = {"message": {"role": "assistant", "content": said.text, **more}}
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.thinking:
+            message["thinking"] = said.thinking
+        if said.calls:
+            given = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in said.calls)
+            message["tool_calls"] = [{"function": function} for function in given]
         now = datetime.now(UTC).isoformat()
-        return {"model": self._model, "created_at": now, **text, "done": False}
+        return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end(self, end: ReplyEnd) -> dict[str, Any]:
         """The fields of only the last object."""

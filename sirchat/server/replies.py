@@ -26,7 +26,7 @@ from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
 from sirchat.server.pieces import Pieces, ReplyEnd, ReplyOptions, ReplyText
-from sirchat.text.other_templates import PlainText, PromptedTools, ToolTemplate
+from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
     ToolCall,
@@ -90,8 +90,6 @@ class AnsweredRequest:
                     note = f"budget is {session.budget}, for the system prompt and tools{how}"
                     options.notes.append(note)
                 allowed = None if options.format is None else options.format(session)
-                if options.count > 1 and session.profile.archive == "off":
-                    raise RequestError("several replies can't be had with --archive off", param="n")
                 reply = _begun_reply(session, options.prefill) if options.prefill else None
                 if not conversation.roles and session.seen:
                     _check_beginning(conversation, self._history)
@@ -157,10 +155,6 @@ class AnsweredRequest:
                 return False
         return True
 
-    def _read_last(self, gone: Interrupted) -> Iterator[Event]:
-        text, given = _prepared(self._session, *self._history.messages[-1])
-        return self._session.read_question(text, gone, given=given)
-
     def _reply(
         self, cached: int, allowed: Allowed | None, reply: Reply | None, *, is_again: bool
     ) -> Parts:
@@ -170,6 +164,7 @@ class AnsweredRequest:
         """
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
+        text, given = _prepared(session, role, question)
         notes = list[str]()
         plain = None
         if options.is_for_ask:
@@ -180,23 +175,14 @@ class AnsweredRequest:
         pieces = Pieces(session, options, plain)
         is_read = True
         if not is_again:
-            for event in self._read_last(self._gone):
+            for event in session.read_question(text, self._gone, given=given):
                 if isinstance(event, TurnDone) and event.role == "user":
                     is_read = event.finish != "interrupt"
                 yield pieces.push(event)
             conversation.reasoning = session.profile.reasoning
         asked = session.seen, session.resident
-        said = 0  # tokens
-        for choice in range(options.count):
-            done = yield from self._generate(pieces, reply, allowed, choice)
-            said += done.tokens_out
-            yield replace(pieces.end(is_short=done.finish in _SHORT), choice=choice)
-            if choice < options.count - 1:  # another one to the same message
-                yield ReplyText("", choice=choice, finish=_finish(done, pieces.calls))
-                if not (yield from self._undo_choice()):
-                    is_again = False
-                allowed = None if options.format is None else options.format(session)
-                pieces = Pieces(session, options, plain)
+        done = yield from self._generate(pieces, reply, allowed)
+        yield pieces.end(is_short=done.finish in _SHORT)
         if not is_again:
             conversation.add("tool" if role == "tool" else "user", question)
         calls = pieces.calls
@@ -204,30 +190,17 @@ class AnsweredRequest:
             conversation.add("calls", calls_key(pieces.said, calls))
         else:
             conversation.add("assistant", done.text)
-        conversation.is_exact = not (role == "text" or options.is_for_ask or pieces.is_cut)
-        end = _end(conversation, asked, done, cached, said)
+        conversation.is_exact = not (options.is_for_ask or pieces.is_cut)
+        end = _end(conversation, asked, done, cached)
         if not is_read:
             conversation.undo_last_question()
         if plain is not None:
             end.memory["quote"] = plain.quote
             end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
-        yield replace(
-            end, stopped_by=pieces.stops.found, finish=_finish(done, calls), choice=choice
-        )
-
-    def _undo_choice(self) -> Generator[None, None, bool]:
-        """Undo a reply, for another one; False if the message itself had to be read again."""
-        try:
-            self._session.undo_reply()
-        except LookupError:  # the archive's limit was reached, and a token is lost
-            self._begin_anew()
-            yield from self._read_all_but_last(never)
-            yield from (None for _ in self._read_last(never))
-            return False
-        return True
+        yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls))
 
     def _generate(
-        self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None, choice: int
+        self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
 
@@ -235,19 +208,15 @@ class AnsweredRequest:
             return self._gone() or pieces.has_ended
 
         done = None
-        with self._session.begin_reply(
-            stops, reply, allowed, attempt=choice, is_undoable=True
-        ) as opened:
+        with self._session.begin_reply(stops, reply, allowed, is_undoable=True) as opened:
             while not opened.is_over():
-                pieces.note_logits()
                 stepped = yield opened.generation
                 assert stepped is not None
-                parts = filter(None, map(pieces.push, opened.push(stepped)))
-                yield from (replace(part, choice=choice) for part in parts)
+                yield from filter(None, map(pieces.push, opened.push(stepped)))
             for event in opened.end():
                 done = event if isinstance(event, TurnDone) else done
                 if (part := pieces.push(event)) is not None:
-                    yield replace(part, choice=choice)
+                    yield part
         assert done is not None
         return done
 
@@ -326,10 +295,7 @@ def _read(
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
-    """Set the chat template to the kind that plain text, or tools with their calls, need."""
-    if history.messages[-1][0] == "text":
-        session.template = PlainText(session.model.tokenizer)
-        return
+    """Set the chat template to the kind that tools with their calls need."""
     has_calls = not {"tool", "calls"}.isdisjoint(role for role, _ in history.messages)
     with _refuse_template_errors("tools"):
         template = session.template_with(history.tools if history.tools or has_calls else None)
@@ -394,12 +360,11 @@ def _begun_reply(session: Session, prefill: str) -> Reply:
 
 
 def _end(
-    served: ServedConversation, asked: tuple[int, int], done: TurnDone, cached: int, said: int
+    served: ServedConversation, asked: tuple[int, int], done: TurnDone, cached: int
 ) -> ReplyEnd:
     """The end of a reply.
 
-    When it began, the tokens `asked` were seen, and held; `said` ones were generated, and `cached`
-    not read again.
+    When it began, the tokens `asked` were seen, and held; `cached` ones were not read again.
     """
     seen, held = asked
     ledger, left_out = served.session.ledger, len(served.session.ledger.left_out)
@@ -407,8 +372,8 @@ def _end(
     thought = int((thinks & (ledger.column("turn") == done.index)).sum())
     usage = {
         "prompt_tokens": seen - left_out,
-        "completion_tokens": said,
-        "total_tokens": seen - left_out + said,
+        "completion_tokens": done.tokens_out,
+        "total_tokens": seen - left_out + done.tokens_out,
         "prompt_tokens_details": {
             "cached_tokens": cached,
             # Recall may have restored some that are left out.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -31,7 +31,6 @@ from sirchat.server.fields import (
     Name,
     RequestError,
     join_text_parts,
-    make_request,
     refuse_deep_nesting,
 )
 from sirchat.server.rule import MANY, READ_AS
@@ -41,7 +40,6 @@ LONGEST_NAME = 256  # of a conversation
 
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
-_MOST_PROMPTS, _MOST_LOGPROBS = 64, 20
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _NO_RESULT = "no result"
@@ -307,63 +305,15 @@ class SamplingFields(Fields):
     num_ctx: int | None = None  # the budget, but at most the model's context
 
 
-class ReplyFields(SamplingFields, ModelFields):
-    """The fields that chat and text requests have."""
-
-    repetition_penalty: float | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    n: int = Field(default=1, ge=1, le=8)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], float] = Field(default={})
-    sirchat: RequestMemory = RequestMemory()
-
-    def as_request(self) -> Self:
-        """This request itself: others are put into its shape."""
-        return self
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that the request changes for this reply alone, by name."""
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        given["max_new_tokens"] = self.max_tokens
-        if self.repeat_penalty is not None:
-            given["repetition_penalty"] = self.repeat_penalty
-        if self.seed is not None:
-            given["seed"] = self.seed % 2**63
-        if self.repeat_last_n == 0:
-            given["repetition_penalty"] = 1.0
-        else:
-            given["repetition_window"] = self.repeat_last_n
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class TextRequest(ReplyFields):
-    """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
-
-    prefill: ClassVar[str | None] = None
-    called_tools: ClassVar[Sequence[FunctionFields]] = ()
-    prompt: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-        Field(min_length=1, max_length=_MOST_PROMPTS),
-    ]
-    logprobs: Annotated[
-        int | None, BeforeValidator(lambda given: given if given is not False else None)
-    ] = Field(default=None, ge=0, le=_MOST_LOGPROBS)
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many likeliest tokens are told for each one; None: no log-probabilities."""
-        return self.logprobs
-
-
-class ChatRequest(ReplyFields):
+class ChatRequest(SamplingFields, ModelFields):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    repetition_penalty: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=_MOST_LOGPROBS)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -373,17 +323,27 @@ class ChatRequest(ReplyFields):
     think: bool | Effort | None = None  # as Ollama calls it
     thinking: ThinkingOptions | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
+    sirchat: RequestMemory = RequestMemory()
+
+    def as_request(self) -> Self:
+        """This request itself: others are put into its shape."""
+        return self
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
-        limit, reasoning = self.max_completion_tokens, sorted(self._reasoning - {"on"}) or ["on"]
-        own = {"max_new_tokens": limit} if limit else {}
-        return super().settings() | own | ({"reasoning": reasoning[0]} if self._reasoning else {})
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many likeliest tokens are told for each one; None: no log-probabilities."""
-        return self.top_logprobs if self.logprobs else None
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**63
+        if self.repeat_last_n == 0:
+            given["repetition_penalty"] = 1.0
+        else:
+            given["repetition_window"] = self.repeat_last_n
+        if self._reasoning:
+            given["reasoning"] = min(self._reasoning - {"on"}, default="on")
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def _reasoning(self) -> set[str]:
@@ -441,19 +401,14 @@ class ChatRequest(ReplyFields):
 
     def check(self) -> None:
         """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
-        is_begun = self.prefill is not None
         if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.tools and self.logprobs:
-            raise RequestError("logprobs can't be had with tools", param="logprobs")
-        if is_begun and (self.called_tools or self.logprobs):
+        if self.prefill is not None and self.called_tools:
             problem = "a reply that goes on with the last message can't have a required call"
-            raise RequestError(f"{problem} or logprobs", param="messages")
+            raise RequestError(problem, param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
@@ -463,46 +418,6 @@ class ChatRequest(ReplyFields):
             raise RequestError(problem, param="reasoning_effort")
         if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
-
-
-ReplyRequest = ChatRequest | TextRequest
-
-
-class TokenizeRequest(Fields):
-    """The body of a request to `/tokenize`: a text, as llama.cpp or vLLM name it, or messages."""
-
-    place = "request"
-    model: str | None = None
-    content: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, max_length=MOST_MESSAGES)
-    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
-    add_special: bool | None = None
-    add_special_tokens: bool | None = None
-
-    @property
-    def has_special(self) -> bool:
-        """Whether the beginning of a sequence is wanted, as it is if `content` is not given."""
-        given = (self.add_special, self.add_special_tokens, self.content is None)
-        return next(each for each in given if each is not None)
-
-    def as_request(self) -> ReplyRequest:
-        """A request that reads the same; RequestError unless one text or messages are given."""
-        texts = [text for text in (self.content, self.prompt) if text is not None]
-        if len(texts) + (self.messages is not None) != 1:
-            raise RequestError("give one of content, prompt and messages", param="content")
-        if self.messages is None:
-            return make_request(TextRequest, {"model": self.model, "prompt": texts})
-        fields = {"messages": self.messages, "tools": self.tools}
-        return make_request(ChatRequest, {"model": self.model, **fields})
-
-
-class DetokenizeRequest(Fields):
-    """The body of a request to `/detokenize`."""
-
-    place = "request"
-    model: str | None = None
-    tokens: list[int] = Field(max_length=10**6)
 
 
 @dataclass

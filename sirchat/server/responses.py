@@ -388,10 +388,10 @@ class ResponsesShape(Shape):
             "usage": None,
         }
 
-    def whole(self, replies: Sequence[ReplyText], end: ReplyEnd) -> dict[str, Any]:
+    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
         self._is_whole = True
-        deque(self.told(replies[0]), maxlen=0)
+        deque(self.told(said), maxlen=0)
         self.ended(end)
         return self._response
 
@@ -410,8 +410,7 @@ class ResponsesShape(Shape):
             yield from self._write("output_text", part.text)
         for call in part.calls:
             yield from self._add_call(call)
-        said = self._said
-        self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
+        self._said += part
 
     def ended(self, end: ReplyEnd) -> Iterable[str]:
         """The last events; the response is kept for later requests before the first is sent."""

@@ -237,15 +237,3 @@ def test_the_key_is_taken_from_either_header() -> None:
             ({}, 401),
         ):
             assert one.client.post(PATH, json=body(), headers=headers).status_code == status
-
-
-def test_texts_and_messages_are_tokenized_as_they_are_read(server: Served) -> None:
-    ids = server.send("/tokenize", content="Hello there")["tokens"]
-    assert server.send("/detokenize", tokens=ids)["content"] == "Hello there"
-    chat = server.send("/tokenize", messages=ASKED)
-    assert chat["count"] == len(chat["tokens"])
-    with served(tool_tiny(), policy="full", max_new_tokens=2) as one:
-        assert chat["count"] == one.ask(ASKED)["usage"]["prompt_tokens"]
-    many = server.client.post("/tokenize", json={"content": "a", "prompt": "b"})
-    assert many.status_code == 400
-    assert server.client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400

@@ -80,17 +80,6 @@ def test_a_reply_is_some_json_object(server: Served) -> None:
     assert text.startswith("{")
 
 
-def test_the_log_probabilities_are_those_of_the_model_without_the_format(server: Served) -> None:
-    form = by_schema(PERSON)
-    choice = server.ask(ASKED, response_format=form, logprobs=True)["choices"][0]
-    slow = session(policy="full")
-    list(slow.read_user(ASKED[0]["content"]))
-    (score,) = slow.score_continuations([choice["message"]["content"]])
-    found = [token["logprob"] for token in choice["logprobs"]["content"]]
-    assert sum(found) == pytest.approx(sum(score.log_probabilities), rel=0.05)
-    assert min(found) < -1  # it would not have said so on its own
-
-
 def test_a_format_that_can_t_be_kept_is_refused(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from chatting import tiny
-from serving import Served, assistant, cached, refusal, said, served, system, told, user
+from serving import Served, assistant, cached, refusal, served, system, told, user
 from sirchat.server.fields import RequestError
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatMessage
@@ -31,49 +29,6 @@ def server() -> Iterator[Served]:
 def with_tools() -> Iterator[Served]:
     with served(tool_tiny(), policy="full", max_new_tokens=160) as one:
         yield one
-
-
-def continued(text: str, count: int = 12) -> str:
-    """What the model writes after a text, computed by transformers alone."""
-    model = tiny()
-    ids = [model.tokenizer.bos_token_id, *model.tokenizer.encode(text, add_special_tokens=False)]
-    start = len(ids)
-    for _ in range(count):
-        with torch.no_grad():
-            ids.append(int(model.module(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == model.tokenizer.eos_token_id:
-            break
-    said: str = model.tokenizer.decode(ids[start:], skip_special_tokens=True)
-    return said
-
-
-def test_a_text_is_continued_without_a_chat_template(server: Served) -> None:
-    text = "My dog is called"
-    response = server.client.post("/v1/completions", json={"model": "tiny", "prompt": text})
-    whole = response.json()
-    (choice,) = whole["choices"]
-    assert choice["text"] == continued(text) != ""
-    assert (whole["object"], choice["finish_reason"]) in [
-        ("text_completion", reason) for reason in ("stop", "length")
-    ]
-    lines = server.client.post("/v1/completions", json={"prompt": [text], "stream": True}).text
-    *events, done, _ = blocks_of(lines)
-    assert done == "data: [DONE]"
-    pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
-    assert "".join(piece["text"] for piece in pieces) == choice["text"]
-    assert pieces[-1]["finish_reason"] == choice["finish_reason"]
-
-
-def test_a_text_that_is_continued_takes_no_chat_away_and_has_no_control_tokens() -> None:
-    with served(conversations=2, policy="full", max_new_tokens=8) as server:
-        first = server.ask([user(ANNA)])
-        longer = [user(ANNA), assistant(said(first)), user(NAME)]
-        for _ in range(3):
-            reply = server.client.post("/v1/completions", json={"prompt": "<|end|><|user|>a"})
-            plain = tiny().tokenizer.encode("<|end|><|user|>a", split_special_tokens=True)
-            assert reply.json()["usage"]["prompt_tokens"] == len(plain) + 1
-            assert cached(reply.json()) == 0
-        assert cached(server.ask(longer)) > 0
 
 
 def blocks_of(stream: str) -> list[str]:

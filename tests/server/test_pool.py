@@ -24,6 +24,7 @@ from sirchat.server.pieces import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import Sent, WaitingReply
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
+TALK = [user(ANNA), assistant("Hello, Anna!"), user("Say something.")]
 
 
 @pytest.fixture
@@ -275,3 +276,25 @@ def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
     for name in ("Anna", "Tom", "Anna"):
         say(name, f"My name is {name}.")
         say(name, NAME)
+
+
+def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path: Path) -> None:
+    """Also the first one, under policies that evict, and after a stop; else it is read anew."""
+    for settings in ({"policy": "full"}, {"policy": "salience", "budget": 64, "recall": "words"}):
+        with served(max_new_tokens=12, **settings) as one:
+            for chat in (TALK[:1], [system("Be kind."), *TALK]):
+                first = one.ask(chat, temperature=0)
+                again = one.ask(chat, temperature=0)
+                assert said(again) == said(first)
+                assert cached(again) == first["usage"]["prompt_tokens"]
+                assert again["sirchat"]["seen"] == first["sirchat"]["seen"]
+                assert again["sirchat"]["held"] == first["sirchat"]["held"]
+                other = one.ask(chat, temperature=0, max_tokens=3)
+                assert cached(other) == first["usage"]["prompt_tokens"]
+                after = one.ask([*chat, assistant(said(other)), user("And?")])
+                assert cached(after) == other["sirchat"]["seen"]
+    with served(max_new_tokens=12, folder=tmp_path) as one:
+        first = one.ask(TALK, temperature=0)
+    with served(max_new_tokens=12, folder=tmp_path) as one:  # the reply's beginning is not known
+        again = one.ask(TALK, temperature=0)
+        assert said(again) == said(first)

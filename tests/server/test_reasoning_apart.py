@@ -53,21 +53,9 @@ def test_a_reply_that_is_cut_in_its_reasoning_has_no_answer(server: Served) -> N
     choice = reply["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
     assert THOUGHT.startswith(choice["message"]["reasoning_content"])
-    assert server.ask([user(QUESTION)], model="heart", max_tokens=7, logprobs=True)["choices"][0][
-        "logprobs"
-    ]["content"] == ([])
 
 
-def test_log_probabilities_and_stop_strings_are_of_the_answer(server: Served) -> None:
-    choice = server.ask([user(QUESTION)], model="heart", logprobs=True)["choices"][0]
-    tokens = [token["token"] for token in choice["logprobs"]["content"]]
-    assert "".join(tokens).strip() == ANSWER
-    streamed = [
-        chunk["choices"][0]
-        for chunk in server.chunks([user(QUESTION)], model="heart", logprobs=True)
-    ]
-    pieces = [piece["logprobs"]["content"] for piece in streamed if piece["logprobs"]]
-    assert [token["token"] for piece in pieces for token in piece] == tokens
+def test_stop_strings_are_of_the_answer(server: Served) -> None:
     for stop, answer in ((THOUGHT[:4], ANSWER), ("Paris", "It is ")):
         message = server.ask([user(QUESTION)], model="heart", stop=stop)["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == (answer, THOUGHT)
@@ -190,7 +178,7 @@ _OFF: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {"reasoning_effort": "none"}), (CHAT, {"thinking": {"type": "disabled"}})),
     *((CHAT, {"chat_template_kwargs": {name: False}}) for name in ("thinking", "enable_thinking")),
     ("/v1/responses", {"reasoning": {"effort": "none"}}),
-    *((f"/api/{path}", {"think": False}) for path in ("chat", "generate")),
+    ("/api/chat", {"think": False}),
 ]
 _READ = ("prompt_tokens", "input_tokens", "prompt_eval_count")
 _AS_IT_IS: list[tuple[str, dict[str, Any]]] = [
@@ -209,7 +197,6 @@ def test_a_request_switches_reasoning_off_by_the_field_of_its_kind(
     switchable: Served, path: str, fields: dict[str, Any], is_off: bool
 ) -> None:
     asked: dict[str, Any] = {"input": "Hi."} if "responses" in path else {"messages": [user("Hi.")]}
-    asked = {"prompt": "Hi."} if "generate" in path else asked
     asked |= {"stream": False}
     response = switchable.client.post(path, json={"model": "switchable", **asked, **fields})
     assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-"""Requests in the shape of programs that can't be run here: Zed, Codex and SillyTavern."""
+"""Requests in the shape of programs that can't be run here: Zed and Codex."""
 
 from __future__ import annotations
 
@@ -101,57 +101,3 @@ def test_codex(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = [each["delta"] for each in told if each["type"] == "response.output_text.delta"]
     assert "".join(deltas) == "It is cold."
     assert told[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] > 0
-
-
-PROMPT = "Seraphina: You are awake.\nAnna: Where am I?\nSeraphina:"
-SAMPLERS: dict[str, Any] = {
-    "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0.05, "typical_p": 1, "seed": -1,
-    "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "min_tokens": 0,
-    "stop": ["\nAnna:"],
-}  # fmt: skip
-AS_VLLM: dict[str, Any] = {
-    "n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False,
-    "ignore_eos": False, "logprobs": None, "skip_special_tokens": True, "prompt_logprobs": None,
-    "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
-    "stop_token_ids": [], "guided_json": None, "guided_grammar": "",
-}  # fmt: skip
-AS_WEBUI: dict[str, Any] = {
-    "skew": 0, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "length_penalty": 1,
-    "num_beams": 1, "early_stopping": False, "do_sample": True, "add_bos_token": True,
-    "ban_eos_token": False, "truncation_length": 8192, "dynamic_temperature": False,
-    "dynatemp_low": 1, "dynatemp_high": 1, "dynatemp_exponent": 1, "smoothing_factor": 0,
-    "smoothing_curve": 1, "dry_allowed_length": 2, "dry_multiplier": 0, "dry_base": 1.75,
-    "dry_sequence_breakers": '["\\n", ":"]', "dry_penalty_last_n": 0, "top_a": 0, "tfs_z": 1,
-    "epsilon_cutoff": 0, "eta_cutoff": 0, "mirostat": 0, "mirostat_tau": 5, "mirostat_eta": 0.1,
-    "xtc_threshold": 0.1, "xtc_probability": 0, "guidance_scale": 1, "negative_prompt": "",
-    "grammar_string": "", "custom_token_bans": "", "banned_strings": [], "sampler_priority": [],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("more", [AS_VLLM, AS_WEBUI], ids=["vllm", "webui"])
-def test_sillytavern_as_a_text(server: Served, more: dict[str, Any]) -> None:
-    body = {"prompt": PROMPT, "model": "tiny", "max_tokens": 12, **SAMPLERS, **more}
-    assert server.send("/v1/completions", **body)["choices"][0]["text"]
-    for name, value in (("length_penalty", 2), ("early_stopping", True)):
-        problem = server.client.post("/v1/completions", json={**body, name: value})
-        assert f"{name} can't be" in problem.json()["error"]["message"]
-
-
-def test_sillytavern_through_ollama(server: Served) -> None:
-    options: dict[str, Any] = {
-        "num_predict": 12,
-        "num_ctx": 8192,
-        "num_batch": 512,
-        "tfs_z": 1,
-        "top_k": 0,
-    }
-    options |= {"repeat_penalty": 1, "repeat_last_n": 0, "stop": ["\nAnna:"], "temperature": 0}
-    body = {"model": "tiny", "prompt": PROMPT, "raw": True, "keep_alive": -1, "stream": False}
-    assert server.send("/api/generate", **body, options=options)["response"]
-    body |= {"raw": False, "prompt": "Hello."}
-    options |= {"num_predict": 30}
-    usual = server.send("/api/generate", **body, options=options)["response"]
-    strong = {"repeat_penalty": 8, "repeat_last_n": 0}
-    assert server.send("/api/generate", **body, options=options | strong)["response"] == usual
-    strong["repeat_last_n"] = -1
-    assert server.send("/api/generate", **body, options=options | strong)["response"] != usual

@@ -18,12 +18,11 @@ from serving import Served, assistant, refusal, served, user
 from sirchat.server.rule import NEAREST, TAKEN
 from template_shapes import WEATHER, tool_tiny
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 OLLAMA, OPTIONS = "/api/chat", "options"
 SAID = [user("Hello."), assistant("Hi."), user("Who are you?")]
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
-    TEXT: {"prompt": "Hello."},
     RESPONSES: {"input": SAID},
     OLLAMA: {"model": "tiny", "messages": SAID, "stream": False},
 }
@@ -81,10 +80,9 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (CHAT, "logit_bias", {}),
     (CHAT, "modalities", ["text"]),
     *((CHAT, "function_call", value) for value in ("none", "auto")),
-    *((path, "reasoning_effort", "none") for path in (CHAT, TEXT)),
+    (CHAT, "reasoning_effort", "none"),
     *((CHAT, "reasoning_effort", value) for value in ("medium", "")),
     *((CHAT, "effort", value) for value in ("none", "medium")),
-    (TEXT, "chat_template_kwargs", {"enable_thinking": False}),
     (CHAT, "verbosity", "medium"),
     (CHAT, "thinking", {"type": "disabled"}),
     *((CHAT, "chat_template_kwargs", value) for value in ({}, {"enable_thinking": False})),
@@ -103,10 +101,6 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (CHAT, "messages", replied(refusal="", annotations=[], audio=None, function_call=None)),
     (CHAT, "messages", replied(content=[{"type": "refusal", "refusal": "Hi."}])),
     (CHAT, "messages", replied(provider_specific_fields={"a": 1}, name="bot")),
-    (TEXT, "suffix", ""),
-    (TEXT, "echo", False),
-    *((TEXT, name, 1) for name in ("best_of", "n")),
-    (TEXT, "logprobs", False),
     (RESPONSES, "truncation", "auto"),
     (RESPONSES, "background", False),
     (RESPONSES, "include", ["reasoning.encrypted_content"]),
@@ -127,7 +121,7 @@ NEUTRAL: list[tuple[str, str, Any]] = [
 ]
 # What the field itself is named for in the error.
 REFUSED: list[tuple[str, str, Any]] = [
-    *((CHAT, "n", value) for value in (9, 0, "1")),
+    *((CHAT, "n", value) for value in (2, 0, "1")),
     (CHAT, "nosuch", 1),
     (CHAT, "logit_bias", {"five": 100}),
     (CHAT, "frequency_penalty", 0.5),
@@ -172,11 +166,6 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", form({"type": "string", "pattern": "("})),
     (CHAT, "response_format", form({"not": {"type": "string"}})),
     (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
-    *((TEXT, "prompt", value) for value in ("", ["a", ""], [1, 2])),
-    (TEXT, "suffix", "x"),
-    (TEXT, "echo", True),
-    (TEXT, "logprobs", 30),
-    (TEXT, "messages", [user("a")]),
     (RESPONSES, "input", []),
     (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),
     (RESPONSES, "background", True),
@@ -200,7 +189,7 @@ def text(response: Any) -> Any:
     found = response.json()
     if "choices" in found:
         (choice,) = found["choices"]
-        return choice.get("message", {}).get("content", choice.get("text"))
+        return choice["message"]["content"]
     return found["output"][0]["content"] if "output" in found else found["message"]
 
 
@@ -317,7 +306,6 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
                 ({"budget": 10**6}, {}, "above the context length of"),
             )
         ),
-        (CHAT, {"tools": [WEATHER], "logprobs": True}, "logprobs can't be had with tools"),
         (CHAT, {"tools": [WEATHER], "tool_choice": named("days")}, "tool_choice names no tool"),
         (CHAT, {"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         (

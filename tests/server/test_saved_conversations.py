@@ -66,6 +66,12 @@ def test_a_conversation_that_left_memory_comes_back_without_being_read_again(
     assert not reading
 
 
+def told_by_the_memory(server: Served, reply: Any) -> list[float]:
+    """The surprisal of each held token in the conversation of a reply."""
+    memory = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
+    return [row["surprisal"] for row in memory["rows"]]
+
+
 @pytest.mark.parametrize("policy", ["sink", "salience"])
 def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
     tmp_path: Path, policy: str, reading: list[int]
@@ -73,13 +79,15 @@ def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
     settings: dict[str, Any] = {"policy": policy, "budget": 64, "max_new_tokens": 12}
     with served(**settings) as server:
         whole = begin(server, "Anna and I live in Oslo, beside the lake")
-        wanted = server.ask(whole, logprobs=True)
+        wanted = server.ask(whole)
+        surprisals = told_by_the_memory(server, wanted)
     with served(folder=tmp_path, **settings) as server:
         messages = begin(server, "Anna and I live in Oslo, beside the lake")
         before = server.ask(messages[:1])["sirchat"]  # the same again: another reply to it
     assert messages == whole
     with served(folder=tmp_path, **settings) as server:
-        again = server.ask(messages, logprobs=True)
+        again = server.ask(messages)
+        assert told_by_the_memory(server, again) == surprisals
     assert again["sirchat"].pop("id") == before["id"]
     wanted["sirchat"].pop("id")
     for part in ("choices", "usage", "sirchat"):

@@ -45,7 +45,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def replies(
     server: Served, asked: Sequence[tuple[str, ReplyOptions]], leave: int = -1
 ) -> list[Any]:
-    """The end of each reply and its text and probabilities, if all begin at the same time.
+    """The end, text and surprisals of each reply, if all begin at the same time.
 
     The client number `leave` leaves after some tokens.
     """
@@ -58,18 +58,30 @@ def replies(
     for one in waiting:
         thread.submit(one)
     begin.set()
-    found: list[tuple[str, list[float]]] = [("", [])] * len(asked)
+    found: list[list[str]] = [[] for _ in asked]
     ends: dict[int, Sent] = {}
     while len(ends) < len(asked):
         number, part = parts.get(timeout=20)
         if isinstance(part, ReplyText):
-            text, numbers = found[number]
-            found[number] = text + part.text, [*numbers, *(token.logprob for token in part.tokens)]
-            if number == leave and len(found[number][1]) > 2:
+            found[number].append(part.text)
+            if number == leave and len(found[number]) > 2:
                 thread.cancel(waiting[number])
         else:
             ends[number] = part
-    return [(ends[number], *said) for number, said in enumerate(found)]
+    return [
+        (ends[number], "".join(said), surprisals(server, ends[number]))
+        for number, said in enumerate(found)
+    ]
+
+
+def surprisals(server: Served, end: Sent) -> list[float]:
+    """Those of all tokens in the conversation of a reply, if it has ended well."""
+    if not isinstance(end, ReplyEnd) or server.pool is None:
+        return []
+    find = partial(server.pool.find, end.memory["id"])
+    ledger = server.server.replies.call(find).result().session.ledger
+    numbers: list[float] = ledger.column("surprisal").tolist()
+    return numbers
 
 
 def _put(parts: SimpleQueue[tuple[int, Sent]], number: int, part: Sent) -> None:
@@ -78,7 +90,7 @@ def _put(parts: SimpleQueue[tuple[int, Sent]], number: int, part: Sent) -> None:
 
 def asked(**more: Any) -> list[tuple[str, ReplyOptions]]:
     return [
-        (text, ReplyOptions({"max_new_tokens": most}, alternatives=0, **more))
+        (text, ReplyOptions({"max_new_tokens": most}, **more))
         for text, most in zip(TEXTS, LENGTHS, strict=True)
     ]
 
@@ -89,10 +101,10 @@ def read(end: Any) -> dict[str, Any]:
 
 
 def same(found: Any, alone: Any) -> None:
-    """The reply is the same, its log-probabilities up to rounding; and so is the memory."""
+    """The reply is the same, its surprisals up to rounding; and so is the memory."""
     (end, text, numbers), (other_end, other_text, others) = found, alone
     assert text == other_text
-    assert numbers == pytest.approx(others, rel=1e-4, abs=1e-5)
+    assert numbers == pytest.approx(others, rel=1e-4, abs=1e-5, nan_ok=True)
     assert (end.finish, read(end)) == (other_end.finish, read(other_end))
     assert {**end.memory, "id": ""} == {**other_end.memory, "id": ""}
 

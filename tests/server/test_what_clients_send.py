@@ -286,16 +286,13 @@ def test_a_call_that_the_limit_cuts_is_not_shown_and_a_stop_string_in_one_cuts_n
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/api/chat"]
-)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
 def test_half_characters_are_replaced_and_endless_numbers_refused(
     server: Served, path: str
 ) -> None:
     half = '{"model": "tiny", "max_tokens": 2, "stream": false, %s}'
     half = half.replace("max_tokens", {"/v1/responses": "max_output_tokens"}.get(path, "user"))
     bodies = {
-        "/v1/completions": '"prompt": "cut \\ud83d"',
         "/v1/responses": '"input": "cut \\ud83d", "instructions": "\\ude00"',
     }
     message = '{"role": "user", "content": "cut \\ud83d", "\\ud83d": null}'
