@@ -1,15 +1,14 @@
-"""Text in the cells of a terminal: characters of known width, lines and rows as wide as the window.
+"""Text in the cells of a terminal: characters of known width, and lines as wide as the window.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts. The panel replaces them; a reply stays as it is written, in rows that fit where they are
-drawn widest.
+scripts. The panel replaces them; a reply stays as it is written.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -17,7 +16,6 @@ from typing import Final, NamedTuple
 from rich.cells import cached_cell_len, cell_len, get_character_cell_size
 from rich.style import Style
 from rich.text import Text
-from wcwidth import wcwidth
 
 from sirchat.ui.text import displayable
 
@@ -30,11 +28,7 @@ _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24  # cells: a longer word is broken instead of moved to the next line
-_LONGEST_CELL = 16  # characters; more marks than that don't fit into a row, either
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
-
-# A character with the combining characters after it; and its style, such as "1;36" (SGR).
-Cell = tuple[str, str]
 
 
 class StyledRun(NamedTuple):
@@ -43,18 +37,6 @@ class StyledRun(NamedTuple):
     text: str
     style: Style
     whole: bool = False
-
-
-class StyledRow(NamedTuple):
-    """One row of the window, without the spaces at its end."""
-
-    cells: tuple[Cell, ...] = ()
-    continues: bool = False  # the terminal wraps the row above into this row
-
-    @property
-    def text(self) -> str:
-        """The row's characters, without their styles."""
-        return "".join(char for char, _ in self.cells)
 
 
 def known_width_line(text: str) -> str:
@@ -124,73 +106,6 @@ def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
             lines[-1].append(run._replace(text=text))
             room -= size
     return [line_of(line) for line in lines if line]
-
-
-def cells_of(text: str, style: str = "") -> list[Cell]:
-    """Split a text without line breaks into cells of one style."""
-    if text.isascii():
-        return [(char, style) for char in text]
-    cells: list[Cell] = []
-    for char in text:
-        if cells and _joins(char, cells[-1][0]):
-            cells[-1] = (cells[-1][0] + char, style)
-        else:
-            cells.append((char, style))
-    return cells
-
-
-def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
-    """Cut a text into rows as it is written, not as Markdown; `soft` as for `cut_line`."""
-    lines = text.removesuffix("\n").expandtabs().split("\n")
-    return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
-
-
-def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
-    """Cut one line into rows for a window `width` columns wide.
-
-    If `soft`, the terminal wraps the line, so that it is copied as one; but lines with characters
-    of uncertain width, and all if not `soft`, are broken between words, at `width` - 1 columns.
-    """
-    cells = _without_end(line)
-    if cells_width(cells) < width:
-        return [StyledRow(tuple(cells))]
-    if soft and has_known_widths(cells):
-        return _wrapped(cells, width)
-    full, rest = take_rows("".join(char for char, _ in cells), width - 1)
-    rows, start = [], 0
-    for row in [*full, rest]:
-        end, left = start, len(row)
-        while left > 0:
-            left -= len(cells[end][0])
-            end += 1
-        rows.append(StyledRow(tuple(_without_end(cells[start:end]))))
-        start = end
-    return rows
-
-
-def cells_width(cells: Iterable[Cell]) -> int:
-    """Number of columns that the cells take on the terminal, or the most if that is uncertain."""
-    text = "".join([char for char, _ in cells])
-    return len(text) if text.isascii() else sum(map(_most_columns, text))
-
-
-def has_known_widths(cells: Iterable[Cell]) -> bool:
-    """Whether each of the characters in `cells` has the same width on all terminals."""
-    return all(char.isascii() or _has_known_width(char) for char, _ in cells)
-
-
-def take_rows(text: str, width: int) -> tuple[list[str], str]:
-    """Split a text into its full rows of at most `width` cells, and the text after these rows.
-
-    A row is broken after its last space, if it has one; its line break stays at its end.
-    """
-    *finished, rest = text.split("\n")
-    rows: list[str] = []
-    for line in finished:
-        full, last = _full_rows(line, width)
-        rows += [*full, last + "\n"]
-    full, rest = _full_rows(rest, width)
-    return [*rows, *full], rest
 
 
 @lru_cache(maxsize=8192)
@@ -267,101 +182,3 @@ def _parts(text: str) -> list[tuple[str, bool]]:
             start = index
         before = size == 2 or char in f" {NEWLINE}"
     return [*parts, (text[start:], before)] if text else parts
-
-
-def _without_end(line: Sequence[Cell]) -> list[Cell]:
-    """The line without the spaces at its end; each other space has the style of the cell before.
-
-    This makes fewer changes of style, so that less is written to the terminal.
-    """
-    length = len(line)
-    while length and line[length - 1][0] == " ":
-        length -= 1
-    cells = list(line[:length])
-    if len({style for _, style in cells}) < 2:
-        return cells
-    for at, (char, style) in enumerate(cells):
-        before = cells[at - 1][1] if at else style
-        if char == " " and before != style and not _shows_on_space(before):
-            cells[at] = (" ", before)
-    return cells
-
-
-def _shows_on_space(style: str) -> bool:
-    return not {"4", "7", "9", "21"}.isdisjoint(style.split(";"))  # underlined, reversed, struck
-
-
-def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
-    """Wrap one line into rows of `width` columns, as a terminal does.
-
-    Where a character two columns wide does not fit into the last column, a new line begins.
-    """
-    rows: list[StyledRow] = []
-    row: list[Cell] = []
-    used, continues = 0, False
-    for cell in cells:
-        size = _most_columns(cell[0])
-        if used + size > width:
-            rows.append(StyledRow(tuple(row), continues))
-            row, continues, used = [], used == width, 0
-        row.append(cell)
-        used += size
-    return [*rows, StyledRow(tuple(row), continues)]
-
-
-@lru_cache(4096)
-def _most_columns(char: str) -> int:
-    """The most columns that a terminal takes for a character, alone or joined to others."""
-    if char == "\ufe0f" or unicodedata.category(char) == "Mc":  # one more for what is before it
-        return 1
-    return max(0, wcwidth(char))
-
-
-@lru_cache(4096)
-def _has_known_width(char: str) -> bool:
-    is_new = unicodedata.category(char[0]) == "Cn"  # such as an emoji of this year
-    return len(char) == 1 and not is_new and not _has_no_width(char)
-
-
-def _joins(char: str, cell: str) -> bool:
-    """Whether a character belongs to the cell before it; halves of flags do in pairs."""
-    if not _has_no_width(char) or cell == " " or len(cell) >= _LONGEST_CELL:
-        return False
-    return not _is_half_of_flag(char) or (len(cell) == 1 and _is_half_of_flag(cell))
-
-
-def _is_half_of_flag(char: str) -> bool:
-    return "\U0001f1e6" <= char <= "\U0001f1ff"
-
-
-@lru_cache(4096)
-def _has_no_width(char: str) -> bool:
-    """Whether a terminal may draw the character in the same cell as the character before it."""
-    return char > "\u02ff" and (
-        unicodedata.category(char) in ("Mn", "Me", "Mc", "Cf")
-        or "\U0001f3fb" <= char <= "\U0001f3ff"
-        or _is_half_of_flag(char)
-    )
-
-
-def _full_rows(text: str, width: int) -> tuple[list[str], str]:
-    rows = []
-    while (end := _fitting(text, width)) < len(text):
-        space = text.rfind(" ", 0, end + 1) + 1  # a space may hang over the edge
-        end = space or end
-        rows.append(text[:end])
-        text = text[end:]
-    return rows, text
-
-
-def _fitting(text: str, width: int) -> int:
-    """Number of characters, at least one, that surely fit into a row; joined ones stay together."""
-    if text.isascii():
-        return max(1, min(len(text), width))
-    used = end = 0
-    for char, _ in cells_of(text[: 4 * width]):
-        used += sum(map(_most_columns, char))
-        if used > width and end:
-            break
-        end += len(char)
-    return end

@@ -7,18 +7,17 @@ Markdown, or on a plain terminal, the reply is printed as it comes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, Returned, TurnDone
 from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import TaggedText, calls_tools, describe_excess
 from sirchat.chat.session import Session
-from sirchat.ui.cells import take_rows
 from sirchat.ui.interrupt import whole_output
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
@@ -27,7 +26,7 @@ from sirchat.ui.text import DisplayFilter
 from sirchat.ui.tool_use import describe_result
 
 if TYPE_CHECKING:
-    from sirchat.ui.markdown_reply import MarkdownReply
+    from sirchat.ui.growing_reply import GrowingReply
 
 FRAME_SECONDS = 1 / 8  # least time between two frames
 _TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
@@ -56,9 +55,8 @@ class LiveView:
         self._screen = screen
         self._filter = DisplayFilter()
         self._text = TaggedText()  # as the reply is shown where nothing is dimmed
-        self._line = ""  # the reply's text after the last printed row
         self._streams = False  # the reply is streamed; its line is unfinished
-        self._markdown: MarkdownReply | None = None
+        self._reply: GrowingReply | None = None  # the reply that is not streamed
         self._has_begun = False
         self._reading: Reading | None = None
         self._user: TurnDone | None = None
@@ -108,40 +106,34 @@ class LiveView:
         text = self._filter.push(new.text)
         if not self._has_begun and text:
             self._begin_reply()
-        if self._markdown is not None:
-            tokens = self._session.state.reply.tokens_out
-            self._markdown.push(text, tokens, thinks=new.part == "thinking")
-            if self._is_due():
-                self._draw_in_time()
+        if self._reply is None:
+            self._stream(self._text.push(replace(new, text=text)))
             return
-        self._line += self._text.push(replace(new, text=text))
-        if self._streams or self._session.profile.panel not in LIVE:
-            self._stream()
-        elif self._is_due():  # checked before anything slow: this runs for every token
-            if self._screen.is_plain:
-                self._stream()  # and so on to the end, so that no row is broken
-            else:
-                self._draw_in_time()
+        tokens = self._session.state.reply.tokens_out
+        self._reply.push(text, tokens, thinks=new.part == "thinking")
+        if self._is_due():  # checked before anything slow: this runs for every token
+            self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """Decide whether the reply is shown as Markdown or as it is written."""
+        """Decide whether the reply is streamed as it is written, or shown in rows as it grows."""
         self._has_begun = True
         profile = self._session.profile
-        is_as_written = not profile.markdown and profile.thinking == "show"
-        if is_as_written or profile.json_schema != "off" or self._screen.is_plain:
-            return
-        from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
-        from sirchat.ui.markdown_reply import MarkdownReply
-
-        colours, system = self._screen.has_colours, self._screen.console.color_system
-        self._markdown = MarkdownReply(
-            MarkdownLayout(colours=colours and system is not None, color_system=system),
-            below=self._draws_panel,
-            fold=profile.thinking,
-            only_reasoning=not profile.markdown,
-        )
-        if not self._draws_panel:
+        is_markdown = profile.markdown and profile.json_schema == "off"
+        is_streamed = not (is_markdown or self._draws_panel) and profile.thinking == "show"
+        if is_streamed or self._screen.is_plain:
             self._region.remove()
+            return
+        from sirchat.ui.growing_reply import GrowingReply, Layout, WrittenLayout
+
+        layout: Layout = WrittenLayout()
+        if is_markdown:
+            from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
+
+            system = self._screen.console.color_system
+            colours = self._screen.has_colours and system is not None
+            layout = MarkdownLayout(colours=colours, color_system=system)
+        self._reply = GrowingReply(layout, fold=profile.thinking)
+        if not self._draws_panel:
             self._pace = Pace(_TEXT_SECONDS)
 
     def _done(self, turn: TurnDone) -> None:
@@ -173,7 +165,7 @@ class LiveView:
             self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
 
     def _note(self, text: str) -> None:
-        if not self._region.is_shown and self._markdown is None:
+        if not self._region.is_shown and self._reply is None:
             self._screen.note(text)
         else:
             self._notes.append(text)
@@ -187,53 +179,30 @@ class LiveView:
 
     def _draw_in_time(self) -> None:
         """Draw a frame, and see when the next one is due."""
-        self._size = self._screen.console.size
         start, written = time.perf_counter(), self._screen.written
-        if self._markdown is not None:
-            self._draw_markdown(self._markdown)
-        else:
-            rows = self._take_rows()
-            self._region.draw(Group(*self._parts()), above=rows)
+        self._draw()
         self._pace.record_frame(time.perf_counter() - start, self._screen.written - written)
 
-    def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
-        if self._screen.is_plain:  # the window may have shrunk
+    def _draw(self, *, is_end: bool = False) -> None:
+        self._size = self._screen.console.size
+        if self._reply is not None and self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
-            self._region.write(reply.closing_escape())
-            self._markdown, self._line = None, reply.rest
-            self._stream()
+            self._stream(self._reply.rest)
+            self._reply = None
             return
-        size = self._size
-        height = size.height - (_REGION_ROWS if reply.is_above_panel else 1)
-        written = reply.frame(size.width, height, is_end=is_end)
-        if reply.is_above_panel and not is_end:
-            self._region.draw(Group(*self._parts()), above=written)
-        else:
-            self._region.remove()
-            self._region.write(written)
-        if not self._session.profile.markdown and reply.is_past_reasoning:
-            self._go_on_as_written(reply)
-
-    def _go_on_as_written(self, reply: MarkdownReply) -> None:
-        """After the reasoning, end the Markdown: the remaining text is shown as it is written."""
-        end, self._line = reply.closing_escape(), reply.rest
-        if reply.has_gap:
-            end += "\n" if reply.is_above_panel else "\n\n"
-            self._line = self._line.lstrip("\n")
-        self._region.remove()
-        self._region.write(end)
-        self._markdown = None
-
-    def _take_rows(self) -> str:
-        """Take the full rows from the unprinted text; one cell of each is left to the cursor."""
-        rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
-        return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
+        above, rows = list[str](), list[str]()
+        if self._reply is not None:
+            height = self._size.height - (_REGION_ROWS if self._draws_panel else 1)
+            above, rows = self._reply.take(self._size.width, height, is_end=is_end)
+        if not is_end:
+            with self._screen.console.capture() as captured:
+                self._screen.show(Group(*self._parts()))
+            rows = [*rows, *captured.get().splitlines()]
+        self._region.draw(rows, above="".join(f"{row}\n" for row in above))
 
     def _parts(self) -> list[RenderableType]:
         parts: list[RenderableType] = []
         theme, width = self._screen.theme, self._screen.width
-        if self._line:
-            parts.append(Text(self._line, no_wrap=True, overflow="crop"))
         if self._reading is not None:
             parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
         if self._draws_panel:
@@ -251,25 +220,19 @@ class LiveView:
         """With only the tokens of highest score, as many as the screen has columns."""
         return self._session.snapshot(strongest=self._screen.width)
 
-    def _stream(self) -> None:
-        """Remove the live region, and print the reply's unprinted text as it is written."""
-        if self._region.remove():
-            self._screen.stream(self._take_rows())
-        if self._line:
-            self._screen.stream(self._line)
-            self._streams, self._line = True, ""
+    def _stream(self, text: str) -> None:
+        """Print the reply's next text as it is written."""
+        if text:
+            self._screen.stream(text)
+            self._streams = True
 
     def _end_reply(self) -> None:
-        if self._markdown is not None:
-            self._size = self._screen.console.size
-            self._draw_markdown(self._markdown, is_end=True)
-        if self._markdown is not None:
-            self._streams = not self._markdown.is_above_panel
-            self._markdown = None
-        self._line += self._text.end()
-        self._stream()
+        if self._reply is not None:
+            self._draw(is_end=True)
+            self._reply = None
+        self._region.remove()
         if self._streams:
-            self._screen.line()
+            self._screen.line(self._text.end())
             self._streams = False
         for note in self._notes:
             self._screen.note(note)
@@ -287,26 +250,27 @@ class Region:
         self._console = console
         self.is_shown = False
 
-    def draw(self, content: RenderableType, above: str = "") -> None:
-        """Write `above`, a text of whole rows, and draw `content` below it, in one write."""
-        with self._console.capture() as captured:
-            self._console.print(content, soft_wrap=False)
-        rows = captured.get().split("\n")[:-1][: self._console.size.height]
+    def draw(self, rows: Sequence[str], above: str = "") -> None:
+        """Write `above`, a text of whole rows, and draw `rows` below it, in one write."""
+        if not rows:
+            self.remove()
+            self._write(above)
+            return
+        rows = rows[: self._console.size.height]
         up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
         # The terminal wraps no row, even if the window has just become narrower.
         drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
         begin = _ERASE if self.is_shown else _HIDE_CURSOR
-        self.write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
+        self._write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
         self.is_shown = True
 
-    def remove(self) -> bool:
-        """Erase the region from the screen; return whether it was shown."""
-        was_shown, self.is_shown = self.is_shown, False
-        if was_shown:
-            self.write(_ERASE + _SHOW_CURSOR)
-        return was_shown
+    def remove(self) -> None:
+        """Erase the region from the screen."""
+        if self.is_shown:
+            self._write(_ERASE + _SHOW_CURSOR)
+        self.is_shown = False
 
-    def write(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         """Write `text` to the terminal unfiltered, because it has escape sequences of our own."""
         self._console.file.write(text)
         self._console.file.flush()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import cache
 from typing import ClassVar, Literal, cast
 
 from markdown_it.token import Token
 from rich import markdown
-from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
@@ -23,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme as Styles
 
-from sirchat.ui.cells import Cell, StyledRow, cells_of, cut_line
 from sirchat.ui.markdown_rules import parser
 from sirchat.ui.text import displayable
 
@@ -51,7 +48,7 @@ _CODE = {
 
 
 class MarkdownLayout:
-    """Turns Markdown into rows for a terminal.
+    """Turns Markdown into rows of a terminal.
 
     Args:
         colours: whether to use colours; if false, only bold, underline and similar styles are used.
@@ -72,134 +69,57 @@ class MarkdownLayout:
         )
         self._empty = _Blocks([], ANSISyntaxTheme(_code_styles(colours)))
         self._colors = COLOR_SYSTEMS[color_system or "standard"]
-        self._parsed: tuple[str, list[list[Token]]] = ("", [])  # the latest text, and its blocks
 
-    def rows(
-        self, source: str, width: int, *, soft: bool, is_draft: bool = False
-    ) -> list[StyledRow]:
-        """Lay out a Markdown text in rows for a window of `width` columns; `soft` as `cut_line`.
-
-        If it will grow (`is_draft`), emphasis that is open at its end is closed, and a table at its
-        end is shown as the number of its rows.
-        """
-        blocks = self._parse(source)
-        if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
-            blocks = parse(source.rstrip() + closer)
-        rows: list[StyledRow] = []
-        for block in blocks:
-            if rows:
-                rows.append(StyledRow())
-            is_open = is_draft and block is blocks[-1]
-            rows += self._block(block, width, soft=soft, is_open=is_open)
-        return rows
-
-    def finished_lines(self, source: str) -> int:
-        """Number of lines of finished blocks: of all but the last, which may still grow.
-
-        The last line of `source` must not consist only of signs that may be markup.
-        """
-        last = source.rfind("\n") + 1
-        if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
-            source = source[:last]
-        blocks = self._parse(source)
-        return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
-
-    def _parse(self, source: str) -> list[list[Token]]:
-        if source != self._parsed[0]:
-            self._parsed = (source, parse(source))
-        return self._parsed[1]
-
-    def _block(
-        self, block: list[Token], width: int, *, soft: bool, is_open: bool
-    ) -> list[StyledRow]:
-        soft = soft and block[0].type in ("fence", "code_block")  # prose is broken between words
-        if is_open:
-            block = _open_table_counted(block)
+    def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
+        """The rows in a window of `width` columns; a long line of final code is one row."""
+        rows: list[str] = []
+        lines = text.split("\n")
         drawing = copy(self._empty)  # a new one would make a parser of its own
-        drawing.parsed = _with_addresses(block)
+        drawing.wraps_code = not is_final
         options = self._console.options.update(width=width - 1, height=None)
-        drawn = list(self._console.render(drawing, options))
-        rows: list[StyledRow] = []
-        for line in Segment.split_lines(drawn):
-            rows += cut_line(self._cells(line), width, soft=soft)
-        while rows and not rows[-1].cells:
-            rows.pop()
-        while rows and not rows[0].cells:
-            rows.pop(0)
+        for block in parse(text):
+            start = (block[0].map or [0])[0]
+            if start and not lines[start - 1].strip():
+                rows.append("")
+            drawing.parsed = _with_addresses(block)
+            drawn = list(self._console.render(drawing, options))
+            block_rows = [self._row(line) for line in Segment.split_lines(drawn)]
+            rows += "\n".join(block_rows).strip("\n").split("\n")
         return rows
 
-    def _cells(self, line: list[Segment]) -> list[Cell]:
-        cells: list[Cell] = []
-        for segment in line:
-            if segment.text and not segment.control:
-                style = _sgr_codes(segment.style, self._colors) if segment.style else ""
-                cells += cells_of(displayable(segment.text), style)
-        return cells
+    def finished(self, text: str) -> int:
+        """The number of characters up to the end of the last block but one of all whole lines."""
+        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
+        blocks = parse("".join(lines))
+        end = (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
+        while end and not lines[end - 1].strip():
+            end -= 1
+        return sum(map(len, lines[:end]))
+
+    def _row(self, line: list[Segment]) -> str:
+        """A line without the blanks at its end, and with the escape sequences of its styles."""
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        return "".join(
+            (style or Style.null()).render(displayable(text), color_system=self._colors)
+            for text, style, control in line
+            if not control
+        )
 
 
-def parse(source: str) -> list[list[Token]]:
+def parse(text: str) -> list[list[Token]]:
     """The blocks (paragraphs, lists, tables) of a Markdown text, each a list of tokens.
 
-    The attribute `map` of a block's first token has the range of the block's lines. Lists with
-    other marks that follow each other without an empty line, as the lines of a patch, are one.
+    The attribute `map` of a block's first token has the range of the block's lines.
     """
     blocks: list[list[Token]] = []
-    ends = 0  # the line after the latest list
-    for token in parser().parse(source):
+    for token in parser().parse(text):
         if token.level == 0 and token.nesting >= 0:
-            is_list = token.type.endswith("list_open")
-            start, end = token.map or (0, 0)
-            goes_on = is_list and 0 < ends == start
-            ends = _end_of_text(source, end) if is_list else 0
-            if goes_on:
-                blocks[-1].pop()  # the mark of each item is its own
-                continue
             blocks.append([])
         blocks[-1].append(token)
     return blocks
-
-
-def _end_of_text(source: str, line: int) -> int:
-    """The number of lines up to `line`, without the empty ones at their end."""
-    lines = source.split("\n")[:line]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    return len(lines)
-
-
-def _open_emphasis(block: list[Token]) -> str:
-    """The mark that closes emphasis, code or a link that is open at the end of a block, or ""."""
-    last = next((token for token in reversed(block) if token.nesting == 0), None)
-    if last is None or last.type != "inline":
-        return ""
-    line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
-    closers: list[tuple[int, str]] = []  # with the number of marks that they leave open
-    for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
-        if (mark if mark != ")" else "](") in line:
-            (inline,) = parser().parseInline(line + mark)
-            children = [c for c in inline.children or [] if c.type != "text" or c.content]
-            last = children[-1] if children else None
-            if last and (last.nesting < 0 or last.type in ("code_inline", "image")):
-                rest = "".join(token.content for token in children if token.type == "text")
-                closers.append((sum(rest.count(char) for char in "*_~`("), mark))
-    return min(closers, key=lambda closer: closer[0])[1] if closers else ""
-
-
-def _open_table_counted(block: list[Token]) -> list[Token]:
-    """A block, with the number of rows in place of a table at its end, whose columns may change."""
-    ends = [i for i, token in enumerate(block) if token.nesting >= 0]
-    opens = [i for i, token in enumerate(block) if token.type == "table_open"]
-    closes = [i for i, token in enumerate(block) if token.type == "table_close"]
-    if not opens or closes[-1] < ends[-1]:
-        return block
-    level, rows = block[opens[-1]].level, block[opens[-1] :]
-    count = sum(token.type == "tr_open" for token in rows)
-    paragraph = [
-        Token("paragraph_open", "p", 1, level=level),
-        Token("inline", "", 0, children=_styled("link_url", f"table, rows: {count:,}")),
-        Token("paragraph_close", "p", -1, level=level),
-    ]
-    return [*block[: opens[-1]], *paragraph, *block[closes[-1] + 1 :]]
 
 
 def _with_addresses(tokens: Sequence[Token]) -> list[Token]:
@@ -256,68 +176,61 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
     return {("Keyword",): Style(bold=True), ("Comment",): Style(dim=True)}
 
 
-@cache
-def _sgr_codes(style: Style, colors: ColorSystem) -> str:
-    """The numbers of the escape sequence (SGR) that switches `style` on, such as `1;36`."""
-    rendered = style.render("x", color_system=colors)
-    return rendered.partition("m")[0].removeprefix("\x1b[").rstrip("x")
-
-
-class _Flow(markdown.TextElement):
-    """A paragraph; if it `flows`, that is, stands in no list or quote, rich wraps no line."""
+class _Paragraph(markdown.TextElement):
+    """A paragraph on the left."""
 
     style_name = "markdown.paragraph"
 
-    def __init__(self, *, flows: bool) -> None:
-        self.flows = flows
-
     @classmethod
-    def create(cls, markdown: markdown.Markdown, token: Token) -> _Flow:
-        return cls(flows=token.level == 0)
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Paragraph:
+        return cls()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._expand_tabs(self.text)
-
-    def _expand_tabs(self, text: Text) -> Text:
-        """A copy with spaces for tabs, which is not wrapped if it `flows`, and else folded."""
-        text = text.copy()
-        text.expand_tabs(8)
-        text.no_wrap = self.flows
-        text.overflow = "ignore" if self.flows else "fold"
-        return text
+        yield self.text
 
 
-class _Code(_Flow):
+class _Code(markdown.TextElement):
     style_name = "markdown.code_block"
 
-    def __init__(self, info: str, theme: ANSISyntaxTheme, *, flows: bool) -> None:
-        super().__init__(flows=flows)
+    def __init__(self, info: str, theme: ANSISyntaxTheme, *, wraps: bool) -> None:
+        self._wraps = wraps
         self._syntax = Syntax("", info.split()[0], theme=theme) if info else None
         is_language = self._syntax is not None and self._syntax.lexer is not None
         self._info = "" if is_language and " " not in info else info
 
     @classmethod
     def create(cls, markdown: markdown.Markdown, token: Token) -> _Code:
-        return cls(token.info.strip(), cast(_Blocks, markdown).theme, flows=token.level == 0)
+        blocks = cast(_Blocks, markdown)
+        return cls(token.info.strip(), blocks.theme, wraps=blocks.wraps_code or token.level > 0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._info:  # a file's name, or a text that is no language
-            yield self._expand_tabs(Text(self._info, style="markdown.link_url"))
+            yield Text(self._info, style="markdown.link_url")
         code = self.text.plain.removesuffix("\n")
         if self._syntax is not None and self._syntax.lexer is not None:
             text = self._syntax.highlight(code)
             text.rstrip()
         else:
             text = Text(code, style=self.style)
+        text.no_wrap, text.overflow = not self._wraps, "fold" if self._wraps else "ignore"
         if code or not self._info:
-            yield self._expand_tabs(text)
+            yield text
 
 
 class _Heading(markdown.Heading):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self.text.copy()
-        text.no_wrap, text.overflow = True, "ignore"
+        text.justify = "left"
         yield text
+
+
+class _Quote(markdown.BlockQuote):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update(width=max(1, options.max_width - 2))
+        for line in console.render_lines(self.elements, inner, style=self.style, pad=False):
+            yield Segment("▌ ")
+            yield from line
+            yield Segment.line()
 
 
 class _Rule(markdown.HorizontalRule):
@@ -379,7 +292,8 @@ class _Blocks(markdown.Markdown):
 
     elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
         **markdown.Markdown.elements,
-        "paragraph_open": _Flow,
+        "paragraph_open": _Paragraph,
+        "blockquote_open": _Quote,
         "heading_open": _Heading,
         "fence": _Code,
         "code_block": _Code,
@@ -395,3 +309,4 @@ class _Blocks(markdown.Markdown):
         super().__init__("")
         self.parsed = tokens
         self.theme = theme
+        self.wraps_code = False

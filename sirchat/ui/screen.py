@@ -21,7 +21,7 @@ from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
 if TYPE_CHECKING:
-    from sirchat.ui.markdown_reply import WrittenReply
+    from sirchat.ui.growing_reply import WordBreaker
 
 LEAST_ROWS, LEAST_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
 
@@ -50,7 +50,7 @@ class Screen:
         self.notes = make_console(err or sys.stderr, force_terminal=(err or sys.stderr).isatty())
         self.notes.soft_wrap = not self.notes.is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._reply: WrittenReply | None = None  # that is broken at blanks
+        self._reply: WordBreaker | None = None  # that is broken at blanks
         self._is_light = False
         self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
@@ -115,9 +115,9 @@ class Screen:
         """
         text = self._filter.push(text)
         if at_blanks and self.terminal is not None:
-            from sirchat.ui.markdown_reply import WrittenReply
+            from sirchat.ui.growing_reply import WordBreaker
 
-            self._reply = self._reply or WrittenReply()
+            self._reply = self._reply or WordBreaker()
             text = self._reply.push(text, self.width)
         self._write(text)
 

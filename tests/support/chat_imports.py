@@ -11,7 +11,7 @@ for name in (
     "sirchat.cli.app",
     "sirchat.memory.policies.salience",
     "sirchat.ui.markdown",
-    "sirchat.ui.markdown_reply",
+    "sirchat.ui.growing_reply",
     "sirchat.ui.repl",
     "sirchat.ui.replay",
     "sirchat.ui.startup",

@@ -8,14 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import wcwidth
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.cells import cell_len
 
 from chatting import answer, babbler, session
 from fake_terminal import FakeTerminal, show_reply
-from sirchat.ui.cells import cells_of, cut_line, take_rows
 from sirchat.ui.live import Pace
 from sirchat.ui.text import displayable
 from terminal import Terminal, everything_on
@@ -124,31 +119,7 @@ def test_every_word_is_there_however_it_comes(terminal: FakeTerminal, text: str,
     assert everything_on(terminal.screen).split() == unicodedata.normalize("NFC", text).split()
 
 
-# --- rows of text, and the pace of frames
-
-
-_TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf")) | st.just(" "))
-
-
-@given(st.lists(_TEXT | st.just("\n")), st.integers(10, 40))
-def test_rows_and_rest_are_the_text_however_it_is_split(runs: list[str], width: int) -> None:
-    rows: list[str] = []
-    line = ""
-    for piece in runs:
-        full, line = take_rows(line + piece, width)
-        rows += full
-    assert "".join([*rows, line]) == "".join(runs)
-    assert all(cell_len(row.rstrip(" \n")) <= width for row in [*rows, line])
-    words = [one for piece in runs for one in piece.split() if cell_len(one) <= width]
-    rows, line = take_rows(" ".join(words), width)
-    assert " ".join([*rows, line]).split() == words, "a word that fits is broken"
-
-
-def test_a_row_ends_after_the_last_space_that_fits_and_no_wide_character_straddles() -> None:
-    assert take_rows("あ" * 11, 5) == (["ああ"] * 5, "あ")
-    assert take_rows("one two three", 7) == (["one two "], "three")
-    assert take_rows("one two three", 6) == (["one ", "two "], "three")
-    assert take_rows("one\ntwo", 10) == (["one\n"], "two")
+# --- the pace of frames
 
 
 @pytest.mark.parametrize(
@@ -166,15 +137,3 @@ def test_long_or_slow_frames_come_less_often(
     assert not frames.is_due()
     now[0] += 0.002
     assert frames.is_due()
-
-
-@pytest.mark.parametrize("emoji", ["👍🏽", "🇩🇪🇫🇷", "❤️x", "👨‍👩‍👧", "कि"])
-def test_joined_emoji_fit_into_a_row_where_a_terminal_draws_each_part(emoji: str) -> None:
-    text = f"{emoji} " * 30 + emoji * 30
-    rows, rest = take_rows(text, 20)
-    assert "".join([*rows, rest]) == text
-    for row in [*rows, rest]:
-        alone = [max(0, wcwidth.wcwidth(char)) + (char == "\ufe0f") for char in row.rstrip()]
-        assert sum(alone) <= 20
-    cut = cut_line(cells_of(text), 20, soft=True)
-    assert "".join(row.text for row in cut).replace(" ", "") == text.replace(" ", "")

