@@ -270,11 +270,12 @@ void pack_planes(const Source& from, int bits, uint32_t* packed, uint8_t* scales
     for (int64_t row = part * ROWS; row < end * ROWS; row++)
       for (int64_t g = 0; g < from.k / GROUP; g += groups) {
         const uint8_t* block = from.row(row) + g / groups * of.bytes;
+        const int64_t in_block = row % ROWS;
         int8_t steps[MOST];
         float scale[MOST_SCALES], minimum[MOST_SCALES];
         of.read(block, steps, scale, minimum);
         for (int64_t i = 0; i < groups; i++) {
-          const int64_t at = (row / ROWS * (from.k / GROUP) + g + i) * ROWS, in_block = row % ROWS;
+          const int64_t at = (row / ROWS * (from.k / GROUP) + g + i) * ROWS;
           uint32_t planes[6] = {};
           for (int c = 0; c < GROUP / 4; c++) {
             uint32_t four;
@@ -283,10 +284,10 @@ void pack_planes(const Source& from, int bits, uint32_t* packed, uint8_t* scales
             planes[4 + c / each] |= (four >> 4 & 0x03030303) << c % each * more;
           }
           for (int p = 0; p < bits; p++) packed[at * bits + p * ROWS + in_block] = planes[p];
-          uint8_t* out = scales + at * 2 * more;
-          memcpy(out + 2 * in_block, block + first, 2);
-          for (int p = 0; p < 2 && bits == 6; p++) out[(2 + p) * ROWS + in_block] = block[192 + 2 * i + p];
         }
+        uint8_t* out = scales + (row / ROWS * from.k + g * GROUP) / of.size * ROWS * (bits == 5 ? 2 : 18);
+        memcpy(out + 2 * in_block, block + first, 2);
+        for (int p = 0; p < 16 && bits == 6; p++) out[(2 + p) * ROWS + in_block] = block[192 + p];
       }
   });
 }

@@ -216,7 +216,9 @@ class Int5Linear(Int4Linear):
     Without it they are unpacked for each product.
     """
 
-    bits, row_dims = 5, {"packed": 0, "scales": 0}  # uint8 [N, K * bits / 8], [N, K / 16 * parts]
+    bits, row_dims = 5, {"packed": 0, "scales": 0}
+    # here uint8 [N, K / 8 * bits]; of each row, so many columns have so many bytes of scales
+    deep, scale_bytes = 32, 2
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
@@ -236,11 +238,10 @@ class Int5Linear(Int4Linear):
         fields = [others >> at & (1 << parts) - 1 for at in range(0, 8, parts)]
         high = torch.stack(fields, 3).view_as(low)
         q = (low | high << 4).view(torch.int8) - (1 << self.bits - 1)
-        scales = self.scales.view(-1, groups, 2 * _LANES * parts)
+        scales = self.scales.view(-1, self.in_features // self.deep, _LANES * self.scale_bytes)
         scale = scales[:, :, : 2 * _LANES].contiguous().view(torch.float16).float()[:, :, None]
         if parts > 1:
-            by = scales[:, :, 2 * _LANES :].contiguous().view(torch.int8)
-            scale = scale * by.view(-1, groups, parts, _LANES)
+            scale = scale * scales[:, :, 2 * _LANES :].view(torch.int8).unflatten(2, (-1, _LANES))
         in_parts = q.permute(1, 2, 4, 0, 3).reshape(groups * parts, -1, self.out_features)
         by_part = scale.permute(1, 2, 0, 3).reshape(groups * parts, 1, self.out_features)
         return (in_parts * by_part).to(dtype).view(-1, self.out_features)
@@ -249,7 +250,7 @@ class Int5Linear(Int4Linear):
 class Int6Linear(Int5Linear):
     """The same of six bits: `(q - 32) * scale`, with a scale for each 16 columns."""
 
-    bits = 6
+    bits, deep, scale_bytes = 6, 256, 18
 
 
 class Int4GpuLinear(Int4Linear):

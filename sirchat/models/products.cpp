@@ -294,7 +294,8 @@ struct Four {
 
 // Five or six bits: for 16 rows and a group, vectors of four neighbours of each row, which have the low four bits of
 // 4 columns and of those 16 after, and then vectors with the other bits. A weight is (w - CENTER) * scale. Scales are
-// float16; those of six bits, each for 16 columns, int8 times a float16: [N / 16, K / 32, 16 or 32 numbers of 16 bits].
+// float16 [N / 16, K / 32, 16]. Those of six bits are for 16 columns each: a float16 times one of the 16 numbers int8
+// that come after it, [N / 16, K / 256, 16 + 16 * 8].
 template <int BITS>
 struct Planes {
   static constexpr int ROWS = 16, STRIPS = ROWS / L, PARTS = BITS - 4, CENTER = 1 << (BITS - 1);
@@ -319,12 +320,13 @@ struct Planes {
   Group group(int64_t row, int64_t g) const { return {packed + (row * k / GROUP + g * ROWS) * 4 * BITS}; }
   void factors(int64_t row, int64_t g, int part, F& scale, F&) const {
     using Bytes = int8_t __attribute__((vector_size(L)));
+    constexpr int64_t DEEP = PARTS == 1 ? 1 : 8, EACH = PARTS == 1 ? 1 : 9;  // groups, and numbers of 16 bits for a row
     const int64_t strip = row % ROWS;
-    const uint16_t* p = scales + ((row - strip) * k / GROUP + g * ROWS) * PARTS;
+    const uint16_t* p = scales + ((row - strip) * (k / GROUP / DEEP) + g / DEEP * ROWS) * EACH;
     scale = floats16(p + strip);
     if (PARTS == 1) return;
     Bytes by;
-    memcpy(&by, (const int8_t*)(p + ROWS) + part * ROWS + strip, L);
+    memcpy(&by, (const int8_t*)(p + ROWS) + (g % DEEP * PARTS + part) * ROWS + strip, L);
     scale *= __builtin_convertvector(by, F);
   }
   static I add_dot(I sum, I w, I x) { return dot6(sum, w, x); }
@@ -383,7 +385,7 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
   constexpr int S = W::STRIPS, EACH = CHUNKS / W::PARTS;
   F sums[S];
   for (F& sum : sums) sum = all(0.0f);
-  auto add_part = [&](int64_t g, int part, auto has_rest) {
+  auto add_part = [&](int64_t g, auto part, auto has_rest) {
     const auto *q = (const int32_t*)(x.q + g * GROUP), *rest = (const int32_t*)(x.rest + g * GROUP);
     I dots[S], of_rest[S];
     for (int s = 0; s < S; s++) dots[s] = of_rest[s] = all(0);
@@ -405,25 +407,28 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
       sums[s] = fma(wide(W::end(of_rest[s], of_rests)), scale * all(x.fine[g]), sums[s]);
     }
   };
+  auto add_group = [&](int64_t g, auto has_rest) {
+    add_part(g, std::integral_constant<int, 0>(), has_rest);
+    if (W::PARTS > 1) add_part(g, std::integral_constant<int, W::PARTS - 1>(), has_rest);
+  };
   for (int64_t g = 0; g < x.groups; g++)
-    for (int part = 0; part < W::PARTS; part++)
-      if (x.has_rest[g]) add_part(g, part, std::true_type());
-      else add_part(g, part, std::false_type());
+    if (x.has_rest[g]) add_group(g, std::true_type());
+    else add_group(g, std::false_type());
   for (int s = 0; s < S; s++) {
     weights.finish(row + s * L, sums[s]);
     store(y + row + s * L, sums[s]);
   }
 }
 
-// The sums of a part of a group w [8] with the rests of `count` rows of x, from `at` on; 0 without one.
+// The sums of a part w of a group with the rests of `count` rows of x, from `at` on; 0 without one.
 template <class W>
 __attribute__((noinline)) void dots_of_rests(const I* w, const Rounded& x, int64_t at, int part, int count, I* dots) {
   constexpr int EACH = CHUNKS / W::PARTS;
   for (int i = 0; i < count; i++, at++) {
     dots[i] = all(0);
     if (!x.has_rest[at]) continue;
-    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP);
-    for (int c = part * EACH; c < (part + 1) * EACH; c++) dots[i] = W::add_dot(dots[i], w[c], all(rest[c]));
+    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP) + part * EACH;
+    for (int c = 0; c < EACH; c++) dots[i] = W::add_dot(dots[i], w[c], all(rest[c]));
     dots[i] = W::end(dots[i], x.total<W::PARTS>(x.rests, at, part));
   }
 }
@@ -435,10 +440,10 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
   for (F& sum : sums) sum = all(0.0f);
   constexpr int EACH = CHUNKS / W::PARTS;
   auto add_part = [&](int64_t g, int part, int64_t at) {
-    const int32_t* q = (const int32_t*)(x.q + at * GROUP);
+    const int32_t* q = (const int32_t*)(x.q + at * GROUP) + part * EACH;
     I dots[M];
     for (I& dot : dots) dot = all(0);
-    for (int c = part * EACH; c < (part + 1) * EACH; c++)
+    for (int c = 0; c < EACH; c++)
       for (int i = 0; i < M; i++) dots[i] = W::add_dot(dots[i], w[c], all(q[i * CHUNKS + c]));
     F scale, zero;
     weights.factors(row, g, part, scale, zero);
@@ -454,8 +459,8 @@ void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_
     dots_of_rests<W>(w, x, at, part, M, of_rests);
     for (int i = 0; i < M; i++) sums[i] = fma(wide(of_rests[i]), scale * all(x.fine[at + i]), sums[i]);
   };
-  for (int64_t g = 0; g < x.groups; g++, w += CHUNKS)
-    for (int part = 0; part < W::PARTS; part++) add_part(g, part, m * x.groups + g * M);
+  for (int64_t g = 0; g < x.groups; g++)
+    for (int part = 0; part < W::PARTS; part++, w += EACH) add_part(g, part, m * x.groups + g * M);
   for (int i = 0; i < M; i++) {
     weights.finish(row, sums[i]);
     store(y + (m + i) * weights.apart + row, sums[i]);

@@ -73,6 +73,7 @@ void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) 
     for (int64_t i = 0; i < count; i++) {
       const auto group = weights.group(row, g + i);
       F scale[S], zero[S];
+#pragma GCC unroll 8
       for (int c = 0; c < CHUNKS; c++) {
         for (int s = 0; s < S && c % EACH == 0; s++) {
           zero[s] = all(0.0f);

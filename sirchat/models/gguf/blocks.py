@@ -91,7 +91,7 @@ class NativePacking:
         """Pack a matrix of one of `PLANES` without loss; `empty` makes the tensors for it."""
         (rows, columns), kind = tensor.shape, PLANES[tensor.type]
         packed = empty((rows, columns * kind.bits // 8), dtype=torch.uint8)
-        scales = empty((rows, columns // 16 * (kind.bits - 4)), dtype=torch.uint8)
+        scales = empty((rows, columns // kind.deep * kind.scale_bytes), dtype=torch.uint8)
         where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
         self._planes(*_source(tensor, order), kind.bits, *where)
         return kind(packed, scales)
