@@ -9,17 +9,7 @@ struct Brain { uint16_t bits; };  // bfloat16
 
 inline F widen(const float* p) { return (F)load(p); }
 inline F widen(const Brain* p) { return halves((const uint16_t*)p); }
-#ifdef __AVX512BW__
-inline F widen(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-#elif defined(__AVX2__)
-inline F widen(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-#else
-inline F widen(const Half* p) {
-  float16x4_t x;
-  memcpy(&x, p, 8);
-  return (F)vcvt_f32_f16(x);
-}
-#endif
+inline F widen(const Half* p) { return floats16((const uint16_t*)p); }
 
 inline void narrow(float x, float& y) { y = x; }
 inline void narrow(float x, Brain& y) {

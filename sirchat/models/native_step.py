@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.model_config import LENGTH_DEPENDENT
-from sirchat.models.packed import Int4Linear, Int8Head, Int8Linear, PackedLinear, SharedEmbedding
+from sirchat.models.packed import Int8Head, PackedLinear, SharedEmbedding
 
 MOST = 16  # tokens of conversations that are read in one call
 
@@ -26,8 +26,8 @@ _LIKELIEST = 16  # largest logits of a packed head, which are computed in float3
 _LANES = 16  # of a head's numbers, which `step.cpp` loads together
 
 # As in `step.cpp`
-_FOUR, _EIGHT = 0, 1
-_KINDS = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}  # the last of a cache alone
+_PACKED = {4: 0, 5: 1, 6: 2, 8: 3}  # by bits
+_KINDS = {torch.float32: 4, torch.bfloat16: 5, torch.float16: 6}  # the last of a cache alone
 _OF_WEIGHTS = (torch.float32, torch.bfloat16)
 
 Read = tuple[
@@ -230,10 +230,8 @@ class NativeStep:
             return _Matrix(_KINDS[layer.weight.dtype], *shape, self._address(layer.weight), None)
         if not layer.fits_own_products:
             raise ValueError(f"packed weights of the shape {list(shape)}")
-        if isinstance(layer, Int4Linear):
-            return _Matrix(_FOUR, *shape, *map(self._address, (layer.packed, layer.scales)))
-        assert isinstance(layer, Int8Linear)
-        return _Matrix(_EIGHT, *shape, *map(self._address, (layer.q, layer.scale)))
+        weights = (self._address(getattr(layer, name)) for name in layer.row_dims)
+        return _Matrix(_PACKED[layer.bits], *shape, *weights)
 
     def _table(self, embeddings: Any) -> _Matrix:
         if isinstance(embeddings, SharedEmbedding):

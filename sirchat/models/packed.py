@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay packed in four or eight bits.
+"""Linear layers whose weights stay packed in four to eight bits.
 
 On a CPU, torch's kernels round inputs to bfloat16 (with float32 they are ten times slower), and are
 made for few rows. For more, weights are unpacked: for each product, or once within `SharedWeights`.
@@ -54,7 +54,7 @@ class MatmulMethod(NamedTuple):
 
 
 class PackedLinear(nn.Module, ABC):
-    """A linear layer whose weights [N, K] stay packed in four or eight bits."""
+    """A linear layer whose weights [N, K] stay packed in four to eight bits."""
 
     in_features: int  # K
     out_features: int  # N
@@ -148,7 +148,7 @@ class Int4Linear(PackedLinear):
 
     def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = 2 * packed.shape[1], len(packed)
+        self.in_features, self.out_features = packed.shape[1] * 8 // self.bits, len(packed)
         # here packed [N, K / 2], as torch's kernel has it; scales, bfloat16 [K / 32, N, 2], has
         # scale and zero: each weight is (q - 8) * scale + zero
         for name, buffer in zip(self.row_dims, (packed, scales), strict=True):
@@ -190,7 +190,8 @@ class Int4Linear(PackedLinear):
     def multiply_few(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
         if len(x) <= self.own_rows:
-            own: Tensor = torch.ops.sirchat.multiply_4(x.float().contiguous(), self.packed, scales)
+            multiply = getattr(torch.ops.sirchat, f"multiply_{self.bits}")
+            own: Tensor = multiply(x.float().contiguous(), self.packed, scales)
             return own
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
         y: Tensor = multiply(x.bfloat16(), self.packed, GROUP, scales)
@@ -207,6 +208,49 @@ class Int4Linear(PackedLinear):
         # Copies, because a stride of 2 takes five times as long in the next line.
         scale, zero = (x.contiguous().to(dtype) for x in self.scales.unbind(-1))  # [K / 32, N]
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
+
+
+class Int5Linear(Int4Linear):
+    """A layer on a CPU with five-bit weights, as `products.cpp` has them: `(q - 16) * scale`.
+
+    Without it they are unpacked for each product.
+    """
+
+    bits, row_dims = 5, {"packed": 0, "scales": 0}
+    # here uint8 [N, K / 8 * bits]; of each row, so many columns have so many bytes of scales
+    deep, scale_bytes = 32, 2
+
+    @staticmethod
+    def fits(rows: int, columns: int) -> bool:
+        """Whether a matrix [rows, columns] can be packed so."""
+        return rows % _LANES == 0 and columns % GROUP == 0
+
+    def multiply_few(self, x: Tensor) -> Tensor:
+        if len(x) <= self.own_rows:
+            return super().multiply_few(x)
+        return self._multiply_unpacked(x.to(self.matmul_method.type))
+
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        groups, parts = self.in_features // GROUP, self.bits - 4  # parts with a scale, of a group
+        planes = self.packed.view(-1, groups, self.bits, _LANES, 4)  # 4 neighbours of 16 rows
+        fours, others = planes[:, :, :4], planes[:, :, 4:]
+        low = torch.cat((fours & 15, fours >> 4), 2)  # [N / 16, K / 32, 8, 16, 4]
+        fields = [others >> at & (1 << parts) - 1 for at in range(0, 8, parts)]
+        high = torch.stack(fields, 3).view_as(low)
+        q = (low | high << 4).view(torch.int8) - (1 << self.bits - 1)
+        scales = self.scales.view(-1, self.in_features // self.deep, _LANES * self.scale_bytes)
+        scale = scales[:, :, : 2 * _LANES].contiguous().view(torch.float16).float()[:, :, None]
+        if parts > 1:
+            scale = scale * scales[:, :, 2 * _LANES :].view(torch.int8).unflatten(2, (-1, _LANES))
+        in_parts = q.permute(1, 2, 4, 0, 3).reshape(groups * parts, -1, self.out_features)
+        by_part = scale.permute(1, 2, 0, 3).reshape(groups * parts, 1, self.out_features)
+        return (in_parts * by_part).to(dtype).view(-1, self.out_features)
+
+
+class Int6Linear(Int5Linear):
+    """The same of six bits: `(q - 32) * scale`, with a scale for each 16 columns."""
+
+    bits, deep, scale_bytes = 6, 256, 18
 
 
 class Int4GpuLinear(Int4Linear):

@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.models.gguf.header import BLOCKS, GgufTensor
-from sirchat.models.packed import GROUP, Empty, Int4Linear, Int8Linear, four_bit_layout
+from sirchat.models.packed import (
+    GROUP,
+    Empty,
+    Int4Linear,
+    Int5Linear,
+    Int6Linear,
+    Int8Linear,
+    four_bit_layout,
+)
+
+# Formats that only `products.cpp` multiplies in their own bits
+PLANES = {"Q5_0": Int5Linear, "Q6_K": Int6Linear}
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -56,9 +67,11 @@ class NativePacking:
         number, address = ctypes.c_int64, ctypes.c_void_p
         source: list[Any] = [number, address, number, number, address]
         self._four, self._eight = library.sirchat_pack_four, library.sirchat_pack_eight
+        self._planes = library.sirchat_pack_planes
         self._four.argtypes = [*source, number, ctypes.c_bool, address, address, number]
         self._eight.argtypes = [*source, address, address, number]
-        self._four.restype = self._eight.restype = None
+        self._planes.argtypes = [*source, number, address, address, number]
+        self._four.restype = self._eight.restype = self._planes.restype = None
 
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
@@ -73,6 +86,15 @@ class NativePacking:
         where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
         self._four(*_source(tensor, order), *four_bit_layout(), *where)
         return Int4Linear(packed, scales)
+
+    def planes(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
+        """Pack a matrix of one of `PLANES` without loss; `empty` makes the tensors for it."""
+        (rows, columns), kind = tensor.shape, PLANES[tensor.type]
+        packed = empty((rows, columns * kind.bits // 8), dtype=torch.uint8)
+        scales = empty((rows, columns // kind.deep * kind.scale_bytes), dtype=torch.uint8)
+        where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
+        self._planes(*_source(tensor, order), kind.bits, *where)
+        return kind(packed, scales)
 
     def eight(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
         """Round a matrix as `quantize_int8` does; `empty` makes the tensors for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
-from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
+from sirchat.models.gguf.blocks import PLANES, NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, target_of
 from sirchat.models.model_config import DecoderConfig
@@ -97,9 +97,8 @@ class _Loader:
         if change in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, change, tensor)
         elif self._stays_packed(target, tensor):
-            wants_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
             is_alone = not has_same_input(target.removesuffix(".weight"))
-            packed = self._packed(tensor, change, wants_four, is_alone)
+            packed = self._packed(tensor, change, _may_have_few_bits(name), is_alone)
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
             weight = _undo_change(unpack_floats(tensor), change, self._values)
@@ -149,24 +148,28 @@ class _Loader:
         rows = -(-tensor.shape[1] // parts) or 1
         for expert in tensor.row_blocks(1):
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).row_blocks(rows):
-                packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
+                packed = self._packed(matrix, None, True, True)
                 self._store.move(packed)
                 yield packed
 
     def _packed(
-        self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
+        self, tensor: GgufTensor, change: Change | None, may_have_few: bool, is_alone: bool
     ) -> PackedLinear:
-        """Make a packed layer without bias: of four bits if wanted and possible, else of eight.
+        """Make a packed layer without bias: of the file's bits if it may and can, else of eight.
 
         `is_alone`: the layer is not joined with others.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
-        wants_four = wants_four and not splits_group and self._four.fits(*tensor.shape)
+        has_four = tensor.type in FOUR_BIT and not splits_group and self._four.fits(*tensor.shape)
+        wants_four = may_have_few and has_four
         native = self._native if change != "value columns" else None
         if native is not None and native.can_read(tensor):
             order = _undo_change(torch.arange(tensor.shape[0]), change, values).contiguous()
-            pack = native.four if wants_four else native.eight
+            pack: Callable[..., PackedLinear] = native.four if wants_four else native.eight
+            planes = PLANES.get(tensor.type)
+            if may_have_few and planes is not None and planes.fits(*tensor.shape):
+                pack = native.planes
             return pack(tensor, order, self._store.empty if is_alone else torch.empty)
         if wants_four:
             parts = [tensor] if change is not None else tensor.row_blocks(most)
@@ -255,7 +258,7 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     return heads.transpose(0, 1).reshape(weight.shape)
 
 
-def _may_have_four_bits(name: str) -> bool:
+def _may_have_few_bits(name: str) -> bool:
     # Embeddings and output head get eight.
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
@@ -273,7 +276,7 @@ def _most_packed(file: GgufFile) -> int:
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
-            has_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
+            has_four = tensor.type in FOUR_BIT and _may_have_few_bits(name)
             # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
             size += prod(tensor.shape) // 32 * (20 if has_four else 32)
             # a row takes 2 more; the beginning of a matrix is aligned
