@@ -22,7 +22,14 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
-from sirchat.recall.corrections import CORRECTS, SAME_THING, TELLS, form_of, may_replace
+from sirchat.recall.corrections import (
+    CORRECTS,
+    SAME_THING,
+    TELLS,
+    form_of,
+    may_replace,
+    states_more,
+)
 from sirchat.recall.passages import sentences_of
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
@@ -49,6 +56,11 @@ class StatedFact:
     newer_text: str = ""
     left: str = ""  # of a text that is held in part: what is held, with … for what is not
     is_rule: bool = False  # a rule for replies, or a preference, that was pinned when it was said
+
+    @property
+    def is_newer_in_part(self) -> bool:
+        """Whether the later message leaves something of what this sentence states."""
+        return bool(self.newer_text) and states_more(self.text, self.newer_text)
 
 
 class Said(dict[str, Tensor]):
