@@ -231,7 +231,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = _listed(by_words.get(best.row.turn, ()))
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
-        return _why_no_rank(best, policy)
+        if best.is_measured:
+            return f"; policy {policy} gives no token a rank."
+        return f": policy {policy} records attention to it only from the next message on."
     if best.leaves and best.rank <= best.held // 2:
         return ", but will be evicted next: what ranks lower is pinned, or among the newest."
     if best.leaves:
@@ -243,18 +245,14 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
 
 def _why_evicted(best: TokenRank, policy: str) -> str:
     if best.rank is None:
-        return _why_no_rank(best, policy)
+        if best.is_measured:
+            return f"; policy {policy} gives no token a rank."
+        return f": policy {policy} had recorded no attention to it when it was evicted."
     higher = _higher(best, policy)
     is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
     if best.rank <= best.held // 2 and not is_low:
         return f": it was evicted earlier, or under other settings. Now, {higher}."
     return f": {higher}."
-
-
-def _why_no_rank(best: TokenRank, policy: str) -> str:
-    if best.is_measured:
-        return f"; policy {policy} gives no token a rank."
-    return f"; policy {policy} ranks by attention, and none to it is recorded."
 
 
 def _higher(rank: TokenRank, policy: str) -> str:
