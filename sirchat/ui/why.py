@@ -35,10 +35,12 @@ _FEW = 4  # at most one token in this number is "only" a few
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
+_OF_WORDS = {"word", "template", "neighbours"}  # the factors of salience, with its usual options
 
 # How to say why a token ranks higher under a policy: singular verb, plural verb, object.
 _RANKED_BY = {
-    **dict.fromkeys(_FADING, ("surprised", "surprised", "the model more")),
+    "entropy": ("surprised", "surprised", "the model more"),
+    "salience": ("stands", "stand", "in or beside words that surprised the model more"),
     **dict.fromkeys(("sink", "window"), ("is", "are", "newer")),
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
@@ -257,8 +259,12 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 def _higher(rank: TokenRank, policy: str) -> str:
     """How many held tokens rank higher, such as "of the 120 held tokens, 8 are newer"."""
-    default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
-    singular, plural, what = _RANKED_BY.get(policy, default)
+    name = displayable_line(policy)
+    default = ("has", "have", f"a higher score under policy {name}")
+    has_other = policy == "salience" and rank.factors.keys() != _OF_WORDS
+    singular, plural, what = default if has_other else _RANKED_BY.get(policy, default)
+    if rank.factors.get("template") == 0:
+        return f"policy {name} evicts what the chat template adds before all else"
     above = (rank.rank or 1) - 1
     few = "only " if 0 < above * _FEW <= rank.held else ""
     verb = singular if above == 1 else plural

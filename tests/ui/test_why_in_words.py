@@ -54,6 +54,23 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert "surprised the model more" in explain(low, "tree", "entropy")
 
 
+def test_under_salience_words_and_those_beside_them_are_counted() -> None:
+    chat = _told("salience")
+    nats = {row.position: row.surprisal or 0.0 for row in chat.snapshot().rows}
+    ((at, own),) = ((rank.row.position, nats[rank.row.position]) for rank in chat.why("Tell"))
+    above = {p for p in nats if nats[p] > own}  # these are words of one token
+    beside = {p for p in nats if max(nats.get(p - 1, 0), nats.get(p + 1, 0)) / 2 > own}
+    count = len(above | beside)
+    assert count > len(above) > 0
+    assert at not in above | beside
+    assert _said(chat, "Tell") == (
+        f"“Tell” is held: of the 59 held tokens, only {count} stand in or beside words that "
+        "surprised the model more."
+    )
+    weighted = _told("salience", policy_options={"user_weight": 2})
+    assert "a higher score under policy salience." in _said(weighted, "Tell")
+
+
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     gone = (
