@@ -24,6 +24,7 @@ CORRECTS = re.compile(
     r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
     r"those|went up|wrong)\b"
 )
+_CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
 _REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does
 
@@ -49,3 +50,9 @@ def may_replace(older: str, newer: str) -> bool:
         return bool(CORRECTS.search(newer))
     is_same = is_named or is_named_now if about | about_now else (words & words_now) - STOP_WORDS
     return bool(is_same or CORRECTS.search(newer))
+
+
+def states_more(older: str, newer: str) -> bool:
+    """Whether a statement tells of more things than the one that may replace it, by its clauses."""
+    told, now = (_CLAUSE_END.split(text) for text in (older, newer))
+    return sum(len(words_of(one)) > 2 for one in told) > sum(len(words_of(one)) > 2 for one in now)

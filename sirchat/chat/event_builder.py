@@ -20,7 +20,7 @@ from sirchat.chat.events import (
 )
 from sirchat.chat.settings import has_effect
 from sirchat.chat.state import ConversationState, TurnStats
-from sirchat.chat.token_rows import policy_scores, token_rows
+from sirchat.chat.token_rows import is_measured, policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
@@ -199,6 +199,13 @@ class EventBuilder:
         if "policy" in changed and counts_attention and not model.exposes_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"
+            return
+        held = self.engine.ledger.held_positions
+        if "policy" in changed and len(held) and not is_measured(self.engine, held).any():
+            yield (
+                "attention is recorded from the next message on; until then, policy "
+                f"{profile.policy} keeps the newest tokens"
+            )
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
         """The values, by name, of the fields that the events `Evicted` and `Restored` share."""

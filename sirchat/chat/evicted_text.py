@@ -33,16 +33,16 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
-    start = 0
+    parts, start = [(0, "system", [*session.tokens(snapshot.own_text)])], 0
     for turn in snapshot.turns:
         span, start = range(start, start + turn.tokens), start + turn.tokens
-        if turn.held == turn.tokens:
-            continue
-        rows = without_template(session.tokens(span))
+        if turn.held < turn.tokens:
+            parts.append((turn.index, turn.role, without_template(session.tokens(span))))
+    for index, role, rows in parts:
         gone = [row.position for row in rows if row.position not in held]
         if gone:
             words = words_at(gone, rows, known if len(gone) < len(rows) else ())
-            yield EvictedText(turn.index, turn.role, len(rows), len(rows) - len(gone), words)
+            yield EvictedText(index, role, len(rows), len(rows) - len(gone), words)
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sirchat.chat.events import TokenRow
+from sirchat.chat.targets import own_prompt
 from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
 from sirchat.chat.words import is_mark, near_positions, without_template, words_at
 from sirchat.config.profile import Profile
@@ -75,6 +76,7 @@ class Snapshot:
     # Of the held tokens, how many each wrote: `user`, `assistant`, `system` or `template`; of
     # these, those of a `summary` and `recalled` ones are counted apart.
     held_by: Mapping[str, int] = field(default_factory=dict)
+    own_text: range = range(0)  # positions of the text of `prompt`, without the template's marks
     prompt: int = 0  # first tokens, which are a system prompt that the chat template itself adds
 
     @property
@@ -110,7 +112,7 @@ def take_snapshot(
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
-    prompt = _own_prompt(ledger)
+    own = own_prompt(ledger, texts)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -129,20 +131,10 @@ def take_snapshot(
         histogram=_histogram(ledger, held) if strongest is None else None,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks, roles),
         recalled_turns=recalled_turns,
-        held_by=_held_by(ledger, held, roles, prompt),
-        prompt=prompt,
+        held_by=_held_by(ledger, held, roles, own[1]),
+        own_text=own[0],
+        prompt=own[1],
     )
-
-
-def _own_prompt(ledger: Ledger) -> int:
-    """How many tokens of a chat's first turn are a system prompt that the template itself adds."""
-    roles = ledger.column("role")[ledger.of_turn(0)]
-    count = int((roles != Role.TEMPLATE).argmax()) if len(roles) else 0  # before the first message
-    if not count or roles[count] != Role.USER:
-        return 0
-    ids = ledger.column("token_id")[:count].tolist()
-    # A token that begins a turn comes again: before the user's turn.
-    return max((at for at in range(2, count) if ids[at] in ids[:2]), default=0)
 
 
 def _held_by(ledger: Ledger, held: Positions, roles: Sequence[str], prompt: int) -> dict[str, int]:

@@ -12,7 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.chat.corrections import CORRECTS, SAME_THING, TELLS, form_of, may_replace
+from sirchat.chat.corrections import (
+    CORRECTS,
+    SAME_THING,
+    TELLS,
+    form_of,
+    may_replace,
+    states_more,
+)
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
@@ -48,6 +55,11 @@ class StatedFact:
     newer_text: str = ""
     left: str = ""  # of a text that is held in part: what is held, with … for what is not
     is_rule: bool = False  # a rule for replies, or a preference, that was pinned when it was said
+
+    @property
+    def is_newer_in_part(self) -> bool:
+        """Whether the later message leaves something of what this sentence states."""
+        return bool(self.newer_text) and states_more(self.text, self.newer_text)
 
 
 class Said(dict[str, Tensor]):

@@ -164,13 +164,33 @@ def without_quotes(target: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
+def own_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
+    """Positions of the text of a system prompt that the chat template itself adds, and its end.
+
+    The end is the position at which the template's marks of the user's turn begin; 0 without one.
+    """
+    at = ledger.of_turn(0)
+    roles, ids = (ledger.column(name)[at].tolist() for name in ("role", "token_id"))
+    count = roles.index(Role.USER) if Role.USER in roles else 0
+    # A token that begins a turn comes again: before the user's turn.
+    end = max((at for at in range(2, count) if ids[at] in ids[:2]), default=0)
+    if not end or {*roles[:count]} != {Role.TEMPLATE}:
+        return range(0), 0
+    start, stop = ids.index(ids[end]) + count - end, end  # both turns have marks of one length
+    while stop > start and not texts(ids[stop - 1 : stop], [stop - 1])[0].strip():
+        stop -= 1
+    return range(start, max(start, stop - 1)), end  # without the mark that ends it
+
+
 def _matches(
     target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
 ) -> tuple[Positions, Positions]:
     """The tokens of messages among `among` that are not erased; those that the target names."""
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
-    said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
-    turn = turn_of_target(target, roles)
+    is_text, turn = ledger.column("role")[among] != Role.TEMPLATE, turn_of_target(target, roles)
+    if turn is None:  # no turn has the template's own prompt
+        is_text |= np.isin(among, own_prompt(ledger, texts)[0])
+    said = among[is_text & ~is_erased]
     if turn is None:
         return said, _occurrences(without_quotes(target), ledger, texts, said)
     return said, said[ledger.column("turn")[said] == turn]

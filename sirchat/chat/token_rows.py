@@ -56,6 +56,19 @@ def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
     return {name: _finite_exp(logarithms) for name, logarithms in factors.items()}
 
 
+def is_measured(engine: Engine, positions: Positions) -> NDArray[np.bool_]:
+    """Whether the attention by which the policy ranks each token at `positions` [n] is recorded.
+
+    True if it ranks by something else.
+    """
+    ledger, config = engine.ledger, engine.settings.policy.attention_stats
+    if config is None:
+        return np.ones(len(positions), bool)
+    if config.window:
+        return np.full(len(positions), ledger.attention.recent(ledger.held_positions).any())
+    return ledger.attention.totals(positions, ledger.log_decay) > 0
+
+
 def token_rows(
     engine: Engine,
     positions: Positions,

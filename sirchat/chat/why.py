@@ -15,7 +15,7 @@ import torch
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.state import Turn
-from sirchat.chat.token_rows import policy_scores, score_factors, token_rows
+from sirchat.chat.token_rows import is_measured, policy_scores, score_factors, token_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
@@ -87,11 +87,7 @@ def token_ranks(
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
     for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
         states[index] = "lost"
-    leaving, measured = set(now.evicted_next), np.ones(len(positions), bool)
-    if (config := engine.settings.policy.attention_stats) is not None:
-        measured[:] = ledger.attention.recent(ledger.held_positions).any()
-        if not config.window:
-            measured = ledger.attention.totals(positions, ledger.log_decay) > 0
+    leaving, measured = set(now.evicted_next), is_measured(engine, positions)
     factors = {  # surprisal and decay have columns of their own
         name: values[asked]
         for name, values in score_factors(engine, among).items()

@@ -105,15 +105,16 @@ def open_session(
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
-            from sirchat.models.learning import learn_in_background
+            from sirchat.models.learning import learn_in_background, tell_when_learned
 
         model = load(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
+        told = tell_when_learned(model.name) if model.encoder.size else ""
         if profile.learn_encoder and may_learn and not model.encoder.size:
             told = learn_in_background(model.name, model.module, trust_remote_code=trust)
-            notices = getattr(model.tokenizer, "notices", [])
-            model.tokenizer.notices = [*notices, *filter(None, (told,))]
+        if told:
+            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), told]
         profile = with_model_defaults(profile, model)
         return Session(model, profile, rows_in_events=rows_in_events)
 

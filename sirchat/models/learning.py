@@ -22,12 +22,12 @@ from sirchat.version import __version__
 
 # Of a smaller model, such as tiny, states know too little of what words mean: one or the other.
 _LEAST_SIZE, _LEAST_LAYERS = 512, 24
-_LEARNED_A_MINUTE = 150 << 20  # bytes of weights, with two cores
+_LEARNED_A_MINUTE = 75 << 20  # bytes of weights in a minute of processor time
 _SPARE = 2 << 30  # bytes that must be free beside those of a second load
 _MOST_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
 _LOCK = "learning"
 _PACKAGE = Path(__file__).parents[1]
-_START, _ERROR = "start", "sirchat: "
+_START, _TOLD, _ERROR = "start", "told that it is learned", "sirchat: "
 # In errors that may not recur at a later start.
 _PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
@@ -66,9 +66,24 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
         os.close(lock)
     minutes = max(1, round(weights / _LEARNED_A_MINUTE))
     return (
-        f"learning what words mean to this model, in the background, some {minutes} min: chats "
-        "that begin later then recall what was said in other words, too; --no-learn-encoder "
-        "prevents it"
+        "learning what words mean to this model, in the background, while processors are "
+        f"free (some {minutes} min of their time): chats that begin after it recall what was "
+        "said in other words, too; --no-learn-encoder prevents it"
+    )
+
+
+def tell_when_learned(name: str) -> str:
+    """What to tell the user of an encoder that was learned in the background: once, else ""."""
+    said = _said(name)
+    if _START not in said or said[-1] == _TOLD:
+        return ""
+    try:
+        with paths.encoder_attempts(name).open("a", encoding="utf-8") as file:
+            file.write(f"{_TOLD}\n")
+    except OSError:  # it would be told at each start
+        return ""
+    return (
+        "learned what words mean to this model: chats now recall what was said in other words, too"
     )
 
 

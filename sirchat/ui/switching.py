@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import import_typed
+from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
@@ -76,7 +77,7 @@ class Switching:
         profile = self._session.profile
         self._refuse_unknown(name)
         if not text:
-            self._screen.note(f"{name} is {as_typed(getattr(profile, name))}")
+            self._screen.note(f"{name} is {self._value(name)}")
         elif is_option(name, text, profile.policy):
             options = {**profile.policy_options, name: parse_option(text)}
             self._apply(source, f"{name} is already {text}", policy_options=options)
@@ -201,11 +202,18 @@ class Switching:
         profile = self._session.profile
         self._refuse_unknown(name)
         if name in Profile.model_fields:
-            field = Profile.model_fields[name]
-            value = sampling_in_words(profile).get(name) or as_typed(getattr(profile, name))
-            return f"{name} is {value}: {field.description} Allowed: {allowed_in_words(name)}."
+            meaning = Profile.model_fields[name].description
+            value = sampling_in_words(profile).get(name) or self._value(name)
+            return f"{name} is {value}: {meaning} Allowed: {allowed_in_words(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
+
+    def _value(self, name: str) -> str:
+        """A setting's value; of `recall` also that it can't go by meaning, if so."""
+        value = as_typed(getattr(self._session.profile, name))
+        is_without = value == BEST_RETRIEVER and not self._session.recall.by_meaning
+        is_without &= name == "recall"
+        return value + " (by words: no encoder for this model yet)" * is_without
 
     def _refuse_unknown(self, name: str) -> None:
         options = options_of(self._session.profile.policy)
@@ -226,7 +234,7 @@ class Switching:
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Switched):
-            self._screen.note(describe_change(event))
+            self._screen.note(describe_change(replace(event, new=self._value(event.what))))
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):

@@ -99,7 +99,7 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
             + (", pinned as a rule" if fact.is_rule else "")
-            + (f'; newer: "{text}"' if text else "")
+            + (f'; newer{" in part" if fact.is_newer_in_part else ""}: "{text}"' if text else "")
             for fact, text in zip(facts, newer, strict=True)
         ],
         "you said": [displayable_line(fact.text) for fact in facts],

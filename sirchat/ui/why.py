@@ -35,10 +35,12 @@ _FEW = 4  # at most one token in this number is "only" a few
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
+_OF_WORDS = {"word", "template", "neighbours"}  # the factors of salience, with its usual options
 
 # How to say why a token ranks higher under a policy: singular verb, plural verb, object.
 _RANKED_BY = {
-    **dict.fromkeys(_FADING, ("surprised", "surprised", "the model more")),
+    "entropy": ("surprised", "surprised", "the model more"),
+    "salience": ("stands", "stand", "in or beside words that surprised the model more"),
     **dict.fromkeys(("sink", "window"), ("is", "are", "newer")),
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
@@ -231,7 +233,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = _listed(by_words.get(best.row.turn, ()))
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
-        return _why_no_rank(best, policy)
+        if best.is_measured:
+            return f"; policy {policy} gives no token a rank."
+        return f": policy {policy} records attention to it only from the next message on."
     if best.leaves and best.rank <= best.held // 2:
         return ", but will be evicted next: what ranks lower is pinned, or among the newest."
     if best.leaves:
@@ -243,7 +247,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
 
 def _why_evicted(best: TokenRank, policy: str) -> str:
     if best.rank is None:
-        return _why_no_rank(best, policy)
+        if best.is_measured:
+            return f"; policy {policy} gives no token a rank."
+        return f": policy {policy} had recorded no attention to it when it was evicted."
     higher = _higher(best, policy)
     is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
     if best.rank <= best.held // 2 and not is_low:
@@ -251,16 +257,14 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
     return f": {higher}."
 
 
-def _why_no_rank(best: TokenRank, policy: str) -> str:
-    if best.is_measured:
-        return f"; policy {policy} gives no token a rank."
-    return f"; policy {policy} ranks by attention, and none to it is recorded."
-
-
 def _higher(rank: TokenRank, policy: str) -> str:
     """How many held tokens rank higher, such as "of the 120 held tokens, 8 are newer"."""
-    default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
-    singular, plural, what = _RANKED_BY.get(policy, default)
+    name = displayable_line(policy)
+    default = ("has", "have", f"a higher score under policy {name}")
+    has_other = policy == "salience" and rank.factors.keys() != _OF_WORDS
+    singular, plural, what = default if has_other else _RANKED_BY.get(policy, default)
+    if rank.factors.get("template") == 0:
+        return f"policy {name} evicts what the chat template adds before all else"
     above = (rank.rank or 1) - 1
     few = "only " if 0 < above * _FEW <= rank.held else ""
     verb = singular if above == 1 else plural

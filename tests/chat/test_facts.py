@@ -19,6 +19,7 @@ from drawing import NONE, lines
 from sirchat.chat import statements
 from sirchat.chat.session import Session
 from sirchat.chat.statements import Said, StatedFact
+from sirchat.chat.summary import left_out_of
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
@@ -183,6 +184,31 @@ def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_
     monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
     monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
     assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "is_in_part"),
+    [
+        ("I live in Oslo and my dog is Rex.", "My dog is Max now.", True),
+        ("My flat is in Oslo, and my dog is Rex.", "My flat is in Rome now.", True),
+        ("I live in Oslo and my dog is Rex.", "I live in Rome and my dog is Max now.", False),
+        ("My favourite colours are red, green and blue.", "My favourite colour is red now.", False),
+    ],
+)
+def test_of_a_sentence_that_tells_two_things_one_may_be_replaced(
+    older: str, newer: str, is_in_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of(older, newer)
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
+    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
+    facts = chat.facts()
+    assert [fact.newer_text for fact in facts] == [newer, ""]
+    how = "newer in part" if is_in_part else "newer"
+    assert f'held; {how}: "{newer}"' in lines(draw_facts(facts, 0.0, NONE), 200)[1]
+    (left_out,) = left_out_of(facts, newer)
+    corrected = "corrected in part" if is_in_part else "corrected"
+    assert left_out.text.endswith(f'"{older}" ({corrected})')
 
 
 @pytest.mark.parametrize("model", [telling(), tiny()])

@@ -8,11 +8,14 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chatting import tiny
+from random_encoders import random_encoder
+from sirchat.cli import flags
 from sirchat.cli.flags import open_session
 from sirchat.config.profile import Profile
 from sirchat.models import background, learning
@@ -65,7 +68,8 @@ def test_one_process_is_started_and_the_user_is_told_once(learns: Learns) -> Non
     assert why_no_encoder("tiny") == "none; sirchat train encoder --model tiny makes one"
     ids = learns("exec sleep 60")
     told = learn()
-    assert told.startswith("learning what words mean to this model, in the background, some 1 min")
+    assert told.startswith("learning what words mean to this model, in the background")
+    assert "while processors are free (some 1 min of their time)" in told
     assert learn() == "", "a second chat"
     wait(lambda: started(ids))
     pid, *command = started(ids)[0].split()
@@ -151,3 +155,20 @@ def test_a_chat_starts_it_unless_the_setting_is_off(is_wanted: bool, learns: Lea
         wait(lambda: started(ids))
     wait(has_ended)
     assert len(started(ids)) == is_wanted
+
+
+def test_the_first_chat_with_a_learned_encoder_says_so_and_no_later_one(
+    learns: Learns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learns("true")
+    learn()
+    wait(has_ended)
+    learned = replace(tiny(), encoder=random_encoder(tiny(), (1,), 8))
+    monkeypatch.setattr(flags, "load", lambda *_: learned)
+    monkeypatch.setattr(learned.tokenizer, "notices", [], raising=False)
+    for is_first in (True, False):
+        learned.tokenizer.notices = []
+        session = open_session(Profile(compile="off", save=False), False, None)
+        notices = [getattr(event, "text", "") for event in session.opening_events()]
+        assert any(text.startswith("learned what words mean") for text in notices) == is_first
+    assert not started(learns("true"))[1:]

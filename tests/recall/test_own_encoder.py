@@ -10,6 +10,7 @@ import torch
 
 from chatting import babbler, session
 from random_encoders import random_encoder
+from saved_chats import Chat
 from sentence_encoders import SIZE, write_sentence_encoder
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
@@ -107,3 +108,18 @@ def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEnco
     assert there.sentence_encoder is not None
     assert there.sentence_encoder.check_sum == own.check_sum
     assert load_model_of(Profile(compile="off")).sentence_encoder is None
+
+
+def test_without_an_encoder_recall_is_said_to_go_by_words() -> None:
+    by_words = "meaning (by words: no encoder for this model yet)"
+    chat = Chat(recall="off", save=False)
+    assert f"recall: off -> {by_words}\n" in chat.do("/recall on")
+    assert chat.do("/recall") == f"recall is {by_words}\n"
+    assert f"recall is {by_words}: " in chat.do("/set recall")
+    assert "recall: meaning -> words\n" in chat.do("/recall words")
+    assert chat.do("/recall") == "recall is words\n"
+    assert (
+        Chat(with_question(babbler()), recall="on", save=False)
+        .do("/recall")
+        .startswith("sentence encoder: ")
+    )

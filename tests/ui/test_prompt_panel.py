@@ -11,10 +11,12 @@ import pytest
 from chatting import babbler, session, smallest
 from drawing import lines
 from fake_terminal import FakeTerminal
+from saved_chats import Chat
 from sirchat.chat.events import Switched
 from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.statements import StatedFact
+from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_memory, draw_panel
 from sirchat.ui.switching import describe_change
@@ -28,6 +30,11 @@ CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya.
 
 def fact(text: str, held: int, newer: int | None = None) -> StatedFact:
     return StatedFact(0, text, None, 8, held, newer, left="It … gate 12." * (text == GATE))
+
+
+def _with_own_prompt(own: str) -> LoadedModel:
+    it = with_template(own + HEADERS["thinking is kept"].replace("</think>{% endif", "{% endif"))
+    return smallest("own", it)
 
 
 def test_segments_add_up_to_the_budget() -> None:
@@ -46,8 +53,7 @@ def test_segments_add_up_to_the_budget() -> None:
 
 def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the_models() -> None:
     own = "<|im_start|>system\nYou are kind.<|im_end|>\n"
-    it = with_template(own + HEADERS["thinking is kept"].replace("</think>{% endif", "{% endif"))
-    chat = session(smallest("own", it), policy="full", max_new_tokens=4)
+    chat = session(_with_own_prompt(own), policy="full", max_new_tokens=4)
     switched = Switched("system", None, "Be brief.", 0, 0)
     assert describe_change(switched) == "system: none -> Be brief."
     list(chat.ask("Hi."))
@@ -61,6 +67,23 @@ def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the
     assert re.findall(r"(?m)^│ +(\d) (\w+) ", page)[:5] == [
         *(("0", "system"), ("0", "you"), ("1", "model"), ("2", "summary"), ("3", "summary"))
     ]
+
+
+def test_words_of_the_templates_own_system_prompt_are_explained_listed_and_restored() -> None:
+    model = _with_own_prompt("<|im_start|>system\nYou are a kind pirate.<|im_end|>\n")
+    settings = {"sinks": 2, "budget": 32, "recent": 0, "max_new_tokens": 6, "recall": "off"}
+    chat = Chat(model, policy="sink", save=False, **settings)
+    chat.say("Hi.")
+    assert "“pirate” is held" in chat.do("/why pirate")
+    chat.say("Hello there.", "How are you?")
+    assert "“pirate” is evicted: of the" in chat.do("/why pirate")
+    rows = [line.split() for line in chat.do("/evicted").splitlines()]
+    assert rows[1][:3] == ["0", "system", "all"]
+    assert {word.strip(",") for word in rows[1][4:]} == {"You", "are", "a", "kind", "pirate"}
+    assert rows[2][:3] == ["0", "you", "all"]
+    assert rows[2][4:] == ["Hi"]
+    assert "a kind pirate." in chat.do("/recall pirate")
+    assert "pirate" not in chat.do("/pin turn 0")
 
 
 def test_what_you_told_is_held_in_part_or_evicted() -> None:

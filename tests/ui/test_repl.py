@@ -125,7 +125,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
         ("/budget 64", "budget: 1024 -> 64"),
         ("/decay 0.8", "decay: 1.0 -> 0.8"),
         ("/sinks 8", "sinks: 4 -> 8"),
-        ("/recall on", "recall: off -> meaning"),
+        ("/recall words", "recall: off -> words"),
         ("/recall mips", "recall: off -> mips"),
         ("/recent 16", "recent: 32 -> 16"),
         ("/system You are kind.", "system: none -> You are kind."),

@@ -13,6 +13,7 @@ import torch
 
 from chatting import answer, babbler, session, tiny
 from held_rows import state
+from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
@@ -53,6 +54,23 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert "surprised the model more" in explain(low, "tree", "entropy")
 
 
+def test_under_salience_words_and_those_beside_them_are_counted() -> None:
+    chat = _told("salience")
+    nats = {row.position: row.surprisal or 0.0 for row in chat.snapshot().rows}
+    ((at, own),) = ((rank.row.position, nats[rank.row.position]) for rank in chat.why("Tell"))
+    above = {p for p in nats if nats[p] > own}  # these are words of one token
+    beside = {p for p in nats if max(nats.get(p - 1, 0), nats.get(p + 1, 0)) / 2 > own}
+    count = len(above | beside)
+    assert count > len(above) > 0
+    assert at not in above | beside
+    assert _said(chat, "Tell") == (
+        f"“Tell” is held: of the 59 held tokens, only {count} stand in or beside words that "
+        "surprised the model more."
+    )
+    weighted = _told("salience", policy_options={"user_weight": 2})
+    assert "a higher score under policy salience." in _said(weighted, "Tell")
+
+
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
     gone = (
@@ -75,14 +93,24 @@ def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
 @pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
 def test_right_after_a_switch_no_attention_is_compared_as_none_is_recorded(policy: str) -> None:
     chat = _told("sink")
-    chat.switch("/policy", policy=policy)
-    none = f"; policy {policy} ranks by attention, and none to it is recorded."
-    for target in ("Anna", "turn 5"):
-        assert f" is {chat.why(target)[-1].state.replace('archived', 'evicted')}{none}" in _said(
-            chat, target
-        )
+    told = [e.text for e in chat.switch("/policy", policy=policy) if isinstance(e, Notice)]
+    assert told == [
+        "attention is recorded from the next message on; until then, policy "
+        f"{policy} keeps the newest tokens"
+    ]
+    held = chat.ledger.held_positions
+    assert held[-60:].tolist() == [*range(chat.seen - 60, chat.seen)]
+    assert len(held) == 64
+    gone, later = _said(chat, "Anna"), _said(chat, "tree")
+    assert f" is evicted: policy {policy} had recorded no attention to it when it was" in gone
+    assert later.endswith(
+        f" is held: policy {policy} records attention to it only from the next message on."
+    )
+    assert "the reply paid attention to it" in _shown(chat, "tree")[0]
     list(chat.ask("Tell me a joke."))
     assert "more attention" in _said(chat, f"turn {len(chat.turns) - 1}")
+    again = [*chat.switch("/policy", policy="sink"), *chat.switch("/policy", policy=policy)]
+    assert not any(isinstance(event, Notice) for event in again)
 
 
 def test_pins_sinks_and_fading_are_named() -> None:

@@ -188,7 +188,7 @@ class EncoderTrainer:
         test = self._tested(encoder)
         about = {
             "model": self._model.name,
-            "teacher": Path(self._teacher.name).name,
+            "teacher": "the bundled lesson" if is_lesson else Path(self._teacher.name).name,
             "date": date.today().isoformat(),
             "sentences": str(len(read)),
             "found": f"{test.found:.2f}",

@@ -149,7 +149,7 @@ def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
     assert "of paraphrases among" in ran.stderr
     assert "the teacher finds" not in ran.stderr
     encoder = load_model("tiny").encoder
-    assert (encoder.size, encoder.about["teacher"]) == (8, "all-MiniLM-L6-v2")
+    assert (encoder.size, encoder.about["teacher"]) == (8, "the bundled lesson")
     assert 30 < int(encoder.about["sentences"]) < 500
 
 
