@@ -17,7 +17,7 @@ from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, 
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import ConversationState, Reply, UndoPoint
-from sirchat.chat.statements import Said, StatedFact, sentences_at, stated_in
+from sirchat.chat.statements import Said, StatedFact, fit_rules, sentences_at, stated_in
 from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
@@ -199,6 +199,7 @@ class Session(Conversation):
             prompt = template.system(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self.engine):
+            events = fit_rules(self.engine, self._texts, settings)
             if is_replaced or profile.pin_system != before.pin_system:
                 self.ledger.pin(state.system, profile.pin_system and not is_replaced)
             moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
@@ -212,7 +213,7 @@ class Session(Conversation):
         if is_replaced:
             state.system = range(0)
             state.prompt = None
-        events = self._events.moved(state.last_turn, moves)
+        events += self._events.moved(state.last_turn, moves)
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
         events += self._events.switched(self.model, before, profile, restored, template)
         if prompt is not None:

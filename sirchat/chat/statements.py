@@ -24,6 +24,7 @@ from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.engine.engine import Engine
+from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
@@ -80,8 +81,8 @@ def pin_rules(
     """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
 
     If the turn is read again, what the user had pinned in it is pinned first. Rules pinned so have
-    at most a quarter of the budget. The ledger still has the vectors of the turn's tokens. Those of
-    its sentences are put into `vectors`.
+    at most a quarter of the budget; the oldest are let go. The ledger still has the vectors of the
+    turn's tokens. Those of its sentences are put into `vectors`.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
     (said, pins), state.pinned_since = state.pinned_since, ("", ())
@@ -89,7 +90,7 @@ def pin_rules(
         at = ledger.of_turn(turn, Role.USER)
         try:
             evictor.pin_held(at[np.isin(np.arange(len(at)), pins)])
-        except SettingError as error:  # tools, for example, may have taken the room
+        except SettingError as error:  # older rules that had been let go may have the room again
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
     for text, positions in _rules_in(ledger, texts, encoder, turn, vectors):
@@ -100,13 +101,20 @@ def pin_rules(
         short, count = format_value(text), len(positions)
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
-            _check_room(engine, positions)
-            evictor.pin_held(positions)
+            _check_size(engine, positions)
+            old = _oldest(ledger, engine.settings, count)
+            evictor.pin_held(positions, freed=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
+            yield from _let_go(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:
             yield Notice(f"your instruction {short} is not pinned: {error}")
+
+
+def fit_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
+    """Let go of the oldest rules that have no room under the new `settings`."""
+    return list(_let_go(engine, texts, _oldest(engine.ledger, settings, 0)))
 
 
 def _rules_pinned(
@@ -125,17 +133,35 @@ def _rules_pinned(
     return found
 
 
-def _check_room(engine: Engine, positions: Positions) -> None:
-    """Raise SettingError if rules have no room for these tokens, or if not all are held."""
-    settings, before = engine.settings, sum(map(len, engine.ledger.rules()))
-    most = settings.budget // _SHARE if settings.policy.bounded else math.inf
-    if before + len(positions) > most:
-        raise SettingError(
-            f"it has {len(positions)} tokens, and instructions have at most {most:.0f}, a quarter "
-            f"of the budget; {before} are taken: /facts lists them, /unpin lets one go"
-        )
+def _limit(settings: CacheSettings) -> float:
+    """Most tokens of rules that were pinned when they were said."""
+    return settings.budget // _SHARE if settings.policy.bounded else math.inf
+
+
+def _check_size(engine: Engine, positions: Positions) -> None:
+    """Raise SettingError if a rule's tokens are more than all rules may have, or not all held."""
+    limit = _limit(engine.settings)
+    if len(positions) > limit:
+        raise SettingError(f"it has {len(positions)} tokens, and rules have at most {limit:.0f}")
     if not np.isin(positions, engine.ledger.held_positions).all():
         raise SettingError("a part of it is evicted already")
+
+
+def _oldest(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
+    """The oldest rules, without which all others and one of `count` tokens fit into the limit."""
+    rules, gone = ledger.rules(), 0
+    while gone < len(rules) and count + sum(map(len, rules[gone:])) > _limit(settings):
+        gone += 1
+    return rules[:gone]
+
+
+def _let_go(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
+    """Unpin these rules, which moves no token, and say so."""
+    for at in rules:
+        engine.evictor.unpin_held(at)
+        text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
+        yield Pinned(len(at), False, engine.cache.length)
+        yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
 
 
 def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:

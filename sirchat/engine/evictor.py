@@ -309,16 +309,23 @@ class Evictor:
             raise
         return self._place(chosen)
 
-    def pin_held(self, positions: Positions) -> None:
-        """Pin the held tokens at these positions, and move none.
+    def pin_held(self, positions: Positions, freed: int = 0) -> int:
+        """Pin the held tokens at these positions, and move none; returns how many were pinned.
 
-        Raises SettingError, changing nothing, if the pins would leave too little room.
+        Raises SettingError, changing nothing, if the pins would leave too little room, even if
+        `freed` tokens were no longer pinned.
         """
         held = np.intersect1d(positions, self._store.placement.chosen)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
-        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()))
+        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
         self._ledger.pin(held, True)
         self._place(self._store.placement)  # a new one: no switch leads back behind the pins
+        return len(held)
+
+    def unpin_held(self, positions: Positions) -> None:
+        """Unpin the tokens at these positions, and move none."""
+        self._ledger.pin(positions, False)
+        self._place(self._store.placement)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
         """Evict these tokens, except sinks, for good; with `excluded` False, let them return."""
@@ -377,12 +384,16 @@ class Evictor:
         """Go back to the checkpoint `to`, in `round`.
 
         If that does not fit the present settings, the policy chooses again; with `keep_pins`, the
-        present pins stay. Raises LookupError, changing nothing, if a held token is lost.
+        present pins stay, and rules that were pinned then are again. Raises LookupError, changing
+        nothing, if a held token is lost.
         """
         self._cache.grow_to(len(to.placement.held))
         self._store.undo(to)
         self.round = round
-        if not keep_pins:
+        if keep_pins:  # and what was let go for a rule that is undone
+            is_rule = self._ledger.column("flags")[to.pinned] & np.uint8(Flag.RULE) != 0
+            self._ledger.pin(to.pinned[is_rule], True)
+        else:
             self._ledger.pin_only(to.pinned)
             for rule in to.rules:
                 self._ledger.flag(Flag.RULE, rule, True)

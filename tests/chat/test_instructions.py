@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sirchat.chat.rereading import PinnedText, read_whole, rewind
 from sirchat.chat.retry import retry_under
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
+from sirchat.errors import SettingError
 from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_pins
@@ -211,41 +213,43 @@ def test_any_model_pins_what_has_the_form_of_a_rule_or_a_preference() -> None:
     assert [one.turn for one in chat.facts("plain")] == [2]
 
 
-def test_rules_have_a_quarter_of_the_budget_beside_what_the_user_pins() -> None:
-    chat, kept = plain_chat(budget=240), list[str]()
+def test_rules_have_a_quarter_of_the_budget_and_the_oldest_is_let_go() -> None:
+    chat, rules = plain_chat(budget=240), [f"Always use the word {word}." for word in "abcdefghi"]
     ask(chat, "Hello there.")
     chat.pin("Hello")
-    (line,) = ask(chat, "Always use " + " and ".join(f"the word {n}" for n in range(18)) + ".")
-    assert "instructions have at most 60, a quarter of the budget; 0 are taken" in line
-    for word in "abcdefghi":
-        rule = f"Always use the word {word}."
-        (line,) = ask(chat, rule)
-        if not line.startswith(f'pinned your instruction "{rule}"'):
-            break
+    kept, dropped = list[str](), list[str]()
+    for rule in rules:
+        lines = ask(chat, rule)
+        assert lines[-1].startswith(f'pinned your instruction "{rule}"')
         kept.append(rule)
-    taken = sum(one.tokens for one in chat.facts())
-    assert line.startswith(f'your instruction "{rule}" is not pinned: ')
-    assert f"{taken} are taken" in line
-    assert 40 < taken <= 60
-    assert pinned(chat).split() == ("Hello" + "".join(kept)).split()
-    chat.pin(f'"{kept[0]}"')  # as the user's own, it is none of these
-    assert ask(chat, rule) == [f'pinned your instruction "{rule}": /unpin "{rule}" lets go']
+        for line in lines[:-1]:
+            dropped.append(kept.pop(0))
+            assert line.startswith(f'"{dropped[-1]}" is no longer pinned')
+        assert [one.text for one in chat.facts()] == kept
+        assert sum(one.tokens for one in chat.facts()) <= 60
+        assert pinned(chat).split() == ("Hello" + "".join(kept)).split()
+    assert dropped
 
 
-def test_pinning_moves_no_token_and_leaves_what_was_recalled() -> None:
-    chat = plain_chat(budget=128, recall="words")
-    ask(chat, "Our zebra is called Quixbert, and it eats old brown hay.")
-    for _ in range(6):
-        ask(chat, "So it ran on.")
-    said, restored, moved = f"{RULE} Who is our zebra Quixbert?", 0, list[Event]()
-    for event in chat.read_question(said):
-        if isinstance(event, TurnDone):
-            restored = len(chat.engine.store.placement.recalled)
-        elif restored and isinstance(event, Evicted | Restored):
-            moved.append(event)
-    assert RULE in pinned(chat)
-    assert restored == len(chat.engine.store.placement.recalled) > 0
-    assert not moved
+def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
+    chat = plain_chat()
+    ask(chat, RULE)
+    chat.pin(f'"{RULE}"')
+    for number in range(12):
+        ask(chat, f"Always use the word x{number}.")
+    assert pinned(chat).startswith(RULE)
+
+
+@pytest.mark.parametrize("back", [Session.undo, lambda chat: list(chat.retry(text="Hello."))])
+def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -> None:
+    chat, number = plain_chat(), 0
+    ask(chat, RULE)
+    while chat.facts()[0].text == RULE and number < 20:
+        ask(chat, f"Always use the word x{number}.")
+        number += 1
+    back(chat)
+    assert chat.facts()[0].text == RULE
+    assert pinned(chat).startswith(RULE)
 
 
 def test_a_preference_that_was_unpinned_is_not_pinned_by_another_try() -> None:
@@ -274,6 +278,54 @@ def test_a_resumed_chat_still_knows_its_rules(folder: Path) -> None:
     assert [one.text for one in again.facts()] == [RULE]
 
 
+def test_letting_go_moves_no_token_and_leaves_what_was_recalled() -> None:
+    chat = plain_chat(budget=128, recall="words")
+    ask(chat, "Hello.")
+    ask(chat, "Our zebra is called Quixbert, and it eats old brown hay.")
+    number = 0
+    while chat.ledger.held_of_turn(2) and number < 20:
+        ask(chat, f"Always use the word x{number}.")
+        number += 1
+    said = f"Always use the word y. Who is our zebra Quixbert{number}?"
+    moved, lines, restored = list[str](), list[str](), 0
+    for event in chat.read_question(said):
+        if isinstance(event, TurnDone):
+            restored = len(chat.engine.store.placement.recalled)
+        elif isinstance(event, Notice):
+            lines.append(event.text)
+        elif restored and isinstance(event, Evicted | Restored):
+            moved.append(repr(event))
+    assert any("is no longer pinned" in line for line in lines)
+    assert restored
+    assert len(chat.engine.store.placement.recalled) == restored
+    assert not moved
+
+
+def test_a_sentence_larger_than_the_share_is_not_pinned_and_nothing_let_go() -> None:
+    chat = plain_chat(budget=200)
+    ask(chat, RULE)
+    long = "Always use " + " and ".join(f"the word number {n}" for n in range(12))
+    (line,) = ask(chat, long + ".")
+    assert "rules have at most 50" in line
+    assert pinned(chat) == RULE
+
+
+def test_where_the_user_pinned_much_a_new_rule_lets_no_older_one_go() -> None:
+    chat = plain_chat(budget=96)
+    ask(chat, RULE)
+    ask(chat, "A long tale of a fox who ran over the hill and far away to the sea.")
+    chat.pin("last")
+    size = 0
+    while size < len(chat.ledger.pinned_positions) < 60:
+        size = len(chat.ledger.pinned_positions)
+        ask(chat, "So it ran on.")
+        with suppress(SettingError):
+            chat.pin("last")
+    lines = ask(chat, "Always use the word hill, and the word sea, and the word fox, too.")
+    assert all("not pinned" in line for line in lines)
+    assert RULE in pinned(chat)
+
+
 @pytest.mark.parametrize("again", [read_whole, "rewind"])
 def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     chat = plain_chat(budget=240)
@@ -290,6 +342,21 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     assert "noon" in pinned(chat)
     chat.pin("noon", pinned=False)
     assert pinned(chat) == RULE
+
+
+def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() -> None:
+    chat = plain_chat(budget=800)
+    for number in range(20):
+        ask(chat, f"Always use the word x{number}.")
+    before = [one.text for one in chat.facts()]
+    lines = notes(chat.switch("test", budget=160))
+    now = [one.text for one in chat.facts()]
+    assert now == before[-len(now) :]
+    assert 0 < sum(one.tokens for one in chat.facts()) <= 40
+    assert [line for line in lines if "is no longer pinned" in line]
+    with pytest.raises(SettingError):
+        chat.switch("test", policy="nosuch")
+    assert [one.text for one in chat.facts()] == now
 
 
 def test_rules_side_by_side_are_listed_one_by_one_and_no_part_of_one_is_let_go() -> None:
