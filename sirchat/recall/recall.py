@@ -266,7 +266,7 @@ class Recall:
         self.update()
         search, ledger = self.search, self._engine.ledger
         search.update(ledger)  # with the words, as recall may be off
-        wanted = set(search.telling_words(text) or words_of(text))
+        wanted = set(search.index.telling_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
         scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
         for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
@@ -308,7 +308,7 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = asked_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not self.search.telling_words("".join(sentences)):  # such as "Would there?"
+        if not self.search.index.telling_words("".join(sentences)):  # such as "Would there?"
             return Sought(())
         if not self.by_meaning:
             return Sought(sentences)
@@ -356,7 +356,7 @@ class Recall:
             rows, ledger = self.search.passages.rows, self._engine.ledger
             for number in self.found.passages:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
-                words = self.search.shared_words(text, self.found.message)
+                words = self.search.index.shared_words(text, self.found.message.text)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
         rounded = self._engine.store.archive.bits(restored)
         bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
