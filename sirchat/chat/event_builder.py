@@ -32,6 +32,8 @@ from sirchat.text.detokenizer import Texts
 from sirchat.text.template import Template
 from sirchat.version import __version__
 
+_LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
+
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
@@ -75,7 +77,7 @@ class EventBuilder:
                 "this model has no chat template: it reads lines that begin with USER: and "
                 "ASSISTANT:, and its reply ends where it writes the next USER:"
             )
-        texts += self._unsuited(model, profile, {"policy", "reasoning"}, template)
+        texts += self._unsuited(model, profile, {*_LIMITS_RECALL, "reasoning"}, template)
         return [opening, *map(Notice, texts)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
@@ -174,8 +176,15 @@ class EventBuilder:
         self, model: LoadedModel, profile: Profile, changed: Collection[str], template: Template
     ) -> Iterator[str]:
         """Notices of the `changed` settings that do not suit each other or this model."""
-        settings = self.engine.settings
-        policy = settings.policy
+        settings, recall_n = self.engine.settings, profile.recall_n
+        policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
+        if is_limited and settings.recall is not None and policy.bounded:
+            room = self.engine.evictor.recall_room(0)
+            if not isinstance(recall_n, str) and room < recall_n:
+                yield (
+                    f"budget {self.engine.budget} leaves room to restore only {room} tokens, "
+                    f"not recall_n = {recall_n}; raise the budget or lower recall_n"
+                )
         if "policy" in changed and policy.compacts_at_anchors and model.anchors is None:
             yield (
                 "this model was not trained to compress text into anchor tokens, but policy anchor "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from chatting import answer, session
 from families import HELD, LATENT, loaded
 from recall_rounds import memory, some_ids, talked
-from sirchat.chat.events import Delta, Notice, Recalled, TurnDone
+from sirchat.chat.events import Delta, Event, Notice, Recalled, TurnDone
 from sirchat.chat.turn import OpenTurn
 from sirchat.memory.archive import Archive
 from sirchat.models.attention_hook import CallCounter, observed_by
@@ -95,6 +96,25 @@ def test_what_stepped_aside_is_back_if_the_end_of_a_given_reply_is_not_read() ->
         with pytest.raises(KeyboardInterrupt):
             list(reply)
     assert not chat.engine.store.has_recall
+
+
+def notices(events: Iterable[Event]) -> list[str]:
+    return [one.text for one in events if isinstance(one, Notice)]
+
+
+def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
+    told = [
+        "budget 96 leaves room to restore only 84 tokens, not recall_n = 200; "
+        "raise the budget or lower recall_n"
+    ]
+    chat = session(policy="sink", budget=96, recall="mips", recall_n=200)
+    assert notices(chat.opening_events()) == told
+    assert notices(chat.switch("/decay", decay=0.9)) != told
+    assert notices(chat.switch("/set", recall_n=60)) == []
+    assert notices(chat.switch("/set", recall_n=200)) == told
+    assert notices(chat.switch("/budget", budget=400)) == []
+    assert notices(chat.switch("/policy", policy="full")) == []
+    assert notices(session(policy="sink", budget=96, recall_n=200).opening_events()) == []
 
 
 def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget() -> None:
