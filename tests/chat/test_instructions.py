@@ -162,6 +162,7 @@ def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
     assert pinned(again) == pinned(chat.session) == "Call me Priya from now on."
+    assert [one.text for one in again.facts() if one.is_rule] == [pinned(again)]
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
@@ -262,16 +263,6 @@ def test_rules_in_turns_with_given_replies_are_pinned() -> None:
     list(chat.read_question(RULE, before="assistant"))
     list(chat.read_reply("Fine."))
     assert pinned(chat) == RULE
-
-
-def test_a_resumed_chat_still_knows_its_rules(folder: Path) -> None:
-    chat = Chat(babbler(), policy="sink", budget=160)
-    chat.say(RULE, "Hello.")
-    chat.saved_chat.close()
-    again = session(babbler(), policy="sink", budget=160)
-    with SessionStore.open(find_session(folder, "last")) as store:
-        resume_session(again, store)
-    assert [one.text for one in again.facts()] == [RULE]
 
 
 @pytest.mark.parametrize("again", [read_whole, "rewind"])
