@@ -70,7 +70,7 @@ class Conversation:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._vectors = Said()
+        self._said = Said()
         self.last_reply = AfterReply()
 
     @property
@@ -130,9 +130,7 @@ class Conversation:
         yield from self.read_user(text, interrupted, before=before, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         engine, encoder = self.engine, self.model.encoder
-        yield from pin_rules(
-            engine, self._texts, encoder, self.state, self._vectors, is_wanted=wanted
-        )
+        yield from pin_rules(engine, self._texts, encoder, self.state, self._said, is_wanted=wanted)
 
     def read_user(
         self,

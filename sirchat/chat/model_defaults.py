@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sirchat.config.profile import LEAST_TEMPERATURE, Profile
+from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -85,7 +85,7 @@ def _can_recall(profile: Profile) -> bool:
 
 
 def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
-    """The sampling settings, of allowed values, in the model's generation config, if it samples."""
+    """The sampling settings in the model's generation config, if it samples and all are allowed."""
     config = getattr(model.module, "generation_config", None)
     given = {} if config is None else config.to_diff_dict()
     if not given.get("do_sample"):
@@ -93,19 +93,8 @@ def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
     values = {name: given[name] for name in SAMPLING_PARAMETERS if given.get(name) is not None}
     if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
-    least = values.get("temperature")
-    if isinstance(least, float) and 0 < least < LEAST_TEMPERATURE:  # as some write the likeliest
-        values["temperature"] = 0.0
-    wrong = {name for name, value in values.items() if not _is_allowed(name, value)}
-    if "temperature" in wrong:
-        return {}
-    allowed = {name: value for name, value in values.items() if name not in wrong}
-    return {"temperature": 1.0, **allowed}
-
-
-def _is_allowed(name: str, value: object) -> bool:
     try:
-        Profile.model_validate({name: value})
+        Profile.model_validate(values, strict=True)
     except ValueError:
-        return False
-    return isinstance(value, int | float)  # the profile would take a text, too
+        return {}
+    return {"temperature": 1.0, **values}

@@ -274,7 +274,7 @@ class Session(Conversation):
         self.state.prompt = prompt
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.undo_points = []
-        self._vectors = Said()
+        self._said = Said()
         unpinned = [turn for turn, _ in self.state.unpinned]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
@@ -292,7 +292,7 @@ class Session(Conversation):
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the facts stated; with `words`, those that have all."""
         return stated_in(
-            self.model, self.template, self.ledger, self._texts, self.turns, self._vectors, words
+            self.model, self.template, self.ledger, self._texts, self.turns, self._said, words
         )
 
     def attention_paid(self, turn: int) -> AttentionPaid:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -63,9 +63,11 @@ class StatedFact:
         return bool(self.newer_text) and states_more(self.text, self.newer_text)
 
 
-class Said(dict[str, Tensor]):
-    """The vectors of sentences that were said; also the facts found last, until a row changes."""
+@dataclass
+class Said:
+    """The vectors [D] of sentences that were said, and the facts found last."""
 
+    vectors: dict[str, Tensor] = field(default_factory=dict)
     found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
 
 
@@ -74,7 +76,7 @@ def pin_rules(
     texts: Texts,
     encoder: Encoder,
     state: ConversationState,
-    vectors: dict[str, Tensor],
+    known: Said,
     *,
     is_wanted: bool,
 ) -> Iterator[Event]:
@@ -82,7 +84,7 @@ def pin_rules(
 
     If the turn is read again, what the user had pinned in it is pinned first. Rules pinned so have
     at most a quarter of the budget; the oldest are let go. The ledger still has the vectors of the
-    turn's tokens. Those of its sentences are put into `vectors`.
+    turn's tokens. Those of its sentences become `known`.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
     (said, pins), state.pinned_since = state.pinned_since, ("", ())
@@ -93,7 +95,7 @@ def pin_rules(
         except SettingError as error:  # older rules that had been let go may have the room again
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
-    for text, positions in _rules_in(ledger, texts, encoder, turn, vectors):
+    for text, positions in _rules_in(ledger, texts, encoder, turn, known.vectors):
         was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)
         is_own = np.isin(positions, ledger.pinned_positions).all()
         if not is_wanted or was_unpinned or is_own:  # before the message was read again
@@ -202,30 +204,30 @@ def stated_in(
     ledger: Ledger,
     texts: Texts,
     turns: Sequence[Turn],
-    vectors: Said,
+    known: Said,
     words: str = "",
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
 
-    Sentences' vectors [D] that are not in `vectors` are put there. Without an encoder, facts and
+    Vectors of sentences that are not `known` become so. Without an encoder, facts and
     their corrections are told by their form.
     """
     about = [(turn.role, turn.time, turn.is_summary) for turn in turns]
     columns = ("token_id", "turn", "role", "flags", "state")
     stamp = words, about, [ledger.column(name).tobytes() for name in columns]
-    if vectors.found[0] == stamp:
-        return [*vectors.found[1]]
+    if known.found[0] == stamp:
+        return [*known.found[1]]
     encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
 
     def vector_of(text: str) -> Tensor:
-        if text not in vectors:
+        if text not in known.vectors:
             turn = template.opening(text)[1]
             start, end = turn.content
-            vectors[text] = model.encode(turn.ids[:end], start)
-        return vectors[text]
+            known.vectors[text] = model.encode(turn.ids[:end], start)
+        return known.vectors[text]
 
-    vectors.found = stamp, rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
-    return [*vectors.found[1]]
+    known.found = stamp, rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
+    return [*known.found[1]]
 
 
 def _facts_in(

@@ -20,7 +20,7 @@ from sirchat.engine.types import EvictedRows, ReadProgress, TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Role
 from sirchat.memory.placement import Placement
-from sirchat.recall.recall import Recall
+from sirchat.recall.recall import NewTurn, Recall
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template import TurnIds
 from sirchat.text.times import time_range
@@ -122,9 +122,8 @@ class OpenTurn:
         def turns_at(text: str) -> list[int]:
             return now.user_turns_at(time_range(text, time.time()), before)
 
-        recollection = recall.restore_for_turn(
-            ids.ids, ids.roles, self.ref, now.generated, turns_at, out, result, now.asked
-        )
+        turn = NewTurn(ids.ids, ids.roles, now.generated, turns_at, tuple(out), result)
+        recollection = recall.restore_for_turn(turn, self.ref, now.asked)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
             yield from self.events.recalled(self.stats.index, recollection)

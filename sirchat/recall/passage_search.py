@@ -58,12 +58,12 @@ class Sought:
 
 
 class PassageSearch:
-    """Scores the passages of one chat for messages."""
+    """Scores the passages of one chat for messages; callers may read `passages` and `index`."""
 
     def __init__(self, texts: Texts, tokenizer: Any) -> None:
         self.passages = Passages(texts)
         self._telling = telling_by(tokenizer)
-        self._index = WordIndex(self._telling)
+        self.index = WordIndex(self._telling)
 
     def update(
         self,
@@ -76,38 +76,38 @@ class PassageSearch:
         Without words, the next update with words takes in theirs.
         """
         self.passages.update(ledger, vector_of)
-        self._index.truncate(len(self.passages))
+        self.index.truncate(len(self.passages))
         if not with_words:
             return
-        known = len(self._index)
+        known = len(self.index)
         turns = self.passages.rows["turn"][known:].tolist()
         for text, turn in zip(self.passages.texts(ledger, known), turns, strict=True):
-            self._index.add(text, turn)
+            self.index.add(text, turn)
 
     def truncate(self, seen: int) -> None:
         """Forget the passages of all but the first `seen` tokens of the stream."""
         self.passages.truncate(seen)
-        self._index.truncate(len(self.passages))
+        self.index.truncate(len(self.passages))
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> None:
         """Let the passages follow their tokens; see `Passages.reorder`."""
-        self._index.truncate(min(len(self._index), self.passages.reorder(ledger, rank)))
+        self.index.truncate(min(len(self.index), self.passages.reorder(ledger, rank)))
 
     def erase(self, ledger: Ledger) -> None:
         """Forget the erased tokens' words and the vectors of their passages."""
         self.passages.erase(ledger)
-        self._index = WordIndex(self._telling)
+        self.index = WordIndex(self._telling)
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
         """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(_z_scores(self._index.scores(sentences), 0.0, NATS) - CHANCE, 0)
+        return np.maximum(_z_scores(self.index.scores(sentences), 0.0, NATS) - CHANCE, 0)
 
     def fits_of_result(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
         """What the passages at `which` of a result get, as they were asked for by the sentences.
 
         Unlike `by_words`, it does not count how many others have the same words.
         """
-        scores = self._index.scores(sentences)[which]
+        scores = self.index.scores(sentences)[which]
         best = scores.max(initial=0.0)
         return np.where(scores > best / 2, FLOOR + scores, 0.0)
 
@@ -127,7 +127,7 @@ class PassageSearch:
             usual = float(np.nansum(cosines) / max(1, np.isfinite(cosines).sum()))
             cosines = np.nan_to_num(cosines, nan=usual)
             fits = np.maximum(_z_scores(cosines, usual, COSINES_DIFFER), 0)
-            scores = scores + self._index.with_block(fits)
+            scores = scores + self.index.with_block(fits)
         return self._discounted(scores, generated, message.but)
 
     def scores_of_second_round(
@@ -143,14 +143,6 @@ class PassageSearch:
         scores[first] = 0
         return self._discounted(scores, generated, message.but)
 
-    def shared_words(self, text: str, message: Sought) -> tuple[str, ...]:
-        """Up to three words of the message that a passage's text has, the rarest first."""
-        return self._index.shared_words(text, message.text)
-
-    def telling_words(self, text: str) -> list[str]:
-        """The words of a text that tell something by themselves."""
-        return self._index.telling_words(text)
-
     def _discounted(self, scores: Scores, generated: Numbers, but: Sequence[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
@@ -165,7 +157,7 @@ class PassageSearch:
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
             return scores
-        is_asked = np.array(self._index.asks, bool) & ~is_own & written[turns + 1]
+        is_asked = np.array(self.index.asks, bool) & ~is_own & written[turns + 1]
         is_reply = is_own & np.isin(turns - 1, turns[is_asked])
         told = np.where(is_own | is_asked, -np.inf, scores)
         best_by_turn = np.full(count + 1, -np.inf)  # place 0: no turn

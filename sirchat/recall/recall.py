@@ -50,6 +50,18 @@ TurnsAt = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
+class NewTurn:
+    """A turn that is read next, for which recall looks for passages."""
+
+    ids: Sequence[int]
+    roles: Sequence[Role]
+    generated: Collection[int] = ()  # turns that the model wrote itself
+    turns_at: TurnsAt = lambda text: ()
+    but: tuple[int, ...] = ()  # turns in which nothing is looked for
+    returned: int = -1  # a turn that a tool has just returned for the message
+
+
+@dataclass(frozen=True)
 class Recollection:
     """What recall did for a turn.
 
@@ -135,23 +147,14 @@ class Recall:
         ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
-        self,
-        ids: Sequence[int],
-        roles: Sequence[Role],
-        at: TurnRef,
-        generated: Collection[int] = (),
-        turns_at: TurnsAt = lambda text: (),
-        but: Sequence[int] = (),
-        returned: int = -1,
-        asked: Sequence[int] = (),
+        self, turn: NewTurn, at: TurnRef, asked: Sequence[int] = ()
     ) -> Recollection | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
-        The new turn has `ids` and `roles`, and is read after this; `generated` are the turns that
-        the model wrote itself, and in the turns `but` no passage is looked for. `returned` is a
-        turn that a tool has just returned for the message. The tokens at `asked` are restored,
-        too. Returns None if recall is off and there are none.
+        The new turn is read after this, as `at`. The tokens at `asked` are restored, too. Returns
+        None if recall is off and there are none.
         """
+        ids = turn.ids
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
         by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NONE
@@ -166,10 +169,10 @@ class Recall:
         try:
             # Another retriever reads the turn first, which may evict tokens.
             if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
-                result = search(engine, self._model, ids, roles, at)
+                result = search(engine, self._model, ids, turn.roles, at)
             elif recall and len(self.search.passages) and (self._focus() or not is_all_held):
                 room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
-                self.found = self.find(ids, roles, room, generated, turns_at, but, returned)
+                self.found = self.find(turn, room)
                 result = self.found.result
                 self.found = None if len(by_hand) else self.found  # not from passages alone
         except LookupError as error:
@@ -189,7 +192,7 @@ class Recall:
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
         why = problem or "nothing evicted fits it, or there was no room"
-        if returned < 0:  # not for what a tool returned
+        if turn.returned < 0:  # not for what a tool returned
             why = "all was held" if is_all_held else why
             self.nothing = why if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
@@ -197,66 +200,63 @@ class Recall:
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
         )
 
-    def find(
-        self,
-        ids: Sequence[int],
-        roles: Sequence[Role],
-        room: int,
-        generated: Collection[int] = (),
-        turns_at: TurnsAt = lambda text: (),
-        but: Sequence[int] = (),
-        returned: int = -1,
-    ) -> FoundPassages:
-        """Find the passages that fit a turn of `ids`, of at most `room` tokens together.
+    def find(self, turn: NewTurn, room: int) -> FoundPassages:
+        """Find the passages that fit a new turn, of at most `room` tokens together.
 
         A turn that asks by a time also finds what the user said then. A turn that asks for
         anything else also finds, for the room that is left, passages that fit the words of the best
         one, and passages that fit less well. With a number in `recall_n`, the best passages are
         found however low they score.
         """
-        search, ledger, recall = self.search, self._engine.ledger, self._engine.settings.recall
-        generated = np.fromiter(generated, np.int64)  # once, as there may be very many
-        message = replace(self.message(ids, roles), but=tuple(but))
-        is_auto = recall is None or recall.n is None
-        by_words = search.by_words(message.sentences)
-        scores = search.scores(message, generated, by_words)
-        of_result = search.passages.rows["turn"] == returned
-        if of_result.any():
-            scores[of_result] += search.fits_of_result(message.sentences, of_result)
+        ledger, recall = self._engine.ledger, self._engine.settings.recall
+        encoder = self._model.encoder
+        message = replace(self.message(turn.ids, turn.roles), but=turn.but)
+        generated = np.fromiter(turn.generated, np.int64)  # once, as there may be very many
+        by_words = self.search.by_words(message.sentences)
         asks, focus = self._asks_back(message), self._focus()
         has_mark = any(mark in message.text for mark in QUESTION_MARKS)
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message without a question mark does not ask.
-        if asks and (len(self._model.encoder.question) or has_mark):
-            at_time = turns_at(message.text)
-            for rank, turn in enumerate(at_time):
-                of_turn = search.passages.rows["turn"] == turn
-                scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
+        if asks and (len(encoder.question) or has_mark):
+            at_time = turn.turns_at(message.text)
+        scores = self._fits(message, generated, by_words, turn.returned, at_time)
         best = scores.max(initial=0.0)
-        is_told = message.by_model is not None and len(self._model.encoder.question) > 0
+        is_told = message.by_model is not None and len(encoder.question) > 0
         is_question = bool(asks and (is_told or has_mark) and focus and best >= LESS * FLOOR)
-        if is_question:
-            room = min(room, focus)
+        room = min(room, focus) if is_question else room
         near = NEAR if is_question and not at_time else 0.0
+        is_auto = recall is None or recall.n is None
         most = min(room, len(scores) - 1)  # a passage has at least one token
         floor = max(FLOOR, near * best) if is_auto else -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
-            scores[scores < near * best] = 0
+            further = np.where(scores < near * best, 0, scores)
             if chosen and by_words[first := next(iter(chosen))]:
-                again = search.scores_of_second_round(ledger, first, message, generated)
-                again[again < near * again.max()] = 0
-                scores = np.maximum(scores, again)
-            scores[list(chosen)] = -np.inf
+                again = self.search.scores_of_second_round(ledger, first, message, generated)
+                further = np.maximum(further, np.where(again < near * again.max(), 0, again))
+            further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
-            chosen |= self._take(scores, LESS * FLOOR, left, whole=bool(chosen))
-        positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
-        of_rows = [np.full(len(rows), score) for rows, score in chosen.values()]
-        order = np.argsort(positions)
-        result = SearchResult(
-            positions[order], torch.from_numpy(np.concatenate([np.zeros(0), *of_rows])[order])
-        )
-        return FoundPassages(result, tuple(chosen), message, float(best), is_question)
+            chosen |= self._take(further, LESS * FLOOR, left, whole=bool(chosen))
+        return FoundPassages(_result_of(chosen), tuple(chosen), message, float(best), is_question)
+
+    def _fits(
+        self,
+        message: Sought,
+        generated: Positions,
+        by_words: Scores,
+        returned: int,
+        at_time: Sequence[int],
+    ) -> Scores:
+        """How well each passage [n] fits, those of the turns `returned` and `at_time` better."""
+        scores = self.search.scores(message, generated, by_words)
+        turns = self.search.passages.rows["turn"]
+        of_result = turns == returned
+        if of_result.any():
+            scores[of_result] += self.search.fits_of_result(message.sentences, of_result)
+        for rank, number in enumerate(at_time):
+            of_turn = turns == number
+            scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
+        return scores
 
     def passages_with(self, text: str) -> list[Positions]:
         """The tokens of each passage that has all telling words of a text; none if one is missing.
@@ -266,7 +266,7 @@ class Recall:
         self.update()
         search, ledger = self.search, self._engine.ledger
         search.update(ledger)  # with the words, as recall may be off
-        wanted = set(search.telling_words(text) or words_of(text))
+        wanted = set(search.index.telling_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
         scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
         for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
@@ -308,7 +308,7 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = asked_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not self.search.telling_words("".join(sentences)):  # such as "Would there?"
+        if not self.search.index.telling_words("".join(sentences)):  # such as "Would there?"
             return Sought(())
         if not self.by_meaning:
             return Sought(sentences)
@@ -356,7 +356,7 @@ class Recall:
             rows, ledger = self.search.passages.rows, self._engine.ledger
             for number in self.found.passages:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
-                words = self.search.shared_words(text, self.found.message)
+                words = self.search.index.shared_words(text, self.found.message.text)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
         rounded = self._engine.store.archive.bits(restored)
         bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
@@ -415,6 +415,15 @@ class SearchResult:
 
     positions: Positions
     scores: Tensor
+
+
+def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
+    """The tokens of passages, each with the score of its passage."""
+    positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
+    scores = [np.full(len(rows), score) for rows, score in chosen.values()]
+    order = np.argsort(positions)
+    of_tokens = torch.from_numpy(np.concatenate([np.zeros(0), *scores])[order])
+    return SearchResult(positions[order], of_tokens)
 
 
 def best_of(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:

@@ -85,9 +85,9 @@ def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
 
 def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:
     chat = chat_of(*FACTS)
-    assert set(chat._vectors) == set(FACTS)
+    assert set(chat._said.vectors) == set(FACTS)
     read = [fact.text for fact in chat.facts()]
-    chat._vectors = Said()
+    chat._said = Said()
     assert [fact.text for fact in chat.facts()] == read == FACTS
 
 
@@ -110,7 +110,7 @@ def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyP
         calls.clear()
         shown = [chat.facts() for _ in range(3)]
         assert len(calls) == 1
-        chat._vectors.found = (None, [])
+        chat._said.found = (None, [])
         assert shown == [chat.facts()] * 3
 
 

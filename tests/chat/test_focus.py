@@ -15,7 +15,7 @@ from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel
 from sirchat.recall.passage_search import FLOOR
-from sirchat.recall.recall import NEAR
+from sirchat.recall.recall import NEAR, NewTurn
 from sirchat.recall.word_index import LESS
 
 TOLD, ASKED = "Our zebra is called Quixbert.", "Who is our zebra Quixbert?"
@@ -127,7 +127,7 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
         list(chat.read_reply("Fine, thank you."))
     chat.recall.update()
     turn = chat.template.user(ASKED)
-    found = chat.recall.find(turn.ids, turn.roles, 1000)
+    found = chat.recall.find(NewTurn(turn.ids, turn.roles), 1000)
     scores = chat.recall.search.scores(found.message)
     near = {number for number, score in enumerate(scores) if score >= NEAR * found.best}
     assert found.is_question

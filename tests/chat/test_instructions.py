@@ -164,6 +164,7 @@ def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
     assert pinned(again) == pinned(chat.session) == "Call me Priya from now on."
+    assert [one.text for one in again.facts() if one.is_rule] == [pinned(again)]
 
 
 @pytest.mark.parametrize("rebuild", [False, True])

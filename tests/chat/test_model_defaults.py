@@ -14,7 +14,6 @@ from sirchat.chat.model_defaults import SOUND, sampling_in_words, with_model_def
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import Layer, merge_layers
 from sirchat.models.model import LoadedModel
-from sirchat.models.model_config import ConfigValues
 
 
 def profile(**values: object) -> Profile:
@@ -49,23 +48,9 @@ def test_sampling_follows_the_models_files(
     }
     says(model, monkeypatch, do_sample=True, **own)
     assert drawing(with_model_defaults(profile(), model)) == own
-
-
-def test_one_value_that_is_not_allowed_leaves_the_others_of_the_files(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 7.0}
-    said |= {"min_p": 0.05, "repetition_penalty": "1.1"}
-    monkeypatch.setattr(model.module, "generation_config", ConfigValues(said))
-    assert drawing(with_model_defaults(profile(), model)) == {"temperature": 0.6, "min_p": 0.05}
-
-
-@pytest.mark.parametrize("temperature", [1e-8, 0.001])
-def test_a_temperature_just_above_zero_in_the_files_is_the_likeliest(
-    temperature: float, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says(model, monkeypatch, do_sample=True, temperature=temperature, top_p=0.8)
-    assert drawing(with_model_defaults(profile(), model)) == {"top_p": 0.8}
+    says(model, monkeypatch, do_sample=True, **{**own, "top_k": 0})
+    del own["top_k"]
+    assert drawing(with_model_defaults(profile(), model)) == own
 
 
 @pytest.mark.parametrize(
@@ -73,7 +58,8 @@ def test_a_temperature_just_above_zero_in_the_files_is_the_likeliest(
     [
         {},
         {"do_sample": False, "temperature": 0.7},
-        *({"do_sample": True, "temperature": given} for given in (-3.0, "0.7", "warm", [0.7])),
+        *({"do_sample": True, "temperature": given} for given in (-3.0, 1e-8, "0.7", [0.7])),
+        {"do_sample": True, "temperature": 0.6, "top_p": 7.0},
     ],
 )
 def test_without_sound_settings_in_the_files_sampling_is_sound(

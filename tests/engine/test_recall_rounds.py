@@ -7,7 +7,7 @@ bit, with what was computed. `SIRCHAT_ATTACK` asks for more chats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -27,6 +27,7 @@ from sirchat.engine.evictor import Evictor
 from sirchat.errors import SirchatError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import ROW, Flag
+from sirchat.recall.recall import NewTurn
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
@@ -62,10 +63,10 @@ class Chat:
         self.model.chats[:] = [chat]
         chat.recall.restore_for_turn = self.recall  # type: ignore[method-assign, assignment]
 
-    def recall(self, ids: Sequence[int], *_: object) -> None:
-        """Hold some of all that can be held, before a turn of these ids is read."""
+    def recall(self, turn: NewTurn, *_: object) -> None:
+        """Hold some of all that can be held, before a turn is read."""
         evictor, random = self.chat.engine.evictor, self.random
-        among, room = self.chat.engine.store.reachable(), evictor.recall_room(len(ids))
+        among, room = self.chat.engine.store.reachable(), evictor.recall_room(len(turn.ids))
         self.start, self.ended, self.before = self.chat.seen, False, None
         if not (self.recalls and room and random.random() < 0.8):
             return
@@ -73,7 +74,7 @@ class Chat:
         scores = np.array([random.random() for _ in chosen])
         self.before = self.chat.ledger.held_positions.copy()
         focused = random.random() < 0.4
-        evictor.begin_recall(chosen, incoming=len(ids), focused=focused, scores=scores)
+        evictor.begin_recall(chosen, incoming=len(turn.ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
         self.ended = not self.chat.engine.store.has_recall
 

@@ -127,37 +127,6 @@ def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives(
 
 
 @given(
-    st.floats(0.1, 3),
-    st.none() | st.integers(1, 40),
-    st.none() | st.floats(0.01, 0.99),
-    st.none() | st.floats(0.01, 0.99),
-    st.floats(1.0, 2.0),
-    st.integers(0, 100),
-)
-@settings(max_examples=60)
-def test_what_the_settings_exclude_is_never_drawn(
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    penalty: float,
-    seed: int,
-) -> None:
-    options: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": penalty,
-    }
-    logits = random_logits(seed)
-    allowed = probabilities(logits, **options) > 0
-    sampler = Sampler(Sampling(seed=seed, **options))
-    drawn = {sampler.pick(logits, lambda count: HELD_IDS, position) for position in range(50)}
-    assert drawn <= set(allowed.nonzero()[:, 0].tolist())
-
-
-@given(
     st.sampled_from(["normal", "peaked", "equal", "masked", "constant"]),
     st.sampled_from([7, 300, 3000]),
     st.none() | st.sampled_from([1, 5, 40, 5000]),

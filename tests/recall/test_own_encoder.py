@@ -18,6 +18,7 @@ from sirchat.errors import ModelError
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.sentence_encoder import SentenceEncoder
+from sirchat.recall.recall import NewTurn
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
@@ -49,7 +50,7 @@ def test_passages_and_messages_have_the_vectors_of_their_text(
     expected = own.vectors(texts).numpy()
     np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
     turn = chat.template.opening("Which vehicle is mine?")[1]
-    found = chat.recall.find(turn.ids, turn.roles, 40)
+    found = chat.recall.find(NewTurn(turn.ids, turn.roles), 40)
     assert found.message.vector is not None
     asked = own.vectors([found.message.text])[0].numpy()
     np.testing.assert_allclose(found.message.vector, asked, atol=1e-5)
@@ -94,7 +95,7 @@ def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> 
     has_vector = np.isfinite(passages.vectors).all(1)
     assert has_vector.tolist() == (passages.rows["turn"] > 1).tolist()
     turn = again.template.opening("Where does my sister live?")[1]
-    found = again.recall.find(turn.ids, turn.roles, 40)
+    found = again.recall.find(NewTurn(turn.ids, turn.roles), 40)
     texts = [passages.texts(again.ledger, at, at + 1)[0] for at in found.passages]
     assert found.message.vector is not None
     assert "My sister Anna lives in Rome" in texts[0]

@@ -288,7 +288,7 @@ def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
     read(ledger, TEXTS)
     made = search(ledger)
     vector = made.passages.vectors[3].astype(np.float32)
-    words = made._index.scores(["walnut"])
+    words = made.index.scores(["walnut"])
     cosines = [
         float(sum(a * b for a, b in zip(one, vector.tolist(), strict=True)))
         for one in made.passages.vectors.tolist()
@@ -301,7 +301,7 @@ def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
         return [(one - mean) / math.sqrt(variance + least**2) for one in values]
 
     fits = [max(0.0, one) for one in z(cosines, sum(cosines) / len(cosines), 0.1)]
-    by_meaning = made._index.with_block(np.array(fits))
+    by_meaning = made.index.with_block(np.array(fits))
     chance = passage_search.CHANCE
     by_words = np.array(
         [max(0.0, one - chance) for one in z(words.tolist(), 0.0, passage_search.NATS)]

@@ -32,6 +32,7 @@ from sirchat.lab.studies.report import Record, Report, Table
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, setting_key
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
+from sirchat.recall.recall import NewTurn
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import list_sessions
@@ -190,7 +191,7 @@ class ReadChat:
                 turn = session.template.user(question.text)
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
-                    chosen = recall.find(turn.ids, turn.roles, room).result.positions
+                    chosen = recall.find(NewTurn(turn.ids, turn.roles), room).result.positions
                     at = np.union1d(pinned, chosen)
                     have = self.found(question, at) | {"keys": self._keys_found(question, at)}
                     found.setdefault(question.number, {})[str(count)] = have

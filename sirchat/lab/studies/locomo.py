@@ -40,6 +40,7 @@ from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
+from sirchat.recall.recall import NewTurn
 from sirchat.recall.retrievers import retriever
 
 
@@ -134,7 +135,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
     if retriever(session.profile.recall).finds_passages:  # which fill the room: no rank says how
         turn = session.template.user(text)
         recall.update()
-        return {n: recall.find(turn.ids, turn.roles, n).result.positions for n in counts}
+        return {n: recall.find(NewTurn(turn.ids, turn.roles), n).result.positions for n in counts}
     list(session.read_user(text))
     scores = recall.scores
     session.undo()

@@ -32,21 +32,7 @@ class Retriever(ABC):
         """The scores of n archived tokens: [layers, n], or [1, n] for all layers."""
 
 
-class LayerRetriever(Retriever):
-    """Scores archived tokens in each layer by itself, by keys and values."""
-
-    def score(self, candidates: Candidates) -> Tensor:
-        import torch
-
-        layers = range(len(candidates.rotations))
-        return torch.stack([self.score_layer(candidates, layer) for layer in layers]).cpu()
-
-    @abstractmethod
-    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
-        """The scores [n] of n archived tokens in layer number `layer`, as float32."""
-
-
-class SimilarityRetriever(LayerRetriever):
+class SimilarityRetriever(Retriever):
     """Scores archived tokens by the similarity of their keys and values to those of the new turn.
 
     The score is the similarity to the turn's mean, or to its most similar token: the mean of inner
@@ -57,7 +43,14 @@ class SimilarityRetriever(LayerRetriever):
     cosine: ClassVar[bool] = True  # scale vectors to length 1 first
     mean: ClassVar[bool] = True  # compare with the turn's mean key and value, not with each token's
 
-    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+    def score(self, candidates: Candidates) -> Tensor:
+        import torch
+
+        layers = range(len(candidates.rotations))
+        return torch.stack([self._of_layer(candidates, layer) for layer in layers]).cpu()
+
+    def _of_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        """The scores [n] of n archived tokens in layer number `layer`, as float32."""
         import torch
 
         sought = list(candidates.query_pair(layer))
