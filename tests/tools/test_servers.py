@@ -376,8 +376,6 @@ def hasty(tmp_path: Path) -> Iterator[ToolServers]:
 def test_news_of_progress_renew_the_time_of_a_call(hasty: ToolServers) -> None:
     named(hasty, "pid")
     assert named(hasty, "steps").run({}, bool) == "done"
-    assert notes  # one a second
-    assert set(notes) < {f"snow: {step} of 5 step {step}" for step in range(5)}
 
 
 def test_a_hung_server_is_ended_and_started_again_by_the_next_call(hasty: ToolServers) -> None:
