@@ -6,7 +6,6 @@ Values are written as in YAML 1.2; PyYAML reads 1.1, in which `panel: off` is fa
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
@@ -141,19 +140,6 @@ def as_typed(value: object) -> str:
 def short_number(value: float | str) -> str:
     """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def is_option(name: str, text: str, policy: str) -> bool:
-    """Whether `name=text`, which a user typed, sets an option of `policy` and not a setting.
-
-    If both have this name, it is the setting for one of its listed values: `attention=on` sets the
-    setting, `attention=false` the option.
-    """
-    if name not in Profile.model_fields:
-        return True
-    has_option = name in (field.name for field in fields(policies.policy_class(policy)))
-    listed = allowed_values(name)
-    return has_option and bool(listed) and text not in listed
 
 
 def policy_choices() -> list[str]:

@@ -47,7 +47,6 @@ class TextStream:
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
         self._prefix_length = 0  # characters of the ids from _start to _returned
-        self._lengths: dict[int, int] = {}  # of ids decoded alone
 
     def push(self, token_id: int) -> str:
         """Add an id; return the new text, which is empty while a character is incomplete."""
@@ -64,13 +63,7 @@ class TextStream:
     def _mark_returned(self, text: str) -> str:
         """Note that the text of all ids so far has been returned; returns `text`."""
         self._start, self._returned = self._returned, len(self._ids)
-        ids = self._ids[self._start :]
-        if len(ids) != 1:
-            self._prefix_length = len(self._decode(ids))
-        elif (length := self._lengths.get(ids[0])) is not None:
-            self._prefix_length = length
-        else:
-            self._prefix_length = self._lengths[ids[0]] = len(self._decode(ids))
+        self._prefix_length = len(self._decode(self._ids[self._start :]))
         return text
 
 

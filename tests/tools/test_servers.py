@@ -77,13 +77,11 @@ def test_a_file_that_names_no_servers_is_an_error(
             "claude.json",
             '{"mcpServers": {"a": {"command": "b", "env": {"PORT": 80}, "args": null}}}',
         ),
-        ("cursor.json", '\ufeff{"mcpServers": {"a": {"command": "b", "env": {"PORT": "80"}},}}'),
+        ("cursor.json", '\ufeff{"mcpServers": {"a": {"command": "b", "env": {"PORT": "80"}}}}'),
         (
             "vscode.json",
-            """{"inputs": [], // none
-            /* two "lines
-            */ "servers": {"a": {"type": "stdio", "command": "b", "url": "", "env": {"PORT": 80,
-            }}, "off": {"command": "c", "disabled": true} /* , */ , } }""",
+            """{"inputs": [], "servers": {"a": {"type": "stdio", "command": "b", "url": "",
+            "env": {"PORT": 80}}, "off": {"command": "c", "disabled": true}}}""",
         ),
     ],
 )
