@@ -15,10 +15,11 @@ from torch import Tensor
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
+from sirchat.text.call_forms import CLOSE, OPEN
 from sirchat.text.json_schema import check_grammar, guidance, json_rule, load_schema, refusal
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template
-from sirchat.text.tool_calls import CLOSE, OPEN, PYTHON
+from sirchat.text.tool_calls import PYTHON
 
 MOST_CALLS = 8  # in a reply that must call tools, or be JSON
 
@@ -87,23 +88,25 @@ class ModelFormats:
         if chat.template.marks.is_open:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise refusal(subject, problem)
-        starts = [] if schema is None else [json_rule(schema, notes, subject)]
+        starts = [] if schema is None else [json_rule(schema, subject)]
         if not tools:
-            return self._made(chat, subject, f"start: {starts[0]}", None)
+            return self._made(chat, subject, notes, f"start: {starts[0]}", None)
         form = _CallForm.of(chat.template, subject, "can't be had with a tool")
         most = most if form.opening else 1  # without tags, a reply can be only one call
         starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
-        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, notes, subject)]
-        return self._made(chat, subject, "\n".join(lines), form)
+        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject)]
+        return self._made(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
         """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
-        grammar = "\n".join(["start: after", *form.rules(tools, notes, subject)])
-        made = self._made(chat, subject, grammar, form)
+        grammar = "\n".join(["start: after", *form.rules(tools, subject)])
+        made = self._made(chat, subject, notes, grammar, form)
         return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
 
-    def _made(self, chat: _Chat, subject: str, grammar: str, form: _CallForm | None) -> ReplyFormat:
+    def _made(
+        self, chat: _Chat, subject: str, notes: list[str], grammar: str, form: _CallForm | None
+    ) -> ReplyFormat:
         """The format by a grammar, with the control tokens that `form` has."""
         library, model, template = guidance(subject), chat.model, chat.template
         declared = getattr(model.module.generation_config, "eos_token_id", None)
@@ -120,7 +123,7 @@ class ModelFormats:
                 self._vocabulary = library.LLTokenizer(text, n_vocab=size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise refusal(subject, f"can't be had from this model: {error}") from None
-        check_grammar(grammar, subject, self._vocabulary)
+        check_grammar(grammar, subject, self._vocabulary, notes)
         tags = (OPEN, CLOSE) if form else ()
         never = [i for i, text in controls.items() if text not in tags and i not in ends]
         matcher = library.LLMatcher(self._vocabulary, grammar)
@@ -160,7 +163,7 @@ class _CallForm:
             raise refusal(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
-    def rules(self, tools: Tools, notes: list[str], subject: str) -> list[str]:
+    def rules(self, tools: Tools, subject: str) -> list[str]:
         """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
         before, mark, rest = self.opening.partition(OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
@@ -175,7 +178,7 @@ class _CallForm:
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
-            arguments = json_rule(schema, notes, subject)
+            arguments = json_rule(schema, subject)
             lines.append(f'call{number}: {json.dumps(begun)} {arguments} "}}"')
         return lines
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.why import sentence_behind
+from sirchat.text.call_forms import CLOSE as CALL_END
 from sirchat.text.detokenizer import QUESTION_MARKS
-from sirchat.text.tool_calls import CLOSE as CALL_END
 from sirchat.text.transcript import CLOSE, OPEN
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -30,31 +26,22 @@ FIXED = (
     "save",
 )
 LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
-FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
-# Settings that are gone; in a saved chat or profile they do nothing.
-_RETIRED = {"recall_from", "recall_index", "recall_scope", "recall_soft", "recall_span"}
-_FORMER_RETRIEVERS = dict.fromkeys(("attention", "bm25", "hybrid", "random"), "words")
-_FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
-_FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policy salience
+# What is gone since 0.1.0, and a saved chat or profile may have: settings, which do nothing now,
+# and values, with those in their place.
+_RETIRED = {"recall_from", "recall_scope"}
+_FORMER = {
+    "policy": dict.fromkeys(("kvzip", "learned", "vase"), "salience"),
+    "recall": dict.fromkeys(("attention", "random"), "words"),
+}
 
 
 def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings, by name, that an earlier version of sirchat has written."""
-    renamed = {
-        FORMER_NAMES.get(key, key): value for key, value in values.items() if key not in _RETIRED
-    }
-    if isinstance(recall := renamed.get("recall"), str):
-        renamed["recall"] = _FORMER_RETRIEVERS.get(recall, recall)
-    evict, options = renamed.get("evict"), renamed.get("policy_options")
-    if isinstance(evict, str):
-        renamed["evict"] = _FORMER_EVICT.get(evict, evict)
-    if renamed.get("policy") in ("kvzip", "learned", "vase"):  # which are gone
-        renamed |= {"policy": "salience", "policy_options": {}}
-    elif renamed.get("policy") == "salience" and isinstance(options, Mapping):
-        options = {_FORMER_OPTIONS.get(name, name): value for name, value in options.items()}
-        if isinstance(options.get("user_weight"), bool):
-            options["user_weight"] = 1 + options["user_weight"]
-        renamed["policy_options"] = options
+    renamed = {key: value for key, value in values.items() if key not in _RETIRED}
+    for key, names in _FORMER.items():
+        if isinstance(value := renamed.get(key), str) and value in names:
+            renamed[key] = names[value]
+            renamed |= {"policy_options": {}} if key == "policy" else {}
     return renamed
 
 
@@ -65,7 +52,13 @@ class Profile(BaseModel):
     allowed; the constructor raises ValidationError. The text under a setting describes it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     description: str = ""
     """What this profile is for, in one line."""
@@ -306,21 +299,6 @@ class Profile(BaseModel):
             raise _conflict(rule, "recall", "recall_query")
 
 
-def _describe_settings() -> None:
-    """Make the text under each setting in this file its description, which users see."""
-    # At each start this takes 3 ms, but pydantic's own way, `use_attribute_docstrings`, 20 ms.
-    try:
-        source = inspect.getsource(sys.modules[__name__])
-    except OSError:  # installed without sources: all works, but help says nothing of settings
-        return
-    body = ast.parse(source).body
-    settings = next(node.body for node in body if isinstance(node, ast.ClassDef))
-    for setting, below in pairwise(settings):
-        match setting, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                Profile.model_fields[name].description = " ".join(text.split())
-
-
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
     """The error for settings `keys` that break a `rule`; `merge_layers` converts it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
@@ -337,4 +315,5 @@ def parse_size(text: str) -> int | None:
     return int(size) or None if size < _MOST_BYTES else None
 
 
-_describe_settings()
+for _field in Profile.model_fields.values():
+    _field.description = " ".join((_field.description or "").split())  # one line

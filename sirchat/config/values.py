@@ -6,8 +6,6 @@ Values are written as in YAML 1.2; PyYAML reads 1.1, in which `panel: off` is fa
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,12 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from sirchat.config.profile import FORMER_NAMES, LEAST_TEMPERATURE, Profile
+from sirchat.config.profile import LEAST_TEMPERATURE, Profile
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 from sirchat.memory.registry import RETRIEVERS
 
-_DEEPEST = 50  # nested brackets; the parser's time grows with the square of their number
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _SCALARS = [  # YAML 1.2's core schema
@@ -38,19 +35,10 @@ _SCALARS = [  # YAML 1.2's core schema
 class Loader(yaml.SafeLoader):
     """Reads single values as YAML 1.2 does.
 
-    Refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases (a few
-    can expand to gigabytes).
+    Refuses tags (which could give a value any type) and aliases (a few can expand to gigabytes).
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
-
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        if self.flow_level >= _DEEPEST:
-            mark = self.get_mark()
-            raise yaml.scanner.ScannerError(
-                problem="brackets are nested too deeply", problem_mark=mark
-            )
-        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -61,16 +49,6 @@ class Loader(yaml.SafeLoader):
                 problem=f"{what}, is not allowed here", problem_mark=event.start_mark
             )
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{format_value(key.value)} is set twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
@@ -115,8 +93,6 @@ def require_setting(key: object, source: str) -> None:
     """Raise SettingError, whose message begins with `source`, unless `key` is a setting."""
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
-        if key in FORMER_NAMES:
-            raise SettingError(f"{start}{key} is now called {FORMER_NAMES[str(key)]}")
         hint = nearest(str(key), Profile.model_fields)
         raise SettingError(f"{start}there is no setting {format_value(key)}", hint=hint)
 
@@ -164,19 +140,6 @@ def as_typed(value: object) -> str:
 def short_number(value: float | str) -> str:
     """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def is_option(name: str, text: str, policy: str) -> bool:
-    """Whether `name=text`, which a user typed, sets an option of `policy` and not a setting.
-
-    If both have this name, it is the setting for one of its listed values: `attention=on` sets the
-    setting, `attention=false` the option.
-    """
-    if name not in Profile.model_fields:
-        return True
-    has_option = name in (field.name for field in fields(policies.policy_class(policy)))
-    listed = allowed_values(name)
-    return has_option and bool(listed) and text not in listed
 
 
 def policy_choices() -> list[str]:

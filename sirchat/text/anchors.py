@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from random import Random
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from sirchat.errors import ModelError, UsageError
-from sirchat.text.detokenizer import SentenceEnds
+from sirchat.errors import ModelError
+from sirchat.text.detokenizer import SENTENCE_END, SentenceEnds
 
 # `ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor.
 Variant = Literal["ac", "ep"]
 
 # Where the added anchor token is inserted. `round`: after each reply and each system prompt (which
-# may contain few-shot examples). `tokens`: after every `EVERY` tokens of a text. `random`: after
-# each token with probability `CHANCE` (section 7.1 of the paper).
-Per = Literal["sentence", "round", "tokens", "random"]
-EVERY = 10
-CHANCE = 0.1
+# may contain few-shot examples).
+Per = Literal["sentence", "round"]
 
 ANCHOR = "<AC>"  # the anchor token's text, as in the paper
 _KEY = "sirchat_anchors"
@@ -83,47 +79,26 @@ def anchor_detector(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], 
     return SentenceEnds(tokenizer)
 
 
-def sentences(text: str, language: str = "en") -> list[str]:
-    """Split a text into sentences, each with the space before it.
-
-    `language` is a code such as `en`. Raises UsageError if sentencex is not installed.
-    """
-    try:
-        from sentencex import segment
-    except ImportError:
-        raise UsageError(
-            "the sentence splitter is not installed", hint="pip install 'sirchat[anchors]'"
-        ) from None
-    ends, at = list[int](), 0
-    for segmented in segment(language, text):
-        sentence = segmented.strip()
-        at = text.find(sentence, at) + len(sentence) if sentence in text[at:] else at
-        if sentence and at not in ends:
-            ends.append(at)
-    if not ends or text[ends[-1] :].strip():
-        ends.append(len(text))
-    ends[-1] = len(text)
-    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def sentences(text: str) -> list[str]:
+    """Split a text into sentences, each with the space before it."""
+    found = [""]
+    for end in (match.end() for match in SENTENCE_END.finditer(text)):
+        sentence = text[sum(map(len, found)) : end]
+        if sentence.strip():
+            found.append(sentence)
+    found[-1] += text[sum(map(len, found)) :]
+    return found[1:] or found
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
-    """The token ids of a text, by `encode`, with anchors inserted where `anchors.per` says.
+    """The token ids of a text, by `encode`, with an anchor after each sentence.
 
-    Random places depend on the text alone. If `per` is `round`, or without an added anchor token,
-    none are inserted.
+    If `per` is `round`, or without an added anchor token, none are inserted.
     """
     anchor = anchors.token_id
-    if anchor is None:
+    if anchor is None or anchors.per == "round":
         return encode(text)
-    if anchors.per == "sentence":
-        return [i for sentence in sentences(text) for i in (*encode(sentence), anchor)]
-    ids = encode(text)
-    if anchors.per == "tokens":
-        return _insert_after(ids, anchor, lambda count: count % EVERY == 0)
-    if anchors.per == "random":
-        random = Random(text)
-        return _insert_after(ids, anchor, lambda count: random.random() < CHANCE)
-    return ids
+    return [i for sentence in sentences(text) for i in (*encode(sentence), anchor)]
 
 
 def plain_text_ids(
@@ -132,14 +107,4 @@ def plain_text_ids(
     """The ids, with anchors, of a text that is no chat: without rounds, sentences have them."""
     if anchors is None:
         return encode(text)
-    per = "sentence" if anchors.per == "round" else anchors.per
-    return with_anchors(text, replace(anchors, per=per), encode)
-
-
-def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """Insert `anchor` after each id for whose number, from 1, `is_chosen` is true."""
-    return [
-        i
-        for count, token_id in enumerate(ids, 1)
-        for i in ((token_id, anchor) if is_chosen(count) else (token_id,))
-    ]
+    return with_anchors(text, replace(anchors, per="sentence"), encode)

@@ -18,10 +18,7 @@ FUNCTION = "<function="  # how a call may begin without tags around it
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
 # What stands around calls: tags, which some models have as control tokens.
-TAGS = {
-    "<tool_call>": "</tool_call>",
-    "<tool_calls>": "</tool_calls>",
-}
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 # A call, with its name and what it gets, and an argument, with its name and value. Where a value
 # has the mark of its end in its text, only what may follow tells which one ends it.

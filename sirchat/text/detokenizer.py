@@ -25,14 +25,9 @@ QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _UNREADABLE = "the model's tokenizer can't make a text of tokens"
 _LONGEST = 8  # tokens that are decoded together, because they share parts of characters
-# Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis.
+# Latin, Armenian, Arabic, Indian and East Asian marks.
 _SENTENCE_ENDS = frozenset(
-    ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
-    "\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
-    "\u1803\u1809\u1944\u1945\u1aa8\u1aa9\u1aaa\u1aab\u1b5a\u1b5b\u1b5e\u1b5f\u1c3b\u1c3c\u1c7e"
-    "\u1c7f\u2cf9\u2cfa\u2cfb\u2e2e\u2e3c\u3002\ua4ff\ua60e\ua60f\ua6f3\ua6f7\ua876\ua877\ua8ce"
-    "\ua8cf\ua92f\ua9c8\ua9c9\uaa5d\uaa5e\uaa5f\uaaf0\uaaf1\uabeb\ufe52\ufe56\ufe57\uff01\uff0e"
-    "\uff1f\uff61"
+    ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061f\u06d4\u0964\u0965\u3002\uff01\uff0e\uff1f\uff61"
 )
 _CLOSERS = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
 _INSIDE = "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
@@ -52,7 +47,6 @@ class TextStream:
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
         self._prefix_length = 0  # characters of the ids from _start to _returned
-        self._lengths: dict[int, int] = {}  # of ids decoded alone
 
     def push(self, token_id: int) -> str:
         """Add an id; return the new text, which is empty while a character is incomplete."""
@@ -69,13 +63,7 @@ class TextStream:
     def _mark_returned(self, text: str) -> str:
         """Note that the text of all ids so far has been returned; returns `text`."""
         self._start, self._returned = self._returned, len(self._ids)
-        ids = self._ids[self._start :]
-        if len(ids) != 1:
-            self._prefix_length = len(self._decode(ids))
-        elif (length := self._lengths.get(ids[0])) is not None:
-            self._prefix_length = length
-        else:
-            self._prefix_length = self._lengths[ids[0]] = len(self._decode(ids))
+        self._prefix_length = len(self._decode(self._ids[self._start :]))
         return text
 
 

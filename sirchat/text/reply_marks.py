@@ -17,11 +17,9 @@ from sirchat.text.tokenizer import END, START
 # Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
 KNOWN_MARKS = (
     *(("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")),
-    *(("<seed:think>", "</seed:think>"), ("<mm:think>", "</mm:think>"), ("◁think▷", "◁/think▷")),
-    *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
-    *(("<longcat_think>", "</longcat_think>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
-    *(("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>")),
-    ("<|thought_start|>", "<|thought_end|>"),
+    *(("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
+    *(("<|inner_prefix|>", "<|inner_suffix|>"), ("<thinking>", "</thinking>")),
+    ("<reasoning>", "</reasoning>"),
 )
 # Control tokens that stand in replies, though templates need not name them.
 IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
@@ -47,7 +45,7 @@ _WHOLE = re.compile(
     re.IGNORECASE,
 )
 CONTROL = re.compile(f"{START}([^{END}]*){END}")
-_UNIT = re.compile(rf"{START}[^{END}]*{END}|<[^<>\s]+>|\[[^\[\]\s]+\]|◁[^◁▷\s]+▷|.", re.DOTALL)
+_UNIT = re.compile(rf"{START}[^{END}]*{END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL)
 _LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{END}]*\Z")
 
 

@@ -108,16 +108,6 @@ def _weeks(back: int) -> Callable[..., _Span]:
     return span
 
 
-def _months(back: int) -> Callable[..., _Span]:
-    def span(today: datetime, match: re.Match[str]) -> _Span:
-        end = (today.replace(day=1) + 31 * _DAY).replace(day=1)
-        for _ in range(back):
-            end = (end - _DAY).replace(day=1)
-        return (end - _DAY).replace(day=1), end
-
-    return span
-
-
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _COUNT = rf"(?P<count>\d+|{'|'.join(_NUMBERS)})"
 _SAID = r"say|said|tell|told|ask|asked|mention|mentioned|write|wrote|written|talk|talked"
@@ -138,8 +128,6 @@ _SPANS: list[tuple[re.Pattern[str], Callable[..., _Span]]] = [
         (rf"{_COUNT} (?P<unit>days?|weeks?) ago", _ago),
         ("last week", _weeks(1)),
         ("this week", _weeks(0)),
-        ("last month", _months(1)),
-        ("this month", _months(0)),
         (rf"(?:on|last) (?P<day>{'|'.join(_WEEKDAYS)})", _weekday),
     )
 ]

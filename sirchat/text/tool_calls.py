@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirchat.text.call_forms import (
+    CLOSE,
     FUNCTION,
     JSON,
-    TAGS,
+    OPEN,
     Schemas,
     begins_call,
     marked_calls,
@@ -19,17 +20,12 @@ from sirchat.text.call_forms import (
 )
 from sirchat.text.text_file import without_surrogates
 
-OPEN, CLOSE = next(iter(TAGS.items()))
 PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
-# What JSON in tags is up to its end, by what ends it, which may also stand in a text within.
-_INSIDE = {
-    close: re.compile(rf'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!{close[1:]}))*', re.DOTALL)
-    for close in TAGS.values()
-}
+# What JSON in tags is up to its end, which may also stand in a text within.
+_INSIDE = re.compile(r'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!/tool_call>))*', re.DOTALL)
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
-_TAG = re.compile("|".join(TAGS))
 _HALF_TAG = re.compile(r"<[^<>\s]*\Z")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEEPEST = 64  # levels of lists and objects in JSON
@@ -56,7 +52,7 @@ class ToolCall:
 class CallParser:
     """Separates the calls of tools in a reply from its text, while the reply is generated.
 
-    Either calls stand in `TAGS`, as Hermes and Qwen write each, or the whole reply consists of
+    Either calls stand in tags, as Hermes and Qwen write each, or the whole reply consists of
     calls, as with Llama; then it may stand between the fences of a code block.
 
     A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
@@ -106,7 +102,7 @@ class CallParser:
 
     def holds(self, text: str) -> bool:
         """Whether `text` of calls is held back, since they stand between control tokens."""
-        if self._marked == "" and _TAG.match(text):
+        if self._marked == "" and text.startswith(OPEN):
             self._marked = None  # they have tags
         if self._marked is not None:
             self._marked += text
@@ -124,8 +120,8 @@ class CallParser:
             return "", []
         shown, left = self.push("")[0], self._waiting
         is_call = False
-        if tag := _TAG.match(left.lstrip()):
-            is_call = self._add(left.lstrip()[tag.end() :])
+        if left.lstrip().startswith(OPEN):
+            is_call = self._add(left.lstrip().removeprefix(OPEN))
         elif not self._has_begun:
             is_call = self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
@@ -135,7 +131,7 @@ class CallParser:
         begun = left.strip()
         written = begun.removeprefix(PYTHON).strip()
         is_bare = not self._has_begun and _begins(written, self._bare)
-        if is_short and begun and (is_bare or _begins(begun, tuple(TAGS))):
+        if is_short and begun and (is_bare or _begins(begun, (OPEN,))):
             left = ""
         return shown + left, self.calls[before:]
 
@@ -169,46 +165,44 @@ class CallParser:
         if self.has_ended:
             return None
         text = self._waiting
-        if tag := _TAG.search(text):
-            if before := text[: tag.start()].rstrip():
+        lead, tag, inside = text.partition(OPEN)
+        if tag:
+            if before := lead.rstrip():
                 return self._take(len(before))
             if self._ends_before_unknown():
                 self._waiting = ""
                 return ""
-            close, begun = TAGS[tag[0]], text[tag.end() :].lstrip()
-            if tag[0] != OPEN and begun and begun[0] not in "[{<":  # the tag is named in a text
-                return self._take(tag.end())
-            inner = self._inside(text[tag.end() :], tag[0], close)
+            inner = self._inside(inside)
             if inner is None:
                 return None
-            end = tag.end() + len(inner) + len(close)
+            end = len(lead) + len(OPEN) + len(inner) + len(CLOSE)
             if not self._add(inner):
                 return self._take(end)
             self._waiting = text[end:].lstrip()
             return ""
         half = _HALF_TAG.search(text)  # blanks before a call are not shown
-        is_tag = half and any(one.startswith(half[0]) for one in TAGS)
+        is_tag = half and OPEN.startswith(half[0])
         return self._take(len(text[: half.start() if half and is_tag else None].rstrip())) or None
 
     def _take(self, size: int) -> str:
         taken, self._waiting = self._waiting[:size], self._waiting[size:]
         return taken
 
-    def _inside(self, text: str, opening: str, close: str) -> str | None:
+    def _inside(self, text: str) -> str | None:
         """What stands in the tags of the call that waits; None if it has no end yet."""
         if begins_call(text):
-            while (end := text.find(close, self._tried)) >= 0:
+            while (end := text.find(CLOSE, self._tried)) >= 0:
                 if other_calls(text[:end], self._schemas):
                     self._tried = 0
                     return text[:end]
                 self._tried = end + 1
-            call, _, others = text.partition(close)
-            if opening not in others:
+            call, _, others = text.partition(CLOSE)
+            if OPEN not in others:
                 return None
             self._tried = 0  # the next call begins: this is none
             return call
-        inside = _INSIDE[close].match(text) if close in text else None
-        return inside[0] if inside and text.startswith(close, inside.end()) else None
+        inside = _INSIDE.match(text) if CLOSE in text else None
+        return inside[0] if inside and text.startswith(CLOSE, inside.end()) else None
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""

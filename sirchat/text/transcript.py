@@ -264,7 +264,7 @@ def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
     return SettingsSwitch(settings, line)
 
 
-def _conversations(value: object, name: str, line: int) -> Iterator[list[Any]]:
+def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
     """Yield the messages of each conversation in a JSON value."""
     match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:

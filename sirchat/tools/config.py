@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sirchat.errors import SirchatError, UsageError, format_value
 
-_TEXT = r'("(?:\\.|[^"\\])*")'  # in JSON; what is left out stands outside of these
-_LEFT_OUT = (rf"(?s){_TEXT}|//[^\n]*|/\*.*?\*/", rf"{_TEXT}|,(?=\s*[}}\]])")
 _PLACES = ("mcpServers", "servers")  # Claude and Cursor, VS Code
 _NAME = r"input:[\w-]+|[A-Za-z_]\w*"
 _VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*))?\}}")
@@ -58,7 +56,7 @@ def read_servers(path: str) -> dict[str, ServerFields]:
     """The servers in a JSON file of this or another program; UsageError if it is none."""
     try:
         text = Path(path).expanduser().read_text("utf-8-sig")
-        written = _json(text)
+        written = json.loads(text)
         servers = written[next((name for name in _PLACES if name in written), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
     except OSError as error:
@@ -76,13 +74,6 @@ def read_servers(path: str) -> dict[str, ServerFields]:
             need = f"server {format_value(name)} needs a command or a url, and not both"
             raise UsageError(f"--tools {path}: {need}")
     return {name: server for name, server in found.items() if not server.disabled}
-
-
-def _json(text: str) -> Any:
-    """JSON that may have comments and trailing commas; all else stays at its line and column."""
-    for pattern in _LEFT_OUT:
-        text = re.sub(pattern, lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
-    return json.loads(text)
 
 
 @dataclass(frozen=True)

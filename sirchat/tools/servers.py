@@ -29,8 +29,6 @@ _LIST = 5.0  # seconds that a server that runs may take to list its tools; else 
 _WHY = 1.0  # seconds until an ended connection says why
 _LOOK = 0.1  # seconds between two looks whether the user stops a call
 _LONGEST_NAME = 64
-_SHOWN = 80  # characters of a line of progress
-_NEWS = 1.0  # seconds between two notes of progress
 _STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
 _MOST_PAGES = 100  # of tools that a server lists
@@ -151,15 +149,12 @@ class ToolServers:
     ) -> Any:
         """What a server answers; SirchatError if that is an error, or does not come in time."""
         name = running.name
-        running.heard = noted = time.monotonic()
+        running.heard = time.monotonic()
         request, begun = self._submit(work), running.begun.done()
         try:
             while not wait((request,), _LOOK).done:
                 if interrupted():
                     raise SirchatError(_STOPPED)
-                if running.news and time.monotonic() > noted + _NEWS:
-                    self._note(f"{name}: {running.news}")
-                    running.news, noted = "", time.monotonic()
                 if begun and running.ended.done():
                     break
                 if time.monotonic() > running.heard + limit:
@@ -216,8 +211,7 @@ class _Running:
     """A server that was started; its coroutines run in the thread of the servers.
 
     `begun` and `ended` say when, `listed` are its tools, `heard` is when the wait for an answer
-    began anew, and `news` what was told of its progress. `status` is that of the last answer over
-    HTTP. With `ends`, the server is let end.
+    began anew. `status` is that of the last answer over HTTP. With `ends`, the server is let end.
     """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
@@ -226,7 +220,7 @@ class _Running:
         self.ended: Future[None] = Future()
         self.ends = False
         self.listed: list[Any] = []
-        self.instructions = self.news = ""
+        self.instructions = ""
         self.status = 0
         self.heard = 0.0
         self._client: Any = None
@@ -268,7 +262,6 @@ class _Running:
 
         async def progress(done: float, total: float | None, message: str | None) -> None:
             self.heard = time.monotonic()
-            self.news = f"{done:g}{f' of {total:g}' if total else ''} {message or ''}"[:_SHOWN]
 
         return await self._client.call_tool(tool, arguments, progress_callback=progress)
 

@@ -22,7 +22,7 @@ from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
-from sirchat.config.values import allowed_in_words, as_typed, is_option, parse_option, parse_value
+from sirchat.config.values import allowed_in_words, as_typed, parse_option, parse_value
 from sirchat.errors import SettingError, UsageError, format_value, nearest
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import Positions
@@ -78,7 +78,7 @@ class Switching:
         self._refuse_unknown(name)
         if not text:
             self._screen.note(f"{name} is {self._value(name)}")
-        elif is_option(name, text, profile.policy):
+        elif name not in Profile.model_fields:
             options = {**profile.policy_options, name: parse_option(text)}
             self._apply(source, f"{name} is already {text}", policy_options=options)
         else:

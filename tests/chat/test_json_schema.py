@@ -58,6 +58,9 @@ def notices(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, Notice)]
 
 
+NOT_KEPT = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]'
+
+
 def test_a_changed_file_is_read_anew_and_a_vanished_one_keeps_the_message_unread(
     file: str,
 ) -> None:
@@ -65,7 +68,7 @@ def test_a_changed_file_is_read_anew_and_a_vanished_one_keeps_the_message_unread
     assert notices(list(chat.ask("Hello."))) == []
     write_schema(Path(file), {**PERSON, "uniqueItems": True})
     changed = [f"{file} has changed: replies are as it says now"]
-    assert notices(list(chat.ask("Hello."))) == [*changed, "uniqueItems of the schema is not kept"]
+    assert notices(list(chat.ask("Hello."))) == [*changed, NOT_KEPT]
     write_schema(Path(file), COLOUR)
     assert notices(list(chat.ask("Which colour?"))) == changed
     assert json.loads(chat.turns[-1].text) in COLOUR["enum"]

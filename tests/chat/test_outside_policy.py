@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,28 +17,11 @@ from drawing import NONE
 from recorder import check_same, drawn, exact
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.config.values import is_option
-from sirchat.memory.policies.sink import Sink
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.tables import draw_token_ranks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "loud.txt"
-
-
-@dataclass(frozen=True)
-class Choosy(Sink):
-    """A policy with an option that is named as a setting is."""
-
-    attention: bool = True
-
-
-def test_an_option_may_be_named_as_a_setting_is() -> None:
-    policy = f"{__name__}:Choosy"
-    sys.modules.setdefault(__name__, sys.modules[Choosy.__module__])
-    assert is_option("attention", "false", policy)
-    assert not is_option("attention", "on", policy)
-    assert not is_option("attention", "false", "entropy")
 
 
 @pytest.fixture

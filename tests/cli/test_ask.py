@@ -233,7 +233,8 @@ def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
     assert by_server == without
     assert asked == ANSWERED
     check_person(without.stdout.removesuffix("\n"))
-    assert without.stderr == "uniqueItems of the schema is not kept\n"
+    told = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]\n'
+    assert without.stderr == told
 
 
 @pytest.mark.parametrize(
@@ -243,8 +244,7 @@ def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
         ("{", "line 1: not valid JSON"),
         ("[1]", "is no JSON schema, which is an object"),
         ('{"type": "strin"}', "has a schema that can't be used: "),
-        ('{"$ref": "#"}', "has a schema that no JSON can meet"),
-        ('{"minimum": 1e400}', "has a schema whose minimum can't be kept"),
+        ('{"type": "integer", "minimum": 1e300}', "has a schema with a bound of"),
     ],
 )
 def test_a_schema_that_can_not_be_used_is_refused_before_the_model_is_loaded(

@@ -26,7 +26,7 @@ from sirchat.config.values import parse_value, policy_choices
 from sirchat.errors import SettingError
 from sirchat.memory import policies
 
-POLICIES = ["anchor", "entropy", "full", "random", "reservoir", "sink", "window"]
+POLICIES = ["anchor", "entropy", "full", "random", "reservoir", "salience", "sink", "window"]
 SIRLLM = {"sirllm-dailydialog", "sirllm-grocery", "sirllm-rps"}
 SHIPPED = {"anchor", "default", "reservoir", *SIRLLM, "streaming-llm", "streaming-rag"}
 one_folder = settings(
@@ -153,7 +153,6 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("budget: 1\nbudget: 2", ', line 2: not valid YAML: "budget" is set twice'),
         ("budget: 512\ndecay: [", ", line 2: not valid YAML"),
         ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
         ("model: a\x00", ", line 1: not valid YAML"),
@@ -334,14 +333,8 @@ def test_values_that_would_break_the_core_are_refused(key: str, values: list[obj
     assert resolve(None, fitting, {}).temperature == 0.01
 
 
-def test_a_file_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_is_read_with_what_is_there_today(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
-    file.write_text(
-        "policy: salience\nforget_thinking: true\nevict: turn\nrecall_index: auto\n"
-        "recall_from: all\npolicy_options: {words: false, user: true}\n"
-    )
+    file.write_text("policy: vase\npolicy_options: {a: 1}\nrecall_from: all\nrecall: random\n")
     found = resolve(str(file), {}, {})
-    assert (found.evict_thinking, found.evict) == (True, "before-turn")
-    assert found.policy_options == {"whole_words": False, "user_weight": 2}
-    with pytest.raises(SettingError, match="forget_thinking is now called evict_thinking"):
-        resolve(None, {"forget_thinking": True}, {})
+    assert (found.policy, found.policy_options, found.recall) == ("salience", {}, "words")

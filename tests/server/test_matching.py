@@ -200,7 +200,7 @@ def test_a_refused_request_leaves_nothing_for_the_next() -> None:
         for _ in range(6):
             messages = [*before, user(text(draw))]
             before = [*messages, assistant(server.reply(messages))]
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
         refused = server.post([*before[4:], user("Hm.")], response_format=form)
         assert refused.status_code == 400
         reply = server.ask([*before, user("And now?")])

@@ -164,7 +164,6 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", form({"$ref": "http://127.0.0.1/schema"})),
     (CHAT, "response_format", form({"$ref": "file:///etc/passwd"})),
     (CHAT, "response_format", form({"type": "string", "pattern": "("})),
-    (CHAT, "response_format", form({"not": {"type": "string"}})),
     (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
     (RESPONSES, "input", []),
     (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),
@@ -225,11 +224,12 @@ def test_a_value_that_changes_nothing_is_taken(
         (
             CHAT,
             {"response_format": form({"enum": ["a"], "format": "password", "uniqueItems": True})},
-            "format of the schema is not kept; uniqueItems of the schema is not kept",
+            'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]; '
+            "a part of the schema is not kept: Unknown format: password",
         ),
         (
             CHAT,
-            {"tools": [strange(b={"propertyNames": {}, "enum": [1]})], "tool_choice": "required"},
+            {"tools": [strange(b={"enum": [1]})], "tool_choice": "required"},
             None,
         ),
     ],

@@ -115,28 +115,6 @@ def test_whole_numbers_may_be_written_as_fractions() -> None:
         make_request(ChatRequest, given | {"seed": 4.5})
 
 
-@pytest.mark.parametrize(
-    ("schema", "is_had"),
-    [
-        ({"$ref": "#"}, False),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, True),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
-        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, True),
-        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}}, False),
-    ],
-)
-def test_a_schema_that_needs_itself_is_refused(
-    server: Served, schema: dict[str, Any], is_had: bool
-) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    response = server.post(ASKED, response_format=form, max_tokens=4)
-    if is_had:
-        assert response.status_code == 200
-    else:
-        assert "no JSON can meet" in refusal(response)["message"]
-
-
 @given(st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=7))
 @settings(max_examples=50, deadline=None)
 def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(

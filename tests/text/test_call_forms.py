@@ -151,7 +151,6 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     "llama": (lambda *calls: "; ".join(listed(call)[1:-1] for call in calls), marks()),
     "a list of JSON": (listed, marks()),
     "a list of Python": (lambda *calls: CONTROL.sub("", lfm2(*calls)), marks()),
-    "hunyuan": (lambda *calls: f"<tool_calls>{listed(*calls)}</tool_calls>", marks()),
     "qwen coder, nemotron": (lambda *calls: "\n".join(xml(*call) for call in calls), marks()),
     "glm": (lambda *calls: "\n".join(pairs(*call) for call in calls), marks()),
     "llama, in tags of functions": (in_tags_of_functions, marks()),
@@ -288,7 +287,7 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
     "reply",
     [
         *("<function=time>\n<par", "<tool_call>\n<function=time>\n<par", "[weather(city='Os"),
-        *('[{"name": "time", "ar', "<tool_calls>[{"),
+        '[{"name": "time", "ar',
     ],
 )
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
@@ -346,13 +345,12 @@ def test_a_text_in_an_argument_is_no_call() -> None:
 
 
 def test_a_tag_that_is_named_in_a_text_is_shown_as_it_is_written() -> None:
-    parser, reply = CallParser(SCHEMAS, 0), "Put them in <tool_calls> please, or in <tool"
+    parser, reply = CallParser(SCHEMAS, 0), "Put them in <tools> please, or in <tool"
     shown = parser.push(reply)[0]
     assert shown == reply.removesuffix(" <tool")
     assert shown + parser.push("> now.")[0] + parser.rest()[0] == f"{reply}> now."
-    for call in ("<tool_call>nonsense</tool_call>", "<tool_calls>[1]</tool_calls>"):
-        parser = CallParser(SCHEMAS, 0)
-        assert parser.push(f"So:\n\n {call} ")[0] + parser.rest()[0] == f"So:\n\n {call} "
+    parser, call = CallParser(SCHEMAS, 0), "<tool_call>nonsense</tool_call>"
+    assert parser.push(f"So:\n\n {call} ")[0] + parser.rest()[0] == f"So:\n\n {call} "
 
 
 def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:

@@ -16,7 +16,7 @@ import typer
 from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.config.values import is_option, parse_option, parse_value
+from sirchat.config.values import parse_option, parse_value
 from sirchat.errors import SettingError, format_value
 from sirchat.lab.commands.declared_flags import declared, parameters_of
 from sirchat.memory.policies import import_typed, policy_class
@@ -164,7 +164,7 @@ def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[
     options = {name: value for name, value in shared.items() if name in known}
     for key, text in given.items():
         if key != "policy" and not _lacks(key, policy):
-            if is_option(key, text, policy):
+            if key not in Profile.model_fields:
                 options[key] = parse_option(text)
             else:
                 settings[key] = parse_value(key, text)
