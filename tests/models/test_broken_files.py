@@ -175,7 +175,7 @@ NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
             (*("config", "rope_parameters", {"rope_type": "default", "rope_theta": theta}), why)
             for theta, why in (
                 *((0.0, "has rope_theta 0.0;"), (-5.0, "has rope_theta -5.0;")),
-                *((float("nan"), "has rope_theta NaN;"), (1e300, "above 0, such as 10000")),
+                *((float("nan"), "has rope_theta NaN;"), (1e300, "must have a number above 0")),
             )
         ),
         *(
