@@ -124,8 +124,6 @@ def change_json(path: Path, **values: object) -> None:
     ("name", "content", "why"),
     [
         ("model.safetensors", POINTER, r"model\.safetensors is a Git LFS pointer.*git lfs pull"),
-        ("tokenizer.json", POINTER, r"tokenizer\.json is a Git LFS pointer"),
-        ("config.json", POINTER, r"config\.json is a Git LFS pointer"),
         ("model.safetensors", PAGE, "model.safetensors is a web page"),
         ("model.safetensors", b"", r"model\.safetensors can't be read: .*empty"),
         ("model.safetensors", bytes(5000), r"nothing but zeros .*the download is incomplete"),
