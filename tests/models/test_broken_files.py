@@ -131,7 +131,7 @@ def change_json(path: Path, **values: object) -> None:
         ("model.safetensors", b"GGUF" + bytes(200), r"is a GGUF file"),
         ("model.safetensors", b"\x80\x01", r"incomplete|is a pickle"),
         ("model.safetensors", b"\xff" * 7 + b"\0{", r"no safetensors file, or incomplete"),
-        ("config.json", b"{", r"config\.json. is not a valid JSON file"),
+        ("config.json", b"{", r"config\.json can't be read: JSONDecodeError"),
         ("generation_config.json", b'{"temperature": 0', r"generation_config\.json can't be read"),
         ("tokenizer.json", b"{", r"the tokenizer of .* is no valid JSON"),
         ("adapter_config.json", b"{}", r"has a LoRA adapter \(adapter_config\.json\)"),
