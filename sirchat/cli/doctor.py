@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.text import counted, displayable
-
-if TYPE_CHECKING:
-    from sirchat.models.model import LoadedModel
 
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -58,16 +55,10 @@ def doctor(
     model = profile.model if model is None else model
     require_available(model)
     with without_garbage_collection():
-        from sirchat.chat.model_defaults import sampling_in_words, with_model_defaults
         from sirchat.models.doctor import run_checks
 
-    def sampling(loaded: "LoadedModel") -> str:
-        told = sampling_in_words(with_model_defaults(profile, loaded))
-        return ", ".join(f"{name} {value}" for name, value in told.items())
-
-    checks = run_checks(model, device_map, profile.compile, sampling)
     results = []
-    for result in checks:
+    for result in run_checks(model, device_map, profile.compile):
         results.append(result)
         if not json:
             problem = f"  <- {result.problem}" if result.problem else ""

@@ -141,14 +141,6 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The product of x [..., K] with the weights, and the bias."""
-        is_one = x.numel() == self.in_features and x.dtype == torch.bfloat16
-        if not is_one or not x.is_cpu or torch.is_grad_enabled():
-            return super().forward(x)
-        y = torch.mv(self.weight, x.flatten())  # in two thirds of the time
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
-
 
 class Embedding(nn.Embedding):
     """An embedding layer without weights, like `Linear`."""

@@ -7,7 +7,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -45,12 +45,8 @@ def run_checks(
     model_name: str,
     device_map: str = "off",
     compiles: Compile = "auto",
-    sampling: Callable[[LoadedModel], str] = lambda model: "",
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last.
-
-    `sampling` tells the sampling settings of a chat with a model.
-    """
+    """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
@@ -58,7 +54,7 @@ def run_checks(
     yield Finding("GPU", _gpu())
     for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
         yield _folder(f"{name} folder", folder)
-    yield from _model(model_name, device_map, compiles, sampling)
+    yield from _model(model_name, device_map, compiles)
 
 
 def _version(distribution: str) -> str:
@@ -93,9 +89,7 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(
-    name: str, device_map: str, compiles: Compile, sampling: Callable[[LoadedModel], str]
-) -> Iterator[Finding]:
+def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(name, device_map=device_map, rows=MOST_ROWS)
@@ -108,8 +102,6 @@ def _model(
         f"{name}: {model.precision} on {model.device}, context {model.context_length:,}, loaded "
         f"in {took:.1f} s",
     )
-    if said := sampling(model):
-        yield Finding("sampling", said)
     yield Finding("sentence encoder", model.encoder_in_words)
     if compiles != "off":
         use_compiled(model, "auto")

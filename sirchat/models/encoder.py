@@ -122,7 +122,8 @@ class Encoder:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about.pop("sum", "") not in ("", _sum(tensors)):  # older files have none
                 raise ValueError
-            restored = cls._restored(tensors)
+            restored = {name: one.float() for name, one in tensors.items()}
+            restored["weight"] *= restored.pop("scale")
             if all(tensor.isfinite().all() for tensor in restored.values()):
                 return cls(layers, about=about, **restored)
         raise _unusable(path, "is damaged")
@@ -149,28 +150,6 @@ class Encoder:
         rounded = (self.weight / scale).round().to(torch.int8)
         network = {"hidden": self.hidden, "kinds": self.kinds, "question": self.question}
         return {"weight": rounded, "scale": scale, "bias": self.bias, **network}
-
-    @classmethod
-    def _restored(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by field, from those of a file; an error says that it is damaged."""
-        weight, bias = tensors["weight"].float() * tensors["scale"], tensors["bias"].float()
-        if weight.ndim != 2 or bias.shape != weight.shape[1:]:
-            raise ValueError
-        none = torch.zeros(0, 1)
-        hidden, kinds = (tensors.get(name, none).float() for name in ("hidden", "kinds"))
-        shapes = (len(hidden), len(bias) + 1), (len(KINDS), len(hidden) + 1)
-        if (hidden.shape, kinds.shape) != shapes and len(kinds):
-            raise ValueError
-        question = tensors.get("question", torch.zeros(0)).float()
-        if len(question) not in (0, len(bias) + 1):
-            raise ValueError
-        return {
-            "weight": weight,
-            "bias": bias,
-            "hidden": hidden,
-            "kinds": kinds,
-            "question": question,
-        }
 
 
 def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:

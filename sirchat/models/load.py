@@ -250,12 +250,12 @@ def load_folder_parts(
     what is wrong with a damaged folder. `weights` are those of the folder.
     """
     try:
-        config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
+        config = DecoderConfig.of_folder(load_config(folder / "config.json"))
         if config is None or not _is_complete(config, weights):
             return None
         module = Decoder(config, dtype)
         if (generation := folder / "generation_config.json").exists():
-            module.generation_config = ConfigValues(_json_of(generation))
+            module.generation_config = ConfigValues(load_config(generation))
         if not _read_weights(module, weights, progress):
             return None
         # For Qwen, transformers reads the tokenizer's files in another way.
@@ -336,13 +336,6 @@ def _load_with_transformers(
     if spread is not None:
         spread.finish_loading(module)
     return module, tokenizer
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    values = json.loads(path.read_text("utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} is no JSON object")
-    return values
 
 
 def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:

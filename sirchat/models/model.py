@@ -144,8 +144,6 @@ class LoadedModel:
                 observer=observer,
                 readings=readings,
             )
-            if len(ids) == 1:
-                return PassResult(logits[:0, 0], logits[0])
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
             with self._collect(readings):

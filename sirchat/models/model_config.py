@@ -26,17 +26,17 @@ REFUSED_LAYERS = {
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# Numbers, or lists of numbers, that must be above 0, and usual values.
-_ABOVE_ZERO = {"rope_theta": "10000", "factor": "4.0", "rope_local_base_freq": "10000"}
-_ABOVE_ZERO |= {"short_factor": "[1.0, 1.1]", "long_factor": "[1.0, 4.0]"}
-_ABOVE_ZERO |= {"beta_fast": "32", "beta_slow": "1", "query_pre_attn_scalar": "256"}
-_ABOVE_ZERO |= dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), "30, or null")
-_ABOVE_ZERO |= {"low_freq_factor": "1.0", "high_freq_factor": "4.0", "attention_factor": "1.0"}
-_ABOVE_ZERO |= {_ORIGINAL_LENGTH: "8192", "rms_norm_eps": "1e-05", "layer_norm_eps": "1e-05"}
-# Of these, whole numbers.
-_WHOLE = dict.fromkeys(_LENGTHS, "4096") | {"vocab_size": "32000", "hidden_size": "2048"}
-_WHOLE |= {"num_attention_heads": "32", "num_key_value_heads": "8", "head_dim": "64"}
-_WHOLE |= {"num_hidden_layers": "24", "sliding_window": "4096, or null"}
+# Whole numbers that must be above 0; and numbers, or lists of numbers, that must be so.
+_WHOLE = (
+    *(*_LENGTHS, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+_ABOVE_ZERO = (
+    *("rope_theta", "rope_local_base_freq", "factor", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
+    *("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    *("rms_norm_eps", "layer_norm_eps", _ORIGINAL_LENGTH),
+)
 _MOST_NUMBER = 1e15
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
@@ -127,7 +127,7 @@ def refuse_odd_numbers(config: Any, name: str) -> None:
     rope = rope if isinstance(rope, dict) else {}
     said = config.to_dict()
     parts = [said, rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for (key, usual), part in product((_ABOVE_ZERO | _WHOLE).items(), parts):
+    for key, part in product((*_ABOVE_ZERO, *_WHOLE), parts):
         value = part.get(key)
         if key == "sliding_window" and not (value and part.get("use_sliding_window", True)):
             continue
@@ -138,7 +138,7 @@ def refuse_odd_numbers(config: Any, name: str) -> None:
                 is_usable = not isinstance(number, bool) and 0 < number < most
             if number is not None and not is_usable:
                 kind = "number" if key in _ABOVE_ZERO else "whole number"
-                rule = f"its config.json must have a {kind} above 0, such as {usual}"
+                rule = f"its config.json must have a {kind} above 0"
                 raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
     heads, shared = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if positive(heads) and positive(shared) and heads % shared:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -13,15 +12,9 @@ from pathlib import Path
 
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
-from sirchat.models.whole_files import refuse_other_kind
 
 # Names of the models that are part of the package sirchat.
 BUNDLED = ("tiny", "tiny-anchor")
-
-_READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
-_MOST_BYTES = 2**28  # most bytes of such a file
-_POINTER = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
-_MOST_OF_POINTER = 1024  # bytes
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -191,19 +184,9 @@ def _find_own_path(name: str) -> Path:
 
 def _check_folder(name: str, folder: Path) -> None:
     for file in folder.iterdir():
-        status = file.stat() if file.exists() else None
-        if status is None or stat.S_ISDIR(status.st_mode):
-            continue
-        if not stat.S_ISREG(status.st_mode):
+        if file.exists() and not (file.is_file() or file.is_dir()):
             raise ModelError(
                 f"model folder {name!r}: {file.name} is a device or a pipe, not a file"
-            )
-        if status.st_size < _MOST_OF_POINTER and file.read_bytes().startswith(_POINTER):
-            refuse_other_kind(file, _POINTER)
-        if file.suffix in _READ_WHOLE and status.st_size > _MOST_BYTES:
-            raise ModelError(
-                f"model folder {name!r}: {file.name} has {status.st_size:,} bytes; allowed: up to "
-                f"{_MOST_BYTES:,}"
             )
     files = sorted(file.name for file in folder.iterdir())
     ggufs = [file for file in files if file.lower().endswith(".gguf")]

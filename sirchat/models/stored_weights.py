@@ -6,7 +6,6 @@ Files are not trusted; a file that can't be read raises ModelError.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -112,9 +111,7 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
 
     Raises ModelError if a file is missing, damaged or of another kind.
     """
-    files, config = _weight_files(folder), dict[str, Any]()
-    with suppress(ModelError):  # what loads it says what is wrong
-        config = load_config(folder / "config.json")
+    files, config = _weight_files(folder), load_config(folder / "config.json")
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",

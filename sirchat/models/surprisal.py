@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,20 +77,19 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()
     products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
-    with _matmul_precision(products.precision):
-        for start in range(0, head.out_features, _COLUMNS):
-            end = min(start + _COLUMNS, head.out_features)
-            products.select_weights(start, end)
-            for at in range(0, len(ids), _ROWS):
-                some = slice(at, at + _ROWS)
-                logits = products.multiply(some)  # [m, n]
-                if isinstance(head, Int8Linear):
-                    logits.mul_(head.scale[start:end])
-                if head.bias is not None:
-                    logits.add_(head.bias[start:end])
-                total[some] = torch.logaddexp(total[some], torch.logsumexp(logits, -1))
-                here = ((ids[some] >= start) & (ids[some] < end)).nonzero()[:, 0]
-                chosen[some][here] = logits[here, ids[some][here] - start]
+    for start in range(0, head.out_features, _COLUMNS):
+        end = min(start + _COLUMNS, head.out_features)
+        products.select_weights(start, end)
+        for at in range(0, len(ids), _ROWS):
+            some = slice(at, at + _ROWS)
+            logits = products.multiply(some)  # [m, n]
+            if isinstance(head, Int8Linear):
+                logits.mul_(head.scale[start:end])
+            if head.bias is not None:
+                logits.add_(head.bias[start:end])
+            total[some] = torch.logaddexp(total[some], torch.logsumexp(logits, -1))
+            here = ((ids[some] >= start) & (ids[some] < end)).nonzero()[:, 0]
+            chosen[some][here] = logits[here, ids[some][here] - start]
     return (total - chosen).clamp_min_(0.0)
 
 
@@ -100,8 +98,6 @@ class _FloatProducts:
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden.float()
-        is_short = not isinstance(head, Int8Linear) and head.weight.dtype == torch.bfloat16
-        self.precision = "medium" if is_short else "highest"
 
     def select_weights(self, start: int, end: int) -> None:
         """Select the weights of the tokens `start` to `end`."""
@@ -120,8 +116,6 @@ class _WholeNumberProducts:
     Each state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
     number.
     """
-
-    precision = "highest"
 
     def __init__(self, head: Int8Linear, hidden: Tensor) -> None:
         self._head, rest = head, hidden.float()
@@ -143,14 +137,3 @@ class _WholeNumberProducts:
         third.div_(_STEPS).add_(second).div_(_STEPS).add_(first)
         product: Tensor = third.mul_(self._step[some])
         return product
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    """Context manager: torch's `float32_matmul_precision` within the block."""
-    usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(usual)

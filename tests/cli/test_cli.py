@@ -151,17 +151,11 @@ def test_a_healthy_installation_has_no_problem_and_no_private_word_in_its_report
     for word in ("torch", "Python", "cores", "tiny: float32 on", "tokens a second", "~/all/data"):
         assert word in done.stdout
     assert str(tmp_path) not in done.stdout
-    assert "\nsampling         temperature 0.0 (default), top_k none (default), " in done.stdout
-    chosen = {
-        "SIRCHAT_HOME": str(tmp_path),
-        "SIRCHAT_MODEL": "tiny-anchor",
-        "SIRCHAT_TOP_P": "0.5",
-    }
+    chosen = {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_MODEL": "tiny-anchor"}
     found = json.loads(run("doctor", "--json", **chosen).stdout)
     assert {each["problem"] for each in found} == {""}
     assert [each["name"] for each in found][-3:] == ["memory", "compiled step", "speed"]
     assert "tiny-anchor: float32 on" in str(found)
-    assert "top_p 0.5 (SIRCHAT_TOP_P)" in str(found)
 
 
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:

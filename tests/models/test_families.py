@@ -21,6 +21,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.rope import Rotation
+from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.probe import cache_argument
 
@@ -78,6 +79,13 @@ def test_after_evictions_every_layer_holds_first_written_rows_turned_once(name: 
 )
 def test_a_model_tells_the_width_of_its_sliding_window(name: str, window: int | None) -> None:
     assert loaded(name).window == window
+
+
+def test_single_tokens_of_models_of_these_shapes_and_no_others_are_read_by_a_decode_step() -> None:
+    short = ["llama", "llama3-rope", "yarn-rope", "qwen2", "qwen3"]
+    assert [name for name in HELD if DecodeStep.supports(loaded(name).module)] == short
+    assert DecodeStep.supports(build("mistral", {"sliding_window": None}))
+    assert not DecodeStep.supports(build("mistral", {"sliding_window": 24}))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-mla"])

@@ -203,6 +203,9 @@ def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
     [
         ("llama", "llama.rope.scaling.type", 1),
         ("llama", "llama.expert_used_count", 1),
+        ("llama", "llama.block_count", 4_000_000_000),  # before memory is taken for it
+        ("llama", "llama.embedding_length", 4_000_000_000),
+        ("llama", "llama.attention.head_count", 4_000_000_000),
         ("gemma3", "gemma3.rope.freq_base", None),
         ("gemma3-long", "gemma3.rope.scaling.type", "longrope"),
         ("gemma4-experts", "gemma4.expert_used_count", None),

@@ -131,16 +131,3 @@ def test_every_template_with_a_switch_gives_the_ids_of_transformers(
         messages = [*([{"role": "system", "content": system}] if system else []), asked]
         ids = [*(head.ids if head else []), *first.ids]
         assert ids == whole(tokenizer, messages, enable_thinking=reasoning == "on")
-
-
-@pytest.mark.parametrize("system", [None, "Be brief."])
-@pytest.mark.parametrize("reasoning", ["on", "off"])
-def test_reasoning_is_switched_as_transformers_switches_it(
-    data: Path, system: str | None, reasoning: str
-) -> None:
-    tokenizer = _tokenizer(data, "qwen3")
-    chat = session(smallest("qwen3", tokenizer), system=system, reasoning=reasoning)
-    messages = [*([{"role": "system", "content": system}] if system else []), user("Hello.")]
-    list(chat.read_user("Hello."))
-    assert ids_of(chat) == whole(tokenizer, messages, enable_thinking=reasoning == "on")
-    assert ("<think>" in tokenizer.decode(ids_of(chat))) == (reasoning == "off")
