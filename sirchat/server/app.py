@@ -47,10 +47,9 @@ from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
     OwnSession,
-    notes_on_tools,
+    notes_on,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
-from sirchat.server.rule import nearest
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
 
@@ -63,7 +62,6 @@ _REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
     "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
     "/api/chat": (OllamaRequest, OllamaShape),
 }
-_MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
     "allow_headers": ["*"],
@@ -175,8 +173,7 @@ class ChatServer:
     ) -> Response:
         asked = parse_request(await read_body(request), kind)
         shape = shape_of(asked, self.model)
-        notes = notes_on_tools(getattr(asked, "tools", ()))
-        return await self._answer(request, asked.as_request(), shape, notes)
+        return await self._answer(request, asked.as_request(), shape, notes_on(asked))
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), CountRequest).as_request()
@@ -190,8 +187,7 @@ class ChatServer:
         asked = make_request(ResponsesRequest, given)
         before = self._responses.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._responses)
-        chat, notes = asked.as_chat_request(before), notes_on_tools(asked.tools)
-        return await self._answer(request, chat, shape, notes)
+        return await self._answer(request, asked.as_chat_request(before), shape, notes_on(asked))
 
     async def _find_response(self, request: Request) -> Response:
         ident = request.path_params["id"]
@@ -242,7 +238,7 @@ class ChatServer:
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)
+        return History.of(system, asked.turns, written, name)
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -271,32 +267,17 @@ class ChatServer:
             return replace(options, format=partial(self._formats.of, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
-            settings[name] = had = nearest(name, value)
-            if had != value:
-                notes.append(f"{name} is {had:g}")
             try:
-                changed_profile(self._profile, "the request", **{name: had})
+                changed_profile(self._profile, "the request", **{name: value})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:
             settings.setdefault("seed", secrets.randbelow(2**63))
-        own = asked.sirchat.given()
-        if asked.num_ctx is not None:
-            own["budget"] = min(asked.num_ctx, self._loaded.context_length)
-            if own["budget"] < asked.num_ctx:
-                notes.append(f"num_ctx is {own['budget']}, the model's context")
-        try:
-            profile = changed_profile(self._profile, "sirchat", **own)
-        except SettingError as error:
-            raise RequestError(str(error), param="sirchat") from None
-        memory = {name: getattr(profile, name) for name in _MEMORY}
         return ReplyOptions(
             settings,
-            memory,
             tuple(asked.stop),
             asked.call_parser(),
             format=partial(self._formats.of, asked, notes),
-            own=frozenset(own),
             must_call=bool(asked.called_tools),
             prefill=asked.prefill or "",
             notes=notes,

@@ -39,7 +39,6 @@ class History:
         marks: `marks[n]` is the hash of message n alone.
         tools: the tools that the model may call, as JSON; "" if there are none.
         profile: the settings of a session that answers this request alone; None for the server's.
-        reuse: as `Limits` has it; "" for the server's.
         name: that of the conversation which the client continues; "" if it goes by the messages.
     """
 
@@ -49,7 +48,6 @@ class History:
     marks: tuple[bytes, ...] = ()
     tools: str = ""
     profile: Profile | None = None
-    reuse: str = ""
     name: str = ""
 
     @classmethod
@@ -58,7 +56,6 @@ class History:
         system: str | None,
         messages: Iterable[tuple[str, str]],
         tools: str = "",
-        reuse: str = "",
         name: str = "",
     ) -> History:
         """The history of these messages, with computed keys; lone surrogates are replaced."""
@@ -71,7 +68,7 @@ class History:
         for role, text in read:
             keys.append(key_after(keys[-1], role, text))
         marks = tuple(key_after(b"", role, text) for role, text in read)
-        return cls(system, read, tuple(keys), marks, tools, reuse=reuse, name=name)
+        return cls(system, read, tuple(keys), marks, tools, name=name)
 
     def may_use(self, name: str) -> bool:
         """Whether a conversation of this name may go on with this; "": one without a name."""

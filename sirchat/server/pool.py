@@ -86,7 +86,7 @@ class ConversationPool:
 
     def _by_messages(self, history: History) -> ServedConversation:
         """As `take`, by what the messages have in common with those of a conversation."""
-        is_exact = (history.reuse or self._reuse) == "exact"
+        is_exact = self._reuse == "exact"
         own = (each for each in self._all if history.may_use(each.name))
         able = (each for each in own if not (is_exact and each.is_edited))
         best = max(able, key=lambda each: each.fitness(history), default=None)
@@ -300,8 +300,8 @@ class ConversationPool:
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             same = {"budget": max(own.budget, new.least_budget), **new.settings}
-            copy = copied_beginning(source.session, own.model_copy(update=same))
-            new.session = copy or new.session
+            own = own.model_copy(update=same)
+            new.session = copied_beginning(source.session, own) or Session(self.model, own)
         return new
 
     def _load_beginning(self, history: History) -> ServedConversation | None:

@@ -72,20 +72,15 @@ class AnsweredRequest:
         Raises the same errors as `Session.ask`.
         """
         conversation, session, options = self._conversation, self._session, self._options
-        memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
-        if memory:
-            memory["budget"] = max(memory["budget"], conversation.least_budget)
-        other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
-        if other:  # raises SettingError, changing nothing
-            session.switch("sirchat", **other)
         conversation.is_exact = False
         with session.temporary_reply_settings(options.settings):
             try:
                 _set_template(session, self._history, options)
                 options.notes.extend(_of_reasoning(session, options))
-                if memory and (conversation.kept or not conversation.roles):
+                is_chat = not options.is_for_ask
+                if is_chat and (conversation.kept or not conversation.roles):
                     _raise_budget(conversation, self._history)
-                if memory and conversation.least_budget == session.budget:
+                if is_chat and conversation.least_budget == session.budget:
                     how = "" if session.profile.pin_system else ", which are not pinned"
                     note = f"budget is {session.budget}, for the system prompt and tools{how}"
                     options.notes.append(note)

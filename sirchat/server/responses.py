@@ -17,12 +17,13 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from sirchat.errors import format_value
 from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
+    MANY,
     MOST_MESSAGES,
+    Body,
     CallId,
     Fields,
     FunctionName,
     Json,
-    ModelFields,
     Name,
     RequestError,
     join_text_parts,
@@ -32,16 +33,15 @@ from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
+    ConversationFields,
     ConversationName,
     Effort,
     FlatTool,
     HostedTool,
-    RequestMemory,
     ToolName,
     mark_images,
     tools_of,
 )
-from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
 
 _PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
@@ -124,7 +124,6 @@ class TextFormat(Fields):
 class TextOptions(Fields):
     """The field `text` of a request: an object with the format of the reply."""
 
-    place = "request"
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
@@ -136,7 +135,6 @@ class TextOptions(Fields):
 class ReasoningOptions(Fields):
     """The field `reasoning` of a request."""
 
-    place = "request"
     effort: Effort | None = None
 
 
@@ -234,7 +232,7 @@ def _within(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-class ResponsesRequest(ModelFields):
+class ResponsesRequest(Body):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
@@ -262,7 +260,7 @@ class ResponsesRequest(ModelFields):
     ] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
-    sirchat: RequestMemory = RequestMemory()
+    sirchat: ConversationFields = ConversationFields()
     conversation: Annotated[
         ConversationName | None,
         BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),

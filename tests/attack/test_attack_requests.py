@@ -39,7 +39,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {
         "messages": _CHAT, "temperature": 0.5, "top_p": 0.9, "seed": 3, "max_tokens": 3,
         "stop": ["x"], "stream": True, "stream_options": {"include_usage": True}, "user": "a",
-        "sirchat": {"policy": "sink", "budget": 64, "conversation": "c", "reuse": "exact"},
+        "sirchat": {"conversation": "c"},
     }),
     ("/v1/chat/completions", {
         "messages": _CALLED, "max_completion_tokens": 2, "parallel_tool_calls": False,

@@ -222,22 +222,6 @@ def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_o
         assert refusal(server.post([user(THANKS)], model="babbler"), 503)
 
 
-def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_again() -> None:
-    text = " ".join(f"The number {n} is a number." for n in range(20))
-    with served(policy="salience", policy_options={"whole_words": False}, budget=256) as server:
-        own = {"policy": "sink", "budget": 64, "decay": 0.9, "recall": "words"}
-        small = server.ask([user(text)], sirchat=own, max_tokens=8)
-        memory = small["sirchat"]
-        assert (memory["policy"], memory["budget"]) == ("sink", 64)
-        assert memory["held"] <= 64 < memory["seen"]
-        assert memory["evicted"] == memory["seen"] - memory["held"]
-        messages = [user(text), assistant(said(small)), user(NAME)]
-        usual = server.ask(messages, max_tokens=8)
-        assert (usual["sirchat"]["policy"], usual["sirchat"]["budget"]) == ("salience", 256)
-        assert cached(usual) == small["sirchat"]["seen"]
-        assert usual["sirchat"]["held"] > 64  # what was evicted is restored
-
-
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:
     with served(policy="full", max_new_tokens=8) as server:
         first = server.ask([user(ANNA)])

@@ -307,7 +307,7 @@ def test_half_characters_are_replaced_and_endless_numbers_refused(
 def test_a_refusal_is_one_short_line_whatever_a_field_is_called(server: Served) -> None:
     """Also for a field that this server calls by another name inside."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": 1.0}}
-    for fields in ({"response_format": form}, {"a\n\u001b[2J": "b"}, {"x" * 10**6: 1}):
+    for fields in ({"response_format": form}, {"sirchat": {"a\n\u001b[2J": "b", "x" * 10**6: 1}}):
         error = refusal(server.post(ASKED, **fields))
         for text in (error["message"], error["param"]):
             assert len(text) <= 1000
