@@ -121,7 +121,7 @@ def serve(
     seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
     with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
-        limits = conversations, saved, queue, reuse.value
+        limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
         if own is not None:
@@ -132,12 +132,12 @@ def serve(
 def load_server(
     profile: Profile,
     trust: bool,
-    limits: tuple[int, int, int, str],
+    limits: dict[str, Any],
     host: str,
     key: str | None,
     origins: Sequence[str] = (),
 ) -> "ChatServer":
-    """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
+    """Load the model, and make the server; `limits` are the fields of `Limits`."""
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import explain_toy_model
     from sirchat.ui.status import loading_bar
@@ -153,7 +153,7 @@ def load_server(
         return open_server(
             call_in_new_thread(lambda: load(profile, trust, report)),
             profile,
-            Limits(*limits),
+            Limits(**limits),
             folder=paths.served_dir(),
             host=host,
             key=key,

@@ -8,12 +8,12 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -35,7 +35,7 @@ from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
+from sirchat.server.fields import RequestError, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape
@@ -49,7 +49,7 @@ from sirchat.server.requests import (
     OwnSession,
     notes_on,
 )
-from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.responses import ResponsesRequest, ResponsesShape
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
 
@@ -57,9 +57,10 @@ _LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # The requests for a reply, and what makes the JSON of the reply to each.
-_REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
+REPLIES: dict[str, tuple[Any, Callable[..., Shape]]] = {
     "/v1/chat/completions": (ChatRequest, CompletionShape),
     "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
+    "/v1/responses": (ResponsesRequest, ResponsesShape),
     "/api/chat": (OllamaRequest, OllamaShape),
 }
 _CORS: dict[str, Any] = {
@@ -77,18 +78,19 @@ _OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may
 _LOADED = tuple(name for name in FIXED if name not in _OWN)
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(BaseModel):
     """How many conversations a server has in memory and on disk, and how many requests may wait.
 
     `reuse`: what of a request is not read again: `messages` that a conversation has read, wherever
     they stand now; or `exact`, only those before which nothing has changed.
     """
 
-    conversations: int = 8
-    saved: int = 100
-    queue: int = 256
-    reuse: str = "messages"
+    model_config = ConfigDict(frozen=True)
+
+    conversations: int = Field(default=8, ge=1, le=1000)
+    saved: int = Field(default=100, ge=1, le=10000)
+    queue: int = Field(default=256, ge=0, le=10000)
+    reuse: Literal["exact", "messages"] = "messages"
 
 
 def open_server(
@@ -137,17 +139,15 @@ class ChatServer:
         about = ModelRoutes(conversations.model, names, self.replies)
         self._check_name = about.check_name
         self._told = set[str]()  # notes that the log has
-        self._responses, self._formats = KeptResponses(), Formats()
+        self._formats = Formats()
         routes = [
             Route("/health", self._health),
             *about.routes,
             *SessionRoutes(self.replies, conversations).routes,
             *(
                 Route(path, partial(self._reply, *of), methods=["POST"])
-                for path, of in _REPLIES.items()
+                for path, of in REPLIES.items()
             ),
-            Route("/v1/responses", self._create_response, methods=["POST"]),
-            Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
@@ -181,20 +181,6 @@ class ChatServer:
         work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
         ids = await asyncio.wrap_future(self.replies.call(work))
         return JSONResponse({"input_tokens": len(ids)})
-
-    async def _create_response(self, request: Request) -> Response:
-        given = self._responses.with_items(parse_object(await read_body(request)))
-        asked = make_request(ResponsesRequest, given)
-        before = self._responses.messages(asked.previous_response_id)
-        shape = ResponsesShape(asked, before, self.model, self._responses)
-        return await self._answer(request, asked.as_chat_request(before), shape, notes_on(asked))
-
-    async def _find_response(self, request: Request) -> Response:
-        ident = request.path_params["id"]
-        if request.method == "DELETE":
-            self._responses.remove(ident)
-            return JSONResponse({"id": ident, "object": "response", "deleted": True})
-        return JSONResponse(self._responses.find(ident))
 
     async def _answer(
         self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()

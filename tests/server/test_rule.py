@@ -333,9 +333,6 @@ OUTPUT: dict[str, Any] = {"type": "function_call_output", "call_id": "c", "outpu
         (user("a") | {"type": ""}, "", "type"),
         (user("a") | {"type": []}, "", "type"),
         (user("a") | {"type": "nosuch"}, "", "type"),
-        ({"type": "item_reference"}, "", "id"),
-        ({"type": "item_reference", "id": 5}, "", "id"),
-        ({"id": None}, "", "id"),
         (5, "", ""),
     ],
 )

@@ -196,26 +196,6 @@ def test_a_reply_goes_on_in_its_format_or_with_strict_tools(
         assert refusal(response)["param"] == "messages"
 
 
-def test_items_of_earlier_responses_are_found_by_their_ids(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
-    script(monkeypatch, [f"Let me look.\n{CALL}", "It is cold.", "Bye."])
-    path = "/v1/responses"
-    first = server.send(path, input=ASKED, tools=tools)
-    told = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
-    result = {"type": "function_call_output", "call_id": "call00000", "output": "Snow."}
-    second = server.send(path, input=[*ASKED, *told, result], tools=tools)
-    assert second["output"][0]["content"][0]["text"] == "It is cold."
-    assert cached(second) == first["sirchat"]["seen"]
-    items = [*ASKED, *first["output"], result, {"id": second["output"][0]["id"]}, user("Thanks.")]
-    third = server.send(path, input=items, tools=tools, instructions=None)
-    assert cached(third) == second["sirchat"]["seen"]
-    body = {"input": [{"type": "item_reference", "id": "msg_1"}]}
-    error = server.client.post(path, json=body).json()["error"]
-    assert (error["param"], "there is no item" in error["message"]) == ("input", True)
-
-
 def test_instructions_stand_beside_messages_of_the_developer(server: Served) -> None:
     asked = [{"role": "developer", "content": "Be brief."}, *ASKED]
     both = server.send("/v1/responses", input=asked, instructions="Be kind.", max_output_tokens=9)
