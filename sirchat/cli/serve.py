@@ -9,9 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
@@ -34,13 +33,6 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.server.app import ChatServer
-
-
-class Reuse(StrEnum):
-    """What of a request is not read again; see `Limits`."""
-
-    MESSAGES = "messages"
-    EXACT = "exact"
 
 
 serve_app = typer.Typer(add_completion=False)
@@ -79,12 +71,12 @@ def serve(
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
     ] = 256,
     reuse: Annotated[
-        Reuse,
+        Literal["messages", "exact"],
         typer.Option(
             help="What of a request is not read again: all messages that were read, or only those "
             "before which nothing has changed (exact).",
         ),
-    ] = Reuse.MESSAGES,
+    ] = "messages",
     cors: Annotated[
         list[str] | None,
         typer.Option(

@@ -78,7 +78,7 @@ class AnthropicChoice(Fields):
 
 
 class OutputFormat(Fields):
-    """The field `format` of `output_config`, or of earlier requests `output_format`."""
+    """The field `format` of `output_config`."""
 
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
@@ -102,10 +102,16 @@ def _kind_of_tool(tool: Any) -> str:
     return "hosted" if is_hosted else "custom"
 
 
-class CountRequest(Body):
-    """The body of a request to `/v1/messages/count_tokens`."""
+class MessagesRequest(Body):
+    """The body of a request to `/v1/messages`."""
 
     model: str
+    max_tokens: int = Field(ge=1, le=MANY)
+    stop_sequences: list[str] = Field(default=[])
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: _Blocks | None = None
     tools: list[
@@ -117,7 +123,6 @@ class CountRequest(Body):
     tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions = OutputOptions()
-    output_format: OutputFormat | None = None
     sirchat: ConversationFields = ConversationFields()
 
     def as_request(self) -> ChatRequest:
@@ -129,14 +134,14 @@ class CountRequest(Body):
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
         is_one = self.tool_choice.disable_parallel_tool_use
-        fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
+        fields = {name: getattr(self, name) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
             "tools": tools_of(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": None if is_one is None else not is_one,
             "reasoning_effort": self._reasoning_effort,
         }
-        if wanted := self.output_config.format or self.output_format:
+        if wanted := self.output_config.format:
             schema = {"name": "format", "schema": wanted.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})
@@ -149,17 +154,6 @@ class CountRequest(Body):
             return "none"
         effort = (self.output_config.effort or "").replace("max", "xhigh")
         return effort or ("on" if self.thinking.type == "enabled" else None)
-
-
-class MessagesRequest(CountRequest):
-    """The body of a request to `/v1/messages`."""
-
-    max_tokens: int = Field(ge=1, le=MANY)
-    stop_sequences: list[str] = Field(default=[])
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool = False
 
 
 class MessageShape(Shape):

@@ -32,7 +32,7 @@ from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
-from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
+from sirchat.server.anthropic import MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError, parse_request
@@ -41,7 +41,6 @@ from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape
 from sirchat.server.pieces import ReplyEnd, ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     LONGEST_NAME,
@@ -148,7 +147,6 @@ class ChatServer:
                 Route(path, partial(self._reply, *of), methods=["POST"])
                 for path, of in REPLIES.items()
             ),
-            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -174,13 +172,6 @@ class ChatServer:
         asked = parse_request(await read_body(request), kind)
         shape = shape_of(asked, self.model)
         return await self._answer(request, asked.as_request(), shape, notes_on(asked))
-
-    async def _count_tokens(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), CountRequest).as_request()
-        self._check_name(asked.model)
-        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
-        ids = await asyncio.wrap_future(self.replies.call(work))
-        return JSONResponse({"input_tokens": len(ids)})
 
     async def _answer(
         self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()
@@ -265,7 +256,6 @@ class ChatServer:
             asked.call_parser(),
             format=partial(self._formats.of, asked, notes),
             must_call=bool(asked.called_tools),
-            prefill=asked.prefill or "",
             notes=notes,
         )
 

@@ -156,7 +156,6 @@ class ServedConversation(KnownConversation):
         session: the chat session, which has the KV cache.
         saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether it is being answered or saved.
-        is_saving: whether it is being saved.
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
             conversation is dropped.
         is_outdated: whether the file lacks the newest part, because writing it failed.
@@ -172,7 +171,6 @@ class ServedConversation(KnownConversation):
     session: Session
     saving: Autosave | None = None
     is_busy: bool = False
-    is_saving: bool = False
     is_exact: bool = True
     is_outdated: bool = False
     kept: dict[int, int] = field(default_factory=dict)

@@ -79,15 +79,13 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers or {}
 
-    def body_at(self, path: str, client: str = "") -> dict[str, Any]:
-        """The JSON of the response at a path, as its API has it, to a `client` (`User-Agent`)."""
-        if path.endswith(("/messages", "/count_tokens")):
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The JSON of the response at a path, as its API has it."""
+        if path.endswith("/messages"):
             usual = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
             return {"type": "error", "error": error}
-        # Providers of the AI SDK read an object at Ollama's paths, too, and show no text.
-        is_text = path.startswith("/api/") and "ai-sdk/" not in client
-        return {"error": str(self)} if is_text else self.body
+        return {"error": str(self)} if path.startswith("/api/") else self.body
 
 
 def refuse_deep_nesting(value: Any) -> Any:

@@ -335,15 +335,8 @@ class ChatRequest(SamplingFields, Body):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """Role and text of all turns but the `prefill`, as `History` has them."""
-        turns = self._turns if self.prefill is None else self._turns[:-1]
-        return [turn.pair() for turn in turns]
-
-    @property
-    def prefill(self) -> str | None:
-        """The beginning of the reply, if the chat ends with a text of the assistant."""
-        last = self._turns[-1]
-        return last.text if last.role == "assistant" and not last.calls else None
+        """Role and text of all turns, as `History` has them."""
+        return [turn.pair() for turn in self._turns]
 
     @cached_property
     def _turns(self) -> list[_Turn]:
@@ -361,8 +354,8 @@ class ChatRequest(SamplingFields, Body):
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
-        if self.prefill is not None and self.called_tools:
-            problem = "a reply that goes on with the last message can't have a required call"
+        if self.messages[-1].role == "assistant":
+            problem = "the last message must be a user message, or what the called tools returned"
             raise RequestError(problem, param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
@@ -432,9 +425,6 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
             text = "\n\n".join(filter(None, [last.text, text]))
             calls = [*last.calls, *calls]
         turns.append(_Turn(role, text, calls))
-    if waiting and turns[-1].role != "tool":
-        problem = "the last message must be a user message, or what the called tools returned"
-        raise RequestError(problem, param="messages")
     for ident in sorted(waiting):
         add_result(ident, None, _NO_RESULT)
     return turns

@@ -86,7 +86,6 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }),
     ("/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": _CHAT[1:], "stream": True}),
-    ("/v1/messages/count_tokens", {"model": "tiny", "messages": _CHAT[1:], "system": "Hi"}),
     ("/api/chat", {
         "model": "tiny", "messages": _CHAT, "stream": True, "format": "json", "think": False,
         "options": {"num_predict": 3, "temperature": 0.2, "num_ctx": 128, "repeat_last_n": 3},

@@ -187,7 +187,7 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
         for thread in threads:
             thread.join()
     for number, messages in enumerate(asked):
-        assert cached(found[number]) == first["sirchat"]["seen"]
+        assert cached(found[number]) >= first["sirchat"]["seen"]  # more, if it was asked before
         assert said(found[number]) == told(messages, max_new_tokens=12)
 
 

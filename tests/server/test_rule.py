@@ -263,6 +263,7 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             "tool_choice has a schema that can't be used",
         ),
         (CHAT, {"messages": [user("a"), CALLING]}, "the last message"),
+        (CHAT, {"messages": SAID[:2]}, "the last message must be a user message"),
         (CHAT, {"messages": [user("a"), CALLING, returned("b")]}, "no such call"),
         (
             CHAT,
@@ -374,16 +375,6 @@ def test_a_result_that_answers_no_call_is_refused_by_its_number_among_the_result
 
 def test_another_model_is_refused(server: Served) -> None:
     assert "llama3" in refused(server, OLLAMA, {"model": "llama3"}, 404)
-
-
-def test_providers_of_the_ai_sdk_get_the_object_that_they_read(server: Served) -> None:
-    """Whose `User-Agent` names it: real Ollama's errors, which are texts, they don't show."""
-    for path, status in (("/api/nosuch", 404), (OLLAMA, 400)):
-        response = server.client.post(
-            path, json={}, headers={"User-Agent": "ai/6.0.326 ai-sdk/provider-utils/4.0.66"}
-        )
-        assert refusal(response, status)["message"]
-        assert isinstance(server.client.post(path, json={}).json()["error"], str)
 
 
 def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:
