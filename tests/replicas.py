@@ -19,11 +19,11 @@ from typing import Any
 import ray
 from ray import serve
 
-from sirchat.server.cluster import app, conversation_key, replica_of
+from sirchat.server.cluster import ClusterOptions, app, conversation_key, replica_of
 
 _NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 _QUESTIONS = ("Where am I from?", "What do I like?", "And what else?", "Who am I?", "Goodbye.")
-_URL = "http://127.0.0.1:8000/v1"
+_URL, _CHAT = "http://127.0.0.1:8000/v1", "/chat/completions"
 
 
 def _get(path: str, body: Any = None) -> Any:
@@ -38,13 +38,14 @@ class Conversation:
 
     def __init__(self, name: str) -> None:
         self.messages = [{"role": "user", "content": f"My name is {name}."}]
-        self.replica = replica_of(conversation_key({"messages": self.messages}), 2)
+        body = json.dumps({"messages": self.messages}).encode()
+        self.replica = replica_of(conversation_key(_CHAT, body), 2)
         self.seen = 0
 
     def ask(self, then: str) -> str:
         """Ask for a reply; returns how much of the memory was found, and how long it took."""
         begun = time.monotonic()
-        reply = _get("/chat/completions", {"messages": self.messages})
+        reply = _get(_CHAT, {"messages": self.messages})
         found = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         line = f"{found}/{self.seen}"
         self.seen = reply["sirchat"]["seen"]
@@ -67,14 +68,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"replicas": "2", "folder": folder, "max_new_tokens": "24", **given}
         ray.init(log_to_driver=False)
-        serve.run(app(settings))
+        serve.run(app(ClusterOptions.model_validate(settings)))
         talks = [Conversation(name) for name in _NAMES]
         for number, question in enumerate(_QUESTIONS):
             asked = [f"{talk.replica}: {talk.ask(question)}" for talk in talks]
             sys.stdout.write(f"round {number + 1}  {'  '.join(asked)}\n")
         files = {path.name: len(list(path.glob("*.sqlite"))) for path in Path(folder).iterdir()}
-        listed = _get("/sirchat/sessions")["data"]
-        sys.stdout.write(f"{len(listed)} conversations in all; files {sorted(files.items())}\n")
+        sys.stdout.write(f"files {sorted(files.items())}\n")
         _kill(0)
         asked = [f"{talk.replica}: {talk.ask('Hello again.')}" for talk in talks]
         sys.stdout.write(f"after replica 0 was killed  {'  '.join(asked)}\n")

@@ -9,9 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
@@ -34,13 +33,6 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.server.app import ChatServer
-
-
-class Reuse(StrEnum):
-    """What of a request is not read again; see `Limits`."""
-
-    MESSAGES = "messages"
-    EXACT = "exact"
 
 
 serve_app = typer.Typer(add_completion=False)
@@ -79,12 +71,12 @@ def serve(
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
     ] = 256,
     reuse: Annotated[
-        Reuse,
+        Literal["messages", "exact"],
         typer.Option(
             help="What of a request is not read again: all messages that were read, or only those "
             "before which nothing has changed (exact).",
         ),
-    ] = Reuse.MESSAGES,
+    ] = "messages",
     cors: Annotated[
         list[str] | None,
         typer.Option(
@@ -121,7 +113,7 @@ def serve(
     seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
     with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
-        limits = conversations, saved, queue, reuse.value
+        limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
         if own is not None:
@@ -132,12 +124,12 @@ def serve(
 def load_server(
     profile: Profile,
     trust: bool,
-    limits: tuple[int, int, int, str],
+    limits: dict[str, Any],
     host: str,
     key: str | None,
     origins: Sequence[str] = (),
 ) -> "ChatServer":
-    """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
+    """Load the model, and make the server; `limits` are the fields of `Limits`."""
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import explain_toy_model
     from sirchat.ui.status import loading_bar
@@ -153,7 +145,7 @@ def load_server(
         return open_server(
             call_in_new_thread(lambda: load(profile, trust, report)),
             profile,
-            Limits(*limits),
+            Limits(**limits),
             folder=paths.served_dir(),
             host=host,
             key=key,

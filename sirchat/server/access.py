@@ -54,8 +54,7 @@ async def show_error(request: Request, error: Exception) -> Response:
         error = RequestError(words, status=error.status_code, headers=dict(headers or {}))
     if not isinstance(error, RequestError):
         error = RequestError(f"the request failed: {type(error).__name__}", status=500)
-    client = request.headers.get("user-agent", "")
-    return JSONResponse(error.body_at(request.url.path, client), error.status, error.headers)
+    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
+    MANY,
     MOST_MESSAGES,
+    Body,
     Fields,
     FunctionName,
     Json,
@@ -21,17 +23,15 @@ from sirchat.server.fields import (
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
+    ConversationFields,
     FlatTool,
     HostedTool,
-    RequestMemory,
-    ThinkingOptions,
     tools_of,
 )
-from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
 
 _RENAMED = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "sirchat", "thinking")
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "sirchat")
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _Blocks = Annotated[
     list[dict[str, Any]],
@@ -78,16 +78,21 @@ class AnthropicChoice(Fields):
 
 
 class OutputFormat(Fields):
-    """The field `format` of `output_config`, or of earlier requests `output_format`."""
+    """The field `format` of `output_config`."""
 
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
 
+class ThinkingOptions(Fields):
+    """The field `thinking`; a number of tokens is not kept to."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class OutputOptions(Fields):
     """The field `output_config`: how much the model reasons, and the format of its reply."""
 
-    place = "request"
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -97,11 +102,16 @@ def _kind_of_tool(tool: Any) -> str:
     return "hosted" if is_hosted else "custom"
 
 
-class CountRequest(Fields):
-    """The body of a request to `/v1/messages/count_tokens`."""
+class MessagesRequest(Body):
+    """The body of a request to `/v1/messages`."""
 
-    place = "request"
     model: str
+    max_tokens: int = Field(ge=1, le=MANY)
+    stop_sequences: list[str] = Field(default=[])
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: _Blocks | None = None
     tools: list[
@@ -113,8 +123,7 @@ class CountRequest(Fields):
     tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions = OutputOptions()
-    output_format: OutputFormat | None = None
-    sirchat: RequestMemory = RequestMemory()
+    sirchat: ConversationFields = ConversationFields()
 
     def as_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
@@ -125,30 +134,26 @@ class CountRequest(Fields):
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
         is_one = self.tool_choice.disable_parallel_tool_use
-        thinks = self.thinking is not None and self.thinking.type != "disabled"
-        effort = self.output_config.effort if thinks else None  # else it is one of the answer
-        fields = {name: getattr(self, name, None) for name in (*_SAME, *_RENAMED)} | {
+        fields = {name: getattr(self, name) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
             "tools": tools_of(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": None if is_one is None else not is_one,
-            "reasoning_effort": (effort or "").replace("max", "xhigh"),
+            "reasoning_effort": self._reasoning_effort,
         }
-        if wanted := self.output_config.format or self.output_format:
+        if wanted := self.output_config.format:
             schema = {"name": "format", "schema": wanted.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})
 
-
-class MessagesRequest(CountRequest):
-    """The body of a request to `/v1/messages`."""
-
-    max_tokens: int = Field(ge=1, le=MANY)
-    stop_sequences: list[str] = Field(default=[])
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool = False
+    @property
+    def _reasoning_effort(self) -> str | None:
+        if self.thinking is None:  # an effort is then one of the answer
+            return None
+        if self.thinking.type == "disabled":
+            return "none"
+        effort = (self.output_config.effort or "").replace("max", "xhigh")
+        return effort or ("on" if self.thinking.type == "enabled" else None)
 
 
 class MessageShape(Shape):

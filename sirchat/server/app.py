@@ -8,12 +8,12 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,25 +32,23 @@ from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
 from sirchat.server.access import Access, read_body, show_error
-from sirchat.server.anthropic import CountRequest, MessageShape, MessagesRequest
+from sirchat.server.anthropic import MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
+from sirchat.server.fields import RequestError, parse_request
 from sirchat.server.formats import Formats
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape
 from sirchat.server.pieces import ReplyEnd, ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import prompt_ids
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
     OwnSession,
-    notes_on_tools,
+    notes_on,
 )
-from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
-from sirchat.server.rule import nearest
+from sirchat.server.responses import ResponsesRequest, ResponsesShape
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
 
@@ -58,12 +56,12 @@ _LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # The requests for a reply, and what makes the JSON of the reply to each.
-_REPLIES: dict[str, tuple[Any, Callable[[Any, str], Shape]]] = {
+REPLIES: dict[str, tuple[Any, Callable[..., Shape]]] = {
     "/v1/chat/completions": (ChatRequest, CompletionShape),
     "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
+    "/v1/responses": (ResponsesRequest, ResponsesShape),
     "/api/chat": (OllamaRequest, OllamaShape),
 }
-_MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
     "allow_headers": ["*"],
@@ -79,18 +77,19 @@ _OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may
 _LOADED = tuple(name for name in FIXED if name not in _OWN)
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(BaseModel):
     """How many conversations a server has in memory and on disk, and how many requests may wait.
 
     `reuse`: what of a request is not read again: `messages` that a conversation has read, wherever
     they stand now; or `exact`, only those before which nothing has changed.
     """
 
-    conversations: int = 8
-    saved: int = 100
-    queue: int = 256
-    reuse: str = "messages"
+    model_config = ConfigDict(frozen=True)
+
+    conversations: int = Field(default=8, ge=1, le=1000)
+    saved: int = Field(default=100, ge=1, le=10000)
+    queue: int = Field(default=256, ge=0, le=10000)
+    reuse: Literal["exact", "messages"] = "messages"
 
 
 def open_server(
@@ -139,18 +138,15 @@ class ChatServer:
         about = ModelRoutes(conversations.model, names, self.replies)
         self._check_name = about.check_name
         self._told = set[str]()  # notes that the log has
-        self._responses, self._formats = KeptResponses(), Formats()
+        self._formats = Formats()
         routes = [
             Route("/health", self._health),
             *about.routes,
             *SessionRoutes(self.replies, conversations).routes,
             *(
                 Route(path, partial(self._reply, *of), methods=["POST"])
-                for path, of in _REPLIES.items()
+                for path, of in REPLIES.items()
             ),
-            Route("/v1/responses", self._create_response, methods=["POST"]),
-            Route("/v1/responses/{id}", self._find_response, methods=["GET", "DELETE"]),
-            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -175,30 +171,7 @@ class ChatServer:
     ) -> Response:
         asked = parse_request(await read_body(request), kind)
         shape = shape_of(asked, self.model)
-        notes = notes_on_tools(getattr(asked, "tools", ()))
-        return await self._answer(request, asked.as_request(), shape, notes)
-
-    async def _count_tokens(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), CountRequest).as_request()
-        self._check_name(asked.model)
-        work = partial(prompt_ids, self._loaded, self._profile, self._history(asked))
-        ids = await asyncio.wrap_future(self.replies.call(work))
-        return JSONResponse({"input_tokens": len(ids)})
-
-    async def _create_response(self, request: Request) -> Response:
-        given = self._responses.with_items(parse_object(await read_body(request)))
-        asked = make_request(ResponsesRequest, given)
-        before = self._responses.messages(asked.previous_response_id)
-        shape = ResponsesShape(asked, before, self.model, self._responses)
-        chat, notes = asked.as_chat_request(before), notes_on_tools(asked.tools)
-        return await self._answer(request, chat, shape, notes)
-
-    async def _find_response(self, request: Request) -> Response:
-        ident = request.path_params["id"]
-        if request.method == "DELETE":
-            self._responses.remove(ident)
-            return JSONResponse({"id": ident, "object": "response", "deleted": True})
-        return JSONResponse(self._responses.find(ident))
+        return await self._answer(request, asked.as_request(), shape, notes_on(asked))
 
     async def _answer(
         self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()
@@ -242,7 +215,7 @@ class ChatServer:
         system = asked.system if has_own else self._profile.system
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, asked.turns, written, asked.sirchat.reuse or "", name)
+        return History.of(system, asked.turns, written, name)
 
     def _profile_for_ask(self, asked: OwnSession) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -271,34 +244,18 @@ class ChatServer:
             return replace(options, format=partial(self._formats.of, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
-            settings[name] = had = nearest(name, value)
-            if had != value:
-                notes.append(f"{name} is {had:g}")
             try:
-                changed_profile(self._profile, "the request", **{name: had})
+                changed_profile(self._profile, "the request", **{name: value})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:
             settings.setdefault("seed", secrets.randbelow(2**63))
-        own = asked.sirchat.given()
-        if asked.num_ctx is not None:
-            own["budget"] = min(asked.num_ctx, self._loaded.context_length)
-            if own["budget"] < asked.num_ctx:
-                notes.append(f"num_ctx is {own['budget']}, the model's context")
-        try:
-            profile = changed_profile(self._profile, "sirchat", **own)
-        except SettingError as error:
-            raise RequestError(str(error), param="sirchat") from None
-        memory = {name: getattr(profile, name) for name in _MEMORY}
         return ReplyOptions(
             settings,
-            memory,
             tuple(asked.stop),
             asked.call_parser(),
             format=partial(self._formats.of, asked, notes),
-            own=frozenset(own),
             must_call=bool(asked.called_tools),
-            prefill=asked.prefill or "",
             notes=notes,
         )
 

@@ -39,7 +39,6 @@ class History:
         marks: `marks[n]` is the hash of message n alone.
         tools: the tools that the model may call, as JSON; "" if there are none.
         profile: the settings of a session that answers this request alone; None for the server's.
-        reuse: as `Limits` has it; "" for the server's.
         name: that of the conversation which the client continues; "" if it goes by the messages.
     """
 
@@ -49,7 +48,6 @@ class History:
     marks: tuple[bytes, ...] = ()
     tools: str = ""
     profile: Profile | None = None
-    reuse: str = ""
     name: str = ""
 
     @classmethod
@@ -58,7 +56,6 @@ class History:
         system: str | None,
         messages: Iterable[tuple[str, str]],
         tools: str = "",
-        reuse: str = "",
         name: str = "",
     ) -> History:
         """The history of these messages, with computed keys; lone surrogates are replaced."""
@@ -71,7 +68,7 @@ class History:
         for role, text in read:
             keys.append(key_after(keys[-1], role, text))
         marks = tuple(key_after(b"", role, text) for role, text in read)
-        return cls(system, read, tuple(keys), marks, tools, reuse=reuse, name=name)
+        return cls(system, read, tuple(keys), marks, tools, name=name)
 
     def may_use(self, name: str) -> bool:
         """Whether a conversation of this name may go on with this; "": one without a name."""
@@ -159,7 +156,6 @@ class ServedConversation(KnownConversation):
         session: the chat session, which has the KV cache.
         saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether it is being answered or saved.
-        is_saving: whether it is being saved.
         is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
             conversation is dropped.
         is_outdated: whether the file lacks the newest part, because writing it failed.
@@ -175,7 +171,6 @@ class ServedConversation(KnownConversation):
     session: Session
     saving: Autosave | None = None
     is_busy: bool = False
-    is_saving: bool = False
     is_exact: bool = True
     is_outdated: bool = False
     kept: dict[int, int] = field(default_factory=dict)

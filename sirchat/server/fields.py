@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -17,12 +17,35 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value, on_one_line
-from sirchat.server.rule import READ_AS, TAKEN, is_taken
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import is_deep
 
 MOST_BYTES = 16 * 2**20  # of a request's body
 MOST_MESSAGES = 10_000
+MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
+
+# Fields that ask for another kind of answer: refused, unless they have one of these values. Any
+# other field that is not known has no effect, which the header `X-Sirchat-Note` says.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "background": (False,),
+    "modalities": (["text"],),
+    "function_call": ("none", "auto"),
+    **dict.fromkeys(("functions", "logit_bias", "prompt", "images", "audio"), ()),
+    **dict.fromkeys(("grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+}
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+# Values by which clients say, beside null, that a field is not given.
+_NOT_GIVEN: dict[str, tuple[Any, ...]] = {
+    "seed": (-1,),
+    "top_k": (0, -1),
+    "num_predict": (-1, -2),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1,)),
+    **dict.fromkeys(("stop", "format", "reasoning_effort"), ("",)),
+}
 
 # The parts of a message's content that are read, and where each has its text.
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -56,15 +79,13 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers or {}
 
-    def body_at(self, path: str, client: str = "") -> dict[str, Any]:
-        """The JSON of the response at a path, as its API has it, to a `client` (`User-Agent`)."""
-        if path.endswith(("/messages", "/count_tokens")):
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The JSON of the response at a path, as its API has it."""
+        if path.endswith("/messages"):
             usual = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
             return {"type": "error", "error": error}
-        # Providers of the AI SDK read an object at Ollama's paths, too, and show no text.
-        is_text = path.startswith("/api/") and "ai-sdk/" not in client
-        return {"error": str(self)} if is_text else self.body
+        return {"error": str(self)} if path.startswith("/api/") else self.body
 
 
 def refuse_deep_nesting(value: Any) -> Any:
@@ -75,10 +96,7 @@ def refuse_deep_nesting(value: Any) -> Any:
 
 
 def join_text_parts(content: Any) -> Any:
-    """Join a list of text parts to one text; return all else unchanged.
-
-    Raises PydanticCustomError for other parts, and for fields of a part that can't be had.
-    """
+    """Join a list of text parts to one text; PydanticCustomError for other parts."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -86,9 +104,6 @@ def join_text_parts(content: Any) -> Any:
         name = _PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if name is None or not isinstance(part.get(name), str):
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
-        for field in set(part) - {"type", name}:
-            if not is_taken("item", field, part[field]):
-                raise PydanticCustomError("content", f"{field} of a part is not supported")
         texts.append(part[name])
     return "\n".join(texts)
 
@@ -100,38 +115,51 @@ Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
 class Fields(BaseModel):
-    """Base class of requests and their items; fields that these do not define are as in `rule`."""
+    """Base class of requests and of the objects in them; fields that are not known have no effect.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    place: ClassVar[str] = "item"
+    Raises PydanticCustomError for fields that ask for another kind of answer.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _by_the_rule(cls, given: Any) -> Any:
-        """The fields that have an effect, and those to refuse."""
+    def _as_meant(cls, given: Any) -> Any:
+        """The fields that are given; whole numbers may be written as fractions."""
         if not isinstance(given, dict):
             return given
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in given.items():
-            is_known, meant = name in known, value
-            if is_known and cls.place == "request" and isinstance(value, int | str):
-                meant = READ_AS.get(name, {}).get(value, value)
-            elif is_known and isinstance(value, float) and value.is_integer():
-                is_whole = known[name].annotation == int | None
-                meant = int(value) if is_whole else value
-            if not (meant is None if is_known else is_taken(cls.place, name, value)):
-                kept[name] = meant
+            if name in _REFUSED and name not in known:
+                if value not in (*EMPTY, *_REFUSED[name]):
+                    raise _not_had(name, value)
+                continue
+            if value is None or value in _NOT_GIVEN.get(name, ()):
+                continue
+            is_whole = name in known and known[name].annotation == int | None
+            if is_whole and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            kept[name] = value
         return kept
 
     def check(self) -> None:
         """Raise RequestError if the values of some fields contradict each other."""
 
 
-class ModelFields(Fields):
+def _not_had(name: str, value: Any) -> PydanticCustomError:
+    """The error of a field that asks for what can't be had."""
+    allowed = " or ".join(map(format_value, _REFUSED[name]))
+    problem = f"can't be {format_value(value)}; allowed: {allowed}"
+    return PydanticCustomError(
+        "not_had", "{problem}", {"problem": problem if allowed else "can't be had", "field": name}
+    )
+
+
+class Body(Fields):
     """The body of a request, which may name the model."""
 
-    place = "request"
+    model_config = ConfigDict(extra="allow")
     model: str | None = None
 
 
@@ -177,13 +205,12 @@ def make_request(kind: type[Request], fields: dict[str, Any], *place: str | int)
 def _refusal(error: ValidationError, within: tuple[str | int, ...]) -> RequestError:
     first = error.errors(include_url=False)[0]
     names = [str(n) for n in (*within, *first["loc"]) if not str(n).startswith("literal[")]
+    if first["type"] == "not_had":
+        place = ".".join([*names, first["ctx"]["field"]])
+        problem = f"{place} {first['msg']}"
+        return RequestError(problem, param=place, code="unsupported_value")
     place, value = ".".join(names), format_value(first["input"])
     if first["type"] == "extra_forbidden":
-        values = TAKEN.get(("request", names[-1])) if len(names) < 3 else None
-        problem, code = f"{place} is not supported", "unsupported_parameter"
-        if values:
-            allowed = " or ".join(map(format_value, values))
-            problem, code = f"{place} can't be {value}; allowed: {allowed}", "unsupported_value"
-        return RequestError(problem, param=place, code=code)
+        return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
     shown = "" if first["type"] == "missing" else f" (not {value})"
     return RequestError(f"{place}: {first['msg']}{shown}", param=place)

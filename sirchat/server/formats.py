@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sirchat.chat.formats import MOST_CALLS, ModelFormats, ReplyFormat, StrictCalls
+from sirchat.chat.formats import MOST_CALLS, ModelFormats
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Allowed
-from sirchat.errors import ModelError, SettingError
+from sirchat.errors import SettingError
 from sirchat.server.fields import RequestError
 from sirchat.server.requests import ChatRequest, NamedTool
 from sirchat.text.other_templates import ToolTemplate
@@ -21,25 +21,8 @@ class Formats:
         """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
         What of a schema is not kept is added to `notes`. RequestError if the model or a schema
-        can't be used, if the chat template does not write calls as JSON, or if the reply has begun
-        in another way.
+        can't be used, or if the chat template does not write calls as JSON.
         """
-        made = self._made(asked, notes, session)
-        begun = session.template.as_text((asked.prefill or "").rstrip())
-        if made is None or not begun:
-            return made
-        problem = "messages end with the beginning of a reply that its format can't go on with"
-        try:
-            made(begun)
-        except ModelError:
-            raise RequestError(problem, param="messages") from None
-        if isinstance(made, StrictCalls) and made.is_in_call:
-            raise RequestError("messages can't end within a call of a tool", param="messages")
-        return lambda ids: made([*begun, *ids])
-
-    def _made(
-        self, asked: ChatRequest, notes: list[str], session: Session
-    ) -> ReplyFormat | StrictCalls | None:
         called = asked.called_tools
         schema = None if called else asked.response_format.schema_of_reply
         is_open = asked.tool_choice == "auto" and isinstance(session.template, ToolTemplate)

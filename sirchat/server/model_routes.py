@@ -20,7 +20,7 @@ from sirchat.errors import format_value
 from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
-from sirchat.server.fields import ModelFields, RequestError, parse_request
+from sirchat.server.fields import Body, RequestError, parse_request
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.text.times import local_time
 
@@ -36,7 +36,7 @@ _Texts = Annotated[
 ]
 
 
-class EmbeddingRequest(ModelFields):
+class EmbeddingRequest(Body):
     """The body of a request to `/v1/embeddings`; texts only, as ids of other models differ."""
 
     input: _Texts
@@ -44,7 +44,7 @@ class EmbeddingRequest(ModelFields):
     dimensions: int | None = None
 
 
-class ShowRequest(ModelFields):
+class ShowRequest(Body):
     """The body of a request to `/api/show`."""
 
     name: str | None = None  # the field's earlier name

@@ -13,7 +13,9 @@ from pydantic import Field
 
 from sirchat.server.completions import Parts, Shape
 from sirchat.server.fields import (
+    MANY,
     MOST_MESSAGES,
+    Body,
     CallId,
     Fields,
     Json,
@@ -24,12 +26,11 @@ from sirchat.server.fields import (
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
-    RequestMemory,
+    ConversationFields,
     SamplingFields,
     Tool,
     ToolName,
 )
-from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import call_id
 
 
@@ -63,10 +64,9 @@ class OllamaMessage(Fields):
     tool_call_id: CallId | None = None
 
 
-class OllamaRequest(Fields):
+class OllamaRequest(Body):
     """The body of a request to `/api/chat`."""
 
-    place = "request"
     model: str
     messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: list[Tool] = Field(default=[])
@@ -74,12 +74,16 @@ class OllamaRequest(Fields):
     format: Literal["json"] | Json | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     stream: bool = True
-    sirchat: RequestMemory = RequestMemory()
+    sirchat: ConversationFields = ConversationFields()
 
     def as_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        same = ("model", "stream", "sirchat", "think", "tools")
+        same = ("model", "stream", "sirchat", "tools")
         fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        if isinstance(self.think, bool):
+            fields["reasoning_effort"] = "on" if self.think else "none"
+        else:
+            fields["reasoning_effort"] = self.think
         fields["messages"] = list(self._messages())
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}

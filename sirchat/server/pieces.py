@@ -11,8 +11,6 @@ from sirchat.chat.events import Delta, Event
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Allowed
-from sirchat.server.conversation import ServedConversation
-from sirchat.text.reply_marks import shared
 from sirchat.text.tool_calls import CallParser, ToolCall
 
 
@@ -59,40 +57,27 @@ class ReplyOptions:
 
     Attributes:
         settings: sampling settings, for this reply alone.
-        memory: memory settings, such as the policy, of the request or else of the server.
         stop: strings that end the reply.
         calls: finds calls of tools in the reply; None if it must not have calls.
         format: makes the reply's format, which says which tokens may come next.
-        own: names of the memory settings that the request itself has. Only these replace settings
-            that were changed for the conversation before.
         is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
         holds_all: whether the budget is raised for such a reply to hold all of the message.
         source: how many characters of that message are a text that it asks about.
         must_call: whether the reply must call a tool; else a model that takes none goes without.
-        prefill: the beginning of the reply, which is not sent.
         notes: says what is not quite as the request asked; complete when the reply begins.
         headers: of the response; complete then, too.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     calls: CallParser | None = None
     format: Callable[[Session], Allowed | None] | None = None
-    own: frozenset[str] = frozenset()
     is_for_ask: bool = False
     holds_all: bool = False
     source: int = 0
     must_call: bool = False
-    prefill: str = ""
     notes: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
-
-    def memory_settings_for(self, conversation: ServedConversation) -> dict[str, Any]:
-        """The memory settings for this reply: the request's, the conversation's, the server's."""
-        own = self.own | ({"policy_options"} if "policy" in self.own else set())
-        set_before = {k: v for k, v in conversation.settings.items() if k not in own}
-        return {**self.memory, **set_before}
 
 
 class StopStrings:
@@ -143,7 +128,6 @@ class Pieces:
         self._session, self._options, self._plain = session, options, plain
         self._calls = deepcopy(options.calls)  # each reply has its own
         self.stops = StopStrings(options.stop)
-        self._prefill = options.prefill  # as far as it was not generated yet
         self.said = ""
         self.calls: list[ToolCall] = []
         self.notes = list[str]()  # of `sirchat ask`
@@ -174,9 +158,7 @@ class Pieces:
         calls = self._calls
         if said.part == "call" and calls is not None and calls.holds(said.text):
             return None
-        size = shared(self._prefill, said.text)
-        text, self._prefill = said.text[size:], self._prefill[size:] if not said.text[size:] else ""
-        return self._add(*((text, []) if calls is None else calls.push(text)))
+        return self._add(*((said.text, []) if calls is None else calls.push(said.text)))
 
     def end(self, *, is_short: bool) -> ReplyText:
         """The last part: what was held back until the reply's end; `is_short`: it was cut there."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +15,6 @@ from sirchat.chat.events import Event
 from sirchat.chat.rereading import copied_beginning
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import free_memory
 from sirchat.server.conversation import History, KnownConversation, ServedConversation
@@ -25,12 +23,6 @@ from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
 _LONG = 2000  # characters, which take longer to read than a conversation to load
-
-# Settings that a request may change for its reply alone.
-_OF_REPLIES = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_window", "seed"),
-    *("max_new_tokens", "reasoning", "lookup"),
-)
 
 
 class BusyError(Exception):
@@ -86,7 +78,7 @@ class ConversationPool:
 
     def _by_messages(self, history: History) -> ServedConversation:
         """As `take`, by what the messages have in common with those of a conversation."""
-        is_exact = (history.reuse or self._reuse) == "exact"
+        is_exact = self._reuse == "exact"
         own = (each for each in self._all if history.may_use(each.name))
         able = (each for each in own if not (is_exact and each.is_edited))
         best = max(able, key=lambda each: each.fitness(history), default=None)
@@ -102,7 +94,7 @@ class ConversationPool:
         if not (shared and isinstance(best, ServedConversation)):
             return self._asked_again(history) or self._new(history)
         if best.is_busy:
-            return self._fork_of_busy(best, shared)
+            raise BusyError
         return self._rewind(best, history, shared) or self._new(history)
 
     def find(self, ident: str) -> ServedConversation:
@@ -168,7 +160,7 @@ class ConversationPool:
         """
 
         def free() -> None:
-            conversation.is_busy = conversation.is_saving = False
+            conversation.is_busy = False
             then()
 
         conversation.kept, conversation.continued_by = {}, None  # of a request that was refused
@@ -182,7 +174,6 @@ class ConversationPool:
         elif self._disk is None:
             free()
         else:
-            conversation.is_saving = True
             self._disk.save(conversation, free)
 
     def end(self) -> None:
@@ -221,27 +212,6 @@ class ConversationPool:
                 held.is_again = True
                 return held
         return None
-
-    def _fork_of_busy(self, busy: ServedConversation, shared: int) -> ServedConversation:
-        """A copy of a conversation that is answering, with the first `shared` messages it has read.
-
-        BusyError if it is only being saved, which takes no time, or if there is no room for a copy.
-        """
-        is_within = busy.kept or busy.is_again or busy.continued_by
-        if busy.is_saving or is_within or not self._make_room(besides=busy):
-            raise BusyError
-        said = [turn.role for turn in busy.session.turns if not turn.is_left_out].count("user")
-        more = said - busy.roles.count("user")  # messages that are being read, or answered
-        if (copy := busy.copy()) is None:
-            raise BusyError
-        usual = {name: getattr(self.profile, name) for name in _OF_REPLIES}
-        copy.session.note_profile(copy.session.profile.model_copy(update=usual))
-        with suppress(UndoError):
-            for _ in range(more):
-                copy.session.undo(keep_pins=True)
-            if copy.undo_to(shared):
-                return copy
-        raise BusyError
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""
@@ -300,8 +270,8 @@ class ConversationPool:
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             same = {"budget": max(own.budget, new.least_budget), **new.settings}
-            copy = copied_beginning(source.session, own.model_copy(update=same))
-            new.session = copy or new.session
+            own = own.model_copy(update=same)
+            new.session = copied_beginning(source.session, own) or Session(self.model, own)
         return new
 
     def _load_beginning(self, history: History) -> ServedConversation | None:

@@ -14,14 +14,11 @@ from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply
 from sirchat.chat.turn import Interrupted, never
-from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
-from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
@@ -72,32 +69,26 @@ class AnsweredRequest:
         Raises the same errors as `Session.ask`.
         """
         conversation, session, options = self._conversation, self._session, self._options
-        memory = {} if options.is_for_ask else options.memory_settings_for(conversation)
-        if memory:
-            memory["budget"] = max(memory["budget"], conversation.least_budget)
-        other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
-        if other:  # raises SettingError, changing nothing
-            session.switch("sirchat", **other)
         conversation.is_exact = False
         with session.temporary_reply_settings(options.settings):
             try:
                 _set_template(session, self._history, options)
                 options.notes.extend(_of_reasoning(session, options))
-                if memory and (conversation.kept or not conversation.roles):
+                is_chat = not options.is_for_ask
+                if is_chat and (conversation.kept or not conversation.roles):
                     _raise_budget(conversation, self._history)
-                if memory and conversation.least_budget == session.budget:
+                if is_chat and conversation.least_budget == session.budget:
                     how = "" if session.profile.pin_system else ", which are not pinned"
                     note = f"budget is {session.budget}, for the system prompt and tools{how}"
                     options.notes.append(note)
                 allowed = None if options.format is None else options.format(session)
-                reply = _begun_reply(session, options.prefill) if options.prefill else None
                 if not conversation.roles and session.seen:
                     _check_beginning(conversation, self._history)
                 is_again = conversation.is_again and conversation.undo_reply()
                 cached = yield from self._go_back(is_again=is_again)
                 options.headers["X-Sirchat-Reused"] = str(cached)
                 if (yield from self._read_all_but_last(self._gone)):
-                    yield from self._reply(cached, allowed, reply, is_again=is_again)
+                    yield from self._reply(cached, allowed, is_again=is_again)
             except (ContextFullError, SettingError, RequestError):
                 # Most of these errors are raised before anything of the message is read.
                 conversation.is_exact = session.seen == self._whole
@@ -155,12 +146,10 @@ class AnsweredRequest:
                 return False
         return True
 
-    def _reply(
-        self, cached: int, allowed: Allowed | None, reply: Reply | None, *, is_again: bool
-    ) -> Parts:
+    def _reply(self, cached: int, allowed: Allowed | None, *, is_again: bool) -> Parts:
         """Read the last message, unless it `is_again` answered, and reply.
 
-        `cached` tokens had been read before this request; `reply` has begun already.
+        `cached` tokens had been read before this request.
         """
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
@@ -181,7 +170,7 @@ class AnsweredRequest:
                 yield pieces.push(event)
             conversation.reasoning = session.profile.reasoning
         asked = session.seen, session.resident
-        done = yield from self._generate(pieces, reply, allowed)
+        done = yield from self._generate(pieces, allowed)
         yield pieces.end(is_short=done.finish in _SHORT)
         if not is_again:
             conversation.add("tool" if role == "tool" else "user", question)
@@ -200,7 +189,7 @@ class AnsweredRequest:
         yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls))
 
     def _generate(
-        self, pieces: Pieces, reply: Reply | None, allowed: Allowed | None
+        self, pieces: Pieces, allowed: Allowed | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
 
@@ -208,7 +197,7 @@ class AnsweredRequest:
             return self._gone() or pieces.has_ended
 
         done = None
-        with self._session.begin_reply(stops, reply, allowed, is_undoable=True) as opened:
+        with self._session.begin_reply(stops, allowed=allowed, is_undoable=True) as opened:
             while not opened.is_over():
                 stepped = yield opened.generation
                 assert stepped is not None
@@ -219,27 +208,6 @@ class AnsweredRequest:
                     yield part
         assert done is not None
         return done
-
-
-def prompt_ids(model: LoadedModel, profile: Profile, history: History) -> list[int]:
-    """The ids that a new conversation would read to answer `history`."""
-    own = profile.model_copy(update={"system": history.system})
-    session = Session(model, own)
-    _set_template(session, history, ReplyOptions())
-    ids, said = list[int](), history.messages
-    for number, (role, text) in enumerate(said):
-        text, turn = _prepared(session, role, text)
-        if role in ("assistant", "calls"):
-            turn = turn or session.template.assistant(text, session.state.header)
-            ids += turn.ids + (session.template.closing if turn.closing is None else turn.closing)
-            continue
-        following = said[number + 1][0] if number + 1 < len(said) else None
-        is_first = number == 0 and turn is None
-        is_after = number > 0 and said[number - 1][0] in ("user", "tool")
-        system, turn = session.user_ids(text, turn, following, first=is_first, after_user=is_after)
-        session.state.header = turn.header  # for the reply, if one follows
-        ids += [*(system.ids if system is not None else []), *turn.ids]
-    return ids
 
 
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
@@ -350,13 +318,6 @@ def _refuse_template_errors(param: str) -> Iterator[None]:
 def _finish(done: TurnDone, calls: Sequence[ToolCall]) -> str:
     finish = "length" if done.finish in _SHORT else "stop"
     return "tool_calls" if calls and finish == "stop" else finish
-
-
-def _begun_reply(session: Session, prefill: str) -> Reply:
-    if session.template.marks.is_open:
-        problem = "can't begin the reply of a model that begins every reply with reasoning"
-        raise RequestError(f"a last message of the assistant {problem}", param="messages")
-    return Reply(tuple(session.template.as_text(prefill.rstrip())), None)
 
 
 def _end(

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -20,28 +21,31 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
-from sirchat.memory.policies import is_path
 from sirchat.server.fields import (
+    EMPTY,
+    MANY,
     MOST_MESSAGES,
+    Body,
     CallId,
     Fields,
     FunctionName,
     Json,
-    ModelFields,
     Name,
     RequestError,
     join_text_parts,
     refuse_deep_nesting,
 )
-from sirchat.server.rule import MANY, READ_AS
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_key
 
 LONGEST_NAME = 256  # of a conversation
 
 _MOST_STOPS = 64
 _MOST_TOOLS = 128
+_LONGEST_NOTE = 300  # characters
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+# The setting `reasoning` that an effort stands for, if it has another name.
+_REASONING = {"none": "off", "minimal": "low", "xhigh": "high"}
 _NO_RESULT = "no result"
 _IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
 
@@ -97,10 +101,10 @@ class Tool(Fields):
     function: FunctionFields
 
 
-class HostedTool(Fields):
+class HostedTool(BaseModel):
     """A tool that only a service runs, or only its models know: it is left out."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     type: Name  # a header says which are left out
 
     @model_validator(mode="before")
@@ -109,9 +113,13 @@ class HostedTool(Fields):
         return refuse_deep_nesting(given)
 
 
-def notes_on_tools(tools: Iterable[Any]) -> list[str]:
-    """Notes for the client that name the given tools that can't be had."""
-    return [f"the tool {tool.type} is left out" for tool in tools if isinstance(tool, HostedTool)]
+def notes_on(asked: Body) -> list[str]:
+    """Notes for the client: fields of a request that have no effect, tools that can't be had."""
+    others = (asked.model_extra or {}).items()
+    names = [json.dumps(name) for name, value in others if value not in (*EMPTY, 0)]
+    notes = [f"without effect: {', '.join(names)}"[:_LONGEST_NOTE]] if names else []
+    hosted = (tool for tool in getattr(asked, "tools", ()) if isinstance(tool, HostedTool))
+    return notes + [f"the tool {tool.type} is left out" for tool in hosted]
 
 
 def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
@@ -213,61 +221,25 @@ class ResponseFormat(Fields):
 class StreamOptions(Fields):
     """The field `stream_options`: whether a streamed response ends with the token counts."""
 
-    place = "request"
     include_usage: bool = False
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-class ThinkingOptions(Fields):
-    """The field `thinking`, as Anthropic has it; the number of tokens is not kept to."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 
 
 class TemplateOptions(Fields):
-    """The field `chat_template_kwargs`: switches of reasoning, by their names in templates."""
+    """The field `chat_template_kwargs`: the switch of reasoning, as most templates call it."""
 
     enable_thinking: bool | None = None
-    thinking: bool | None = None
-    reasoning_effort: Effort | None = None
-
-
-class MemorySettings(Fields):
-    """The field `sirchat`: settings of the conversation's memory, for this reply.
-
-    None stands for the value that was set for the conversation before, or else the server's.
-    """
-
-    policy: str | None = None
-    budget: int | None = None
-    decay: float | str | None = None
-    recall: str | None = None
-
-    @field_validator("policy")
-    @classmethod
-    def _without_code(cls, name: str | None) -> str | None:
-        if name is not None and is_path(name):  # the server would run code that a client chose
-            raise PydanticCustomError("policy", "a request can't name a policy of your own")
-        return name
-
-    def given(self) -> dict[str, Any]:
-        """The settings that the request has, by name."""
-        return self.model_dump(exclude_none=True, include={*MemorySettings.model_fields})
 
 
 ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
-class RequestMemory(MemorySettings):
-    """As `MemorySettings`; `reuse` is as in `Limits`, for this request.
+class ConversationFields(Fields):
+    """The field `sirchat`: the name by which the client continues a conversation."""
 
-    `conversation` is the name by which the client continues a conversation.
-    """
-
-    reuse: Literal["exact", "messages"] | None = None
+    model_config = ConfigDict(extra="forbid")
     conversation: ConversationName | None = None
 
 
@@ -287,13 +259,12 @@ class OwnSession(Fields):
 class SamplingFields(Fields):
     """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
-    place = "request"
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
-    repeat_last_n: int | None = None
     seed: int | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
@@ -302,14 +273,12 @@ class SamplingFields(Fields):
         ),
         Field(max_length=_MOST_STOPS),
     ] = Field(default=[])
-    num_ctx: int | None = None  # the budget, but at most the model's context
 
 
-class ChatRequest(SamplingFields, ModelFields):
+class ChatRequest(SamplingFields, Body):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
-    repetition_penalty: float | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stream: bool = False
@@ -320,10 +289,8 @@ class ChatRequest(SamplingFields, ModelFields):
     response_format: ResponseFormat = ResponseFormat()
     sirchat_ask: OwnSession | None = None
     reasoning_effort: Effort | None = None
-    think: bool | Effort | None = None  # as Ollama calls it
-    thinking: ThinkingOptions | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
-    sirchat: RequestMemory = RequestMemory()
+    sirchat: ConversationFields = ConversationFields()
 
     def as_request(self) -> Self:
         """This request itself: others are put into its shape."""
@@ -337,22 +304,10 @@ class ChatRequest(SamplingFields, ModelFields):
             given["repetition_penalty"] = self.repeat_penalty
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
-        if self.repeat_last_n == 0:
-            given["repetition_penalty"] = 1.0
-        else:
-            given["repetition_window"] = self.repeat_last_n
-        if self._reasoning:
-            given["reasoning"] = min(self._reasoning - {"on"}, default="on")
+        thinks = self.chat_template_kwargs.enable_thinking
+        effort = self.reasoning_effort or {None: None, True: "on", False: "none"}[thinks]
+        given["reasoning"] = _REASONING.get(effort or "", effort)
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def _reasoning(self) -> set[str]:
-        """What the fields say for the setting `reasoning`."""
-        options, kind = self.chat_template_kwargs, self.thinking and self.thinking.type
-        given = {self.reasoning_effort, self.think, kind, options.reasoning_effort}
-        given |= {options.enable_thinking, options.thinking}
-        meant = (READ_AS["reasoning"].get(value, value) for value in given)
-        return {value for value in meant if value is not None}
 
     @property
     def called_tools(self) -> list[FunctionFields]:
@@ -380,15 +335,8 @@ class ChatRequest(SamplingFields, ModelFields):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """Role and text of all turns but the `prefill`, as `History` has them."""
-        turns = self._turns if self.prefill is None else self._turns[:-1]
-        return [turn.pair() for turn in turns]
-
-    @property
-    def prefill(self) -> str | None:
-        """The beginning of the reply, if the chat ends with a text of the assistant."""
-        last = self._turns[-1]
-        return last.text if last.role == "assistant" and not last.calls else None
+        """Role and text of all turns, as `History` has them."""
+        return [turn.pair() for turn in self._turns]
 
     @cached_property
     def _turns(self) -> list[_Turn]:
@@ -406,18 +354,13 @@ class ChatRequest(SamplingFields, ModelFields):
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
-        if self.prefill is not None and self.called_tools:
-            problem = "a reply that goes on with the last message can't have a required call"
+        if self.messages[-1].role == "assistant":
+            problem = "the last message must be a user message, or what the called tools returned"
             raise RequestError(problem, param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
-        if len(self._reasoning - {"on"}) > 1 or self._reasoning >= {"on", "off"}:
-            problem = "reasoning is asked for in several ways that differ; give one of them"
-            raise RequestError(problem, param="reasoning_effort")
-        if len({self.num_ctx, self.sirchat.budget} - {None}) > 1:
-            raise RequestError("num_ctx and sirchat.budget differ; give one of them")
 
 
 @dataclass
@@ -482,9 +425,6 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
             text = "\n\n".join(filter(None, [last.text, text]))
             calls = [*last.calls, *calls]
         turns.append(_Turn(role, text, calls))
-    if waiting and turns[-1].role != "tool":
-        problem = "the last message must be a user message, or what the called tools returned"
-        raise RequestError(problem, param="messages")
     for ident in sorted(waiting):
         add_result(ident, None, _NO_RESULT)
     return turns

@@ -1,28 +1,25 @@
-"""OpenAI's responses API: a request has new messages, and names the response that it continues.
-
-The reply is that of a chat completion with all messages up to this response and the new ones.
-"""
+"""OpenAI's responses API: its requests as those of chats, and its replies, whole or as events."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from sirchat.errors import format_value
 from sirchat.server.completions import Shape, server_sent_event
 from sirchat.server.fields import (
+    MANY,
     MOST_MESSAGES,
+    Body,
     CallId,
     Fields,
     FunctionName,
     Json,
-    ModelFields,
     Name,
     RequestError,
     join_text_parts,
@@ -32,16 +29,15 @@ from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
+    ConversationFields,
     ConversationName,
     Effort,
     FlatTool,
     HostedTool,
-    RequestMemory,
     ToolName,
     mark_images,
     tools_of,
 )
-from sirchat.server.rule import MANY
 from sirchat.text.tool_calls import ToolCall
 
 _PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
@@ -53,16 +49,13 @@ _HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp"),
     *("computer_use", "local_shell", "shell", "apply_patch", "tool_search"),
 )
-_MOST_KEPT = 1000  # responses
-_MOST_CHARACTERS = 2**26  # in all responses that are kept
+_NOT_KEPT = "responses are not kept: send their items again, or name the conversation"
 # Fields that a chat request has, too, and those that the response repeats.
 _SAME = ("model", "temperature", "top_p", "stream", "sirchat")
 _SHOWN = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
-    *("store", "parallel_tool_calls", "tools"),
+    *("parallel_tool_calls", "tools"),
 }
-
-_Messages = list[ChatMessage]
 
 
 class FunctionTool(FlatTool):
@@ -124,7 +117,6 @@ class TextFormat(Fields):
 class TextOptions(Fields):
     """The field `text` of a request: an object with the format of the reply."""
 
-    place = "request"
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
@@ -136,7 +128,6 @@ class TextOptions(Fields):
 class ReasoningOptions(Fields):
     """The field `reasoning` of a request."""
 
-    place = "request"
     effort: Effort | None = None
 
 
@@ -199,13 +190,6 @@ class CallOutput(Fields):
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-class ItemReference(Fields):
-    """An item of an earlier response, by its id; `KeptResponses` has it in its place."""
-
-    id: str
-    type: Literal["item_reference"] = "item_reference"
-
-
 _ITEMS: dict[str, Any] = {"function_call": CalledFunction, "custom_tool_call": CalledCustom}
 
 
@@ -216,6 +200,8 @@ def _as_messages(given: Any) -> Any:
     unread, messages = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)], list[Any]()
     for number, item in enumerate(given):
         kind = str(item.get("type")) if isinstance(item, dict) else ""
+        if kind == "item_reference":
+            raise RequestError(_NOT_KEPT, param="input")
         if kind not in unread and len(messages) <= MOST_MESSAGES:  # one more is refused
             own = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)
             messages.append(make_request(own, item, "input", number).message())
@@ -234,7 +220,7 @@ def _within(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-class ResponsesRequest(ModelFields):
+class ResponsesRequest(Body):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
@@ -248,7 +234,6 @@ class ResponsesRequest(ModelFields):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
-    store: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[
@@ -262,15 +247,20 @@ class ResponsesRequest(ModelFields):
     ] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
-    sirchat: RequestMemory = RequestMemory()
+    sirchat: ConversationFields = ConversationFields()
     conversation: Annotated[
         ConversationName | None,
         BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
     ] = None
 
-    def as_chat_request(self, before: Sequence[ChatMessage]) -> ChatRequest:
-        """A chat request: messages `before`, then those given; RequestError if not possible."""
-        messages = [*before, *self.input]
+    def check(self) -> None:
+        """Raise RequestError if the request continues a response."""
+        if self.previous_response_id is not None:
+            raise RequestError(_NOT_KEPT, param="previous_response_id")
+
+    def as_request(self) -> ChatRequest:
+        """This request in the shape of chat completions; RequestError if a value can't be had."""
+        messages = [*self.input]
         if self.instructions is not None:
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         choice: Any = self.tool_choice
@@ -292,75 +282,10 @@ class ResponsesRequest(ModelFields):
         return make_request(ChatRequest, fields)
 
 
-class KeptResponses:
-    """The earlier responses, and the messages up to each, by their ids; the oldest leave."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[_Messages, int, dict[str, Any]]] = OrderedDict()
-        self._items: dict[str, dict[str, Any]] = {}
-        self._size = 0
-
-    def add(self, before: _Messages, new: _Messages, response: dict[str, Any]) -> None:
-        """Keep a response with its messages: those `before`, those of its request, its reply."""
-        texts = [message.text for message in new]  # those of earlier messages are shared
-        texts += [call.function.arguments for message in new for call in message.tool_calls]
-        size = sum(map(len, texts)) + len(json.dumps(response))
-        self._kept[response["id"]] = [*before, *new], size, response
-        self._items |= {item["id"]: item for item in response["output"]}
-        self._size += size
-        while len(self._kept) > _MOST_KEPT or self._size > _MOST_CHARACTERS:
-            self.remove(next(iter(self._kept)))
-
-    def remove(self, ident: str) -> None:
-        """Forget a response; RequestError if it is not kept."""
-        for item in self.find(ident)["output"]:
-            del self._items[item["id"]]
-        self._size -= self._kept.pop(ident)[1]
-
-    def find(self, ident: str, param: str | None = None) -> dict[str, Any]:
-        """The JSON object of a response; RequestError, which names `param`, if it is not kept."""
-        if ident not in self._kept:
-            raise RequestError(
-                f"there is no response {format_value(ident)}; it may be dropped, or was not stored",
-                status=404,
-                param=param,
-                code=param and "previous_response_not_found",
-            )
-        return self._kept[ident][2]
-
-    def with_items(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a request, with kept items in place of references to them by their ids.
-
-        RequestError if a reference is wrong, or if its item is not kept.
-        """
-        items: Any = given.get("input")
-        for number, item in enumerate(items if isinstance(items, list) else ()):
-            kind = item.get("type") if isinstance(item, dict) else "message"
-            if kind == "item_reference" or (kind is None and item.keys() - {"type"} == {"id"}):
-                ident = make_request(ItemReference, item, "input", number).id
-                if ident not in self._items:
-                    problem = f"there is no item {format_value(ident)}; it may be dropped"
-                    raise RequestError(problem, param="input")
-                items[number] = self._items[ident]
-        return given
-
-    def messages(self, ident: str | None) -> list[ChatMessage]:
-        """All messages up to a response, [] for None; RequestError if it is not kept."""
-        if ident is None:
-            return []
-        self.find(ident, "previous_response_id")
-        return self._kept[ident][0]
-
-
 class ResponsesShape(Shape):
-    """The JSON of one response, whole or as events; it is kept if the request says so."""
+    """The JSON of one response, whole or as events."""
 
-    def __init__(
-        self, asked: ResponsesRequest, before: list[ChatMessage], model: str, kept: KeptResponses
-    ) -> None:
-        self._asked, self._before, self._kept = asked, before, kept
-        self._id = f"resp_{secrets.token_hex(24)}"
-        self._said = ReplyText("")
+    def __init__(self, asked: ResponsesRequest, model: str) -> None:
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._response = dict[str, Any]()  # when it has ended
@@ -375,7 +300,8 @@ class ResponsesShape(Shape):
         self._common = {
             **asked.model_dump(include=_SHOWN),
             **asked.model_dump(include={"tool_choice"}, exclude_none=True),
-            "id": self._id,
+            "id": f"resp_{secrets.token_hex(24)}",
+            "store": False,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -410,10 +336,9 @@ class ResponsesShape(Shape):
             yield from self._write("output_text", part.text)
         for call in part.calls:
             yield from self._add_call(call)
-        self._said += part
 
     def ended(self, end: ReplyEnd) -> Iterable[str]:
-        """The last events; the response is kept for later requests before the first is sent."""
+        """The last events."""
         status, cut, last = "completed", None, list[str]()
         if end.finish == "length":
             status, cut = "incomplete", {"reason": "max_output_tokens"}
@@ -423,11 +348,6 @@ class ResponsesShape(Shape):
             last += self._end_text(kind, status)
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         self._response = self._shown(status) | more
-        if self._asked.store:
-            calls = [call.message() for call in self._said.calls]
-            said = {"content": self._said.text or (None if calls else ""), "tool_calls": calls}
-            reply = ChatMessage.model_validate({"role": "assistant", **said})
-            self._kept.add(self._before, [*self._asked.input, reply], self._response)
         return [*last, self._event(f"response.{status}", response=self._response)]
 
     def failed(self, error: RequestError) -> Iterable[str]:

@@ -12,37 +12,43 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from sirchat.chat.events import Event, to_json
-from sirchat.memory.policies import policy_names
+from sirchat.memory.policies import is_path, policy_names
 from sirchat.server.access import read_body
 from sirchat.server.conversation import ServedConversation
-from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.fields import Fields, RequestError, parse_request
 from sirchat.server.pool import ConversationPool
 from sirchat.server.reply_thread import ReplyThread
-from sirchat.server.requests import MemorySettings
 
 _FRESH = {"Cache-Control": "no-store"}
 
 _Target = Annotated[str | None, Field(min_length=1, max_length=10_000)]  # as `/pin` takes it
 
 
-class MemoryChange(MemorySettings):
+class MemoryChange(Fields):
     """The body of a request that changes a conversation's memory, in the order of the fields."""
 
+    model_config = ConfigDict(extra="forbid")
+    policy: str | None = None
+    budget: int | None = None
+    decay: float | str | None = None
+    recall: str | None = None
     pin: _Target = None
     unpin: _Target = None
     erase: _Target = None
 
     def check(self) -> None:
-        """Raise RequestError if the request changes nothing."""
+        """Raise RequestError if the request changes nothing, or names a policy of its own."""
         if not self.model_fields_set:
             allowed = ", ".join(MemoryChange.model_fields)
             raise RequestError(f"the request changes nothing; allowed: {allowed}")
+        if self.policy is not None and is_path(self.policy):  # code that a client chose would run
+            raise RequestError("a request can't name a policy of your own", param="policy")
 
     def apply(self, conversation: ServedConversation) -> list[Event]:
         """Apply this change to a conversation; returns the events that report it.
@@ -50,7 +56,8 @@ class MemoryChange(MemorySettings):
         Raises SettingError or UsageError if a part is not possible; those before it stay applied.
         """
         session, events = conversation.session, list[Event]()
-        if settings := self.given():
+        own = {"policy", "budget", "decay", "recall"}
+        if settings := self.model_dump(exclude_none=True, include=own):
             events += session.switch("the request", **settings)
             names = {*settings, *(("policy_options",) if "policy" in settings else ())}
             conversation.settings |= {name: getattr(session.profile, name) for name in names}

@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, Marks, shared
+from sirchat.text.reply_marks import SAMPLE_CALL, shared
 from sirchat.text.template import (
     ANSWER,
     OTHERS,
@@ -328,26 +328,3 @@ def _call(ident: str, name: str) -> Message:
 def _result(call: Message) -> Message:
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION}
-
-
-class PlainText(Template):
-    """Turns one text into token ids without a chat template, so that a model continues the text."""
-
-    def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
-        """None, and the ids of `content` after the beginning of sequence, if there is one."""
-        begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
-        if getattr(self._tokenizer, "adds_bos", None) is False:
-            begin = []
-        ids = self.as_text(content)
-        roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]
-        return None, TurnIds([*begin, *ids], roles, (len(begin), len(roles)))
-
-    @cached_property
-    def marks(self) -> Marks:
-        """None: the text has no parts."""
-        return Marks()
-
-    @property
-    def closing(self) -> list[int]:
-        """Nothing: without a chat template, no ids follow the generated text."""
-        return []

@@ -39,7 +39,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {
         "messages": _CHAT, "temperature": 0.5, "top_p": 0.9, "seed": 3, "max_tokens": 3,
         "stop": ["x"], "stream": True, "stream_options": {"include_usage": True}, "user": "a",
-        "sirchat": {"policy": "sink", "budget": 64, "conversation": "c", "reuse": "exact"},
+        "sirchat": {"conversation": "c"},
     }),
     ("/v1/chat/completions", {
         "messages": _CALLED, "max_completion_tokens": 2, "parallel_tool_calls": False,
@@ -86,7 +86,6 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }),
     ("/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": _CHAT[1:], "stream": True}),
-    ("/v1/messages/count_tokens", {"model": "tiny", "messages": _CHAT[1:], "system": "Hi"}),
     ("/api/chat", {
         "model": "tiny", "messages": _CHAT, "stream": True, "format": "json", "think": False,
         "options": {"num_predict": 3, "temperature": 0.2, "num_ctx": 128, "repeat_last_n": 3},

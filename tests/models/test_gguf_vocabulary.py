@@ -18,7 +18,6 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.splits import find_split
 from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
-from sirchat.text.other_templates import PlainText
 from sirchat.text.template import Template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -245,7 +244,6 @@ def test_a_chat_begins_with_one_bos_if_the_file_or_its_template_says_so(
         assert ids[: adds or writes] == [bos] * (adds or writes)
         assert ids.count(bos) == (adds or writes)
         assert template.opening("hello")[1].ids.count(bos) == (adds or writes)
-        assert PlainText(tokenizer).opening("hello")[1].ids.count(bos) == adds
         del said["tokenizer.chat_template"]
         assert Template(load_tokenizer(said)).opening("hello")[1].ids.count(bos) == adds
         said["tokenizer.chat_template"] = ("{{ bos_token }}" if writes else "") + CHATML

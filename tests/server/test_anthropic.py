@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving import Served, assistant, served, system, user
+from serving import Served, served, system, user
 from sirchat.server.anthropic import MessagesRequest
 from sirchat.server.fields import parse_request
 from template_shapes import WEATHER, script, tool_tiny
@@ -185,22 +185,6 @@ def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> N
     more = {"eager_input_streaming": True, "defer_loading": True, "input_examples": [{"a": 1}]}
     tool = TOOL | more | {"allowed_callers": ["direct"]}
     assert server.send(PATH, **body(tools=[tool]))["type"] == "message"
-
-
-@pytest.mark.parametrize(
-    ("messages", "fields"),
-    [
-        (ASKED, {}),
-        (ASKED, {"system": "Be kind.", "tools": [TOOL]}),
-        ([user("a"), assistant("b"), user("c"), user("d")], {"system": "Be kind."}),
-        (CALLED, {"tools": [TOOL]}),
-    ],
-)
-def test_counted_tokens_are_those_that_are_read(messages: list[Any], fields: Any) -> None:
-    with served(tool_tiny(), policy="full", max_new_tokens=4) as one:
-        given = {"model": "tiny", "messages": messages, **fields}
-        counted = one.send(f"{PATH}/count_tokens", **given)["input_tokens"]
-        assert counted == one.send(PATH, **body(messages, **fields))["usage"]["input_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_sampling_settings_hold_for_one_reply_alone(server: Served) -> None:
     assert seeded[0] == seeded[1] != seeded[2]
     longer = [*ASKED, assistant(seeded[0]), user(NAME)]
     for messages in (ASKED, longer):
-        replies = [server.reply(messages, **hot, sirchat={"policy": "sink"}) for _ in range(3)]
+        replies = [server.reply(messages, **hot) for _ in range(3)]
         assert len(set(replies)) > 1
     assert server.reply(ASKED) == told(ASKED, max_new_tokens=16)
     one = session(policy="full", system="Be kind.", max_new_tokens=16, seed=1, **hot)  # type: ignore[arg-type]
@@ -269,8 +269,8 @@ def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyP
 def test_a_stream_that_fails_late_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_SILENT", 0.05)
     monkeypatch.setattr(app, "_FIRST", 0.05)
-    with served(max_new_tokens=2) as server:
+    with served(policy="full", max_new_tokens=2) as server:
         server.server.replies.call(lambda: time.sleep(0.3))
-        body = {"messages": [user("word " * 30_000)], "stream": True, "sirchat": {"policy": "full"}}
+        body = {"messages": [user("word " * 30_000)], "stream": True}
         *_, last, end = server.client.post(CHAT, json=body).text.split("\n\n")
     assert (json.loads(last.removeprefix("data: "))["error"]["param"], end) == ("messages", "")

@@ -59,11 +59,12 @@ def test_the_client_of_openai(
     assert after.usage.prompt_tokens_details.cached_tokens > 0
     begun = client.responses.create(model="tiny", input=ANNA)
     assert begun.output_text == text
-    with client.responses.stream(model="tiny", input=NAME, previous_response_id=begun.id) as stream:
+    items: list[Any] = [user(ANNA), *begun.output, user(NAME)]
+    with client.responses.stream(model="tiny", input=items) as stream:
         kinds = {event.type for event in stream}
         assert "response.output_text.delta" in kinds
         assert stream.get_final_response().output_text == after.choices[0].message.content
-    with pytest.raises(openai.NotFoundError, match="there is no response"):
+    with pytest.raises(openai.BadRequestError, match="responses are not kept"):
         client.responses.create(model="tiny", input=NAME, previous_response_id="resp_0")
     with pytest.raises(openai.BadRequestError, match="n can't be 3"):
         create(model="tiny", messages=messages, n=3)
@@ -90,8 +91,7 @@ def test_the_client_of_openai(
     begun = stream.get_final_response()
     (call,) = begun.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "-3 degrees"}
-    ended = client.responses.create(
-        model="tiny", input=[result], tools=[function], previous_response_id=begun.id
-    )
+    items = [user(ASKED), call, result]
+    ended = client.responses.create(model="tiny", input=items, tools=[function])
     assert ended.output_text == "It is cold."
     assert ended.usage.input_tokens_details.cached_tokens > 0

@@ -55,8 +55,6 @@ def test_policy_and_budget_change_at_once_and_hold_for_the_next_replies(tmp_path
         messages.append(user("Thanks."))
         reply = server.ask(messages)
         assert (reply["sirchat"]["policy"], reply["sirchat"]["budget"]) == ("sink", 64)
-        own = server.ask(messages, sirchat={"budget": 128})["sirchat"]
-        assert (own["policy"], own["budget"]) == ("sink", 128)
         assert server.ask([user("Another one.")])["sirchat"]["policy"] == "full"
         messages += [assistant(server.reply(messages)), user("Thanks again.")]
     with served(policy="full", folder=tmp_path, max_new_tokens=8) as server:
@@ -236,25 +234,24 @@ def many_tools(count: int) -> list[Any]:
     return [{"type": "function", "function": each} for each in tools]
 
 
-@pytest.mark.parametrize("own", [{}, {"sirchat": {"budget": 160}}])
-def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path, own: Any) -> None:
+def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path) -> None:
     """It is raised as far as they need, which each reply says, also in other chats and later."""
     chat, tools = [system("Be kind."), user("Hello, who are you?")], many_tools(4)
     with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
-        first = one.post(chat, tools=tools, **own)
+        first = one.post(chat, tools=tools)
         reply = first.json()
         budget = reply["sirchat"]["budget"]
         rows = memory(one, reply["sirchat"]["id"])["rows"]
         assert sum("pinned" in row["flags"] for row in rows) == budget // 2
         assert f"budget is {budget}" in first.headers["X-Sirchat-Note"]
-        other = one.post([chat[0], user("A new chat.")], tools=tools, **own)
+        other = one.post([chat[0], user("A new chat.")], tools=tools)
         assert cached(other.json()) > budget // 2 - 8
         assert other.json()["sirchat"]["budget"] == budget
         plain = one.ask([user("Hi!")])
         assert plain["sirchat"]["budget"] == 160
     longer = [*chat, assistant(said(reply)), user("And now?")]
     with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
-        later = one.ask(longer, tools=tools, **own)
+        later = one.ask(longer, tools=tools)
         assert (later["sirchat"]["budget"], later["sirchat"]["id"]) == (
             budget,
             reply["sirchat"]["id"],

@@ -1,6 +1,6 @@
 """Clients that change what they send: nothing that stays as it was is read again.
 
-The slow way to the same tokens is a server that reads each whole request (`reuse` exact).
+The slow way to the same tokens is a server that reads each whole request (`--reuse exact`).
 """
 
 from __future__ import annotations
@@ -136,19 +136,14 @@ def test_only_what_changed_is_read(
     assert shown[: shown.index(end)] == whole[: whole.index(end)]
 
 
-def test_a_request_or_a_server_may_ask_for_the_exact_computation() -> None:
-    with served(policy="full", max_new_tokens=8) as server:
-        by_request = read_anew(spoken(server, window, 9, sirchat={"reuse": "exact"}))
+def test_a_server_may_compute_all_exactly() -> None:
     with served(policy="full", max_new_tokens=8, reuse="exact") as server:
-        by_server = read_anew(spoken(server, window, 9))
-        wish = server.ask([user("Hello.")], sirchat={"reuse": "messages"})
+        exactly = read_anew(spoken(server, window, 9))
     with served(policy="full", max_new_tokens=8) as server:
         by_messages = read_anew(spoken(server, window, 9))
-        again = server.post([user("Hello.")], sirchat={"reuse": "messages"})
-    assert by_request == by_server
-    assert sum(by_messages) < sum(by_server) / 3
+        again = server.post([user("Hello.")])
+    assert sum(by_messages) < sum(exactly) / 3
     assert again.headers["X-Sirchat-Reused"] == "0"
-    assert said(wish)
 
 
 SECRET = "The password of the harbour office is walnut."
@@ -156,13 +151,15 @@ ASKED = "What is the password of the harbour office?"
 
 
 @pytest.mark.parametrize("recall", ["words", "off"])
-def test_what_left_the_window_is_recalled_if_the_request_allows_it(recall: str) -> None:
+def test_what_left_the_window_is_recalled_if_the_conversation_allows_it(recall: str) -> None:
     draw, before = Random(2), [user(SECRET), assistant("I see.")]
     with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
         for _ in range(8):
             messages = [*before[-6:], user(text(draw))]
             before += [messages[-1], assistant(server.reply(messages))]
-        reply = server.ask([*before[-6:], user(ASKED)], sirchat={"recall": recall})
+        (talk,) = server.client.get("/v1/sirchat/sessions").json()["data"]
+        server.send(f"/v1/sirchat/sessions/{talk['id']}", recall=recall)
+        reply = server.ask([*before[-6:], user(ASKED)])
         shown = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
     assert (reply["sirchat"]["recalled"] > 0) == (recall == "words")
     assert shown["left_out"] == reply["sirchat"]["left_out"] > 0

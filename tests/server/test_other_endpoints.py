@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from serving import Served, assistant, cached, refusal, served, system, told, user
-from sirchat.server.fields import RequestError
-from sirchat.server.pieces import ReplyEnd, ReplyText
-from sirchat.server.requests import ChatMessage
-from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.responses import ResponsesRequest
 from template_shapes import WEATHER, script, tool_tiny
 
 RESPONSES = "/v1/responses"
@@ -48,21 +45,17 @@ def streamed(server: Served, **body: Any) -> list[Any]:
     return events
 
 
-def test_a_response_continues_another_and_reads_only_what_is_new(server: Served) -> None:
+def test_a_response_continues_a_chat_and_reads_only_what_is_new(server: Served) -> None:
     first = server.send(RESPONSES, input=ANNA, instructions="Be kind.", model="tiny")
     (said,) = first["output"]
     text = told([system("Be kind."), user(ANNA)], max_new_tokens=12)
     assert (first["object"], first["status"], first["error"]) == ("response", "completed", None)
     assert (said["role"], said["content"][0]["text"]) == ("assistant", text)
-    names = {"instructions": "Be kind.", "previous_response_id": first["id"]}
-    second = server.send(RESPONSES, input=NAME, **names)
+    items = [user(ANNA), *first["output"], user(NAME)]
+    second = server.send(RESPONSES, input=items, instructions="Be kind.")
     longer = [system("Be kind."), user(ANNA), assistant(text), user(NAME)]
     assert second["output"][0]["content"][0]["text"] == told(longer, max_new_tokens=12)
     assert cached(second) == first["sirchat"]["seen"]
-    # The same response can be continued in several ways, and without instructions.
-    other = server.send(RESPONSES, input=ANNA, previous_response_id=first["id"])
-    plain = [user(ANNA), assistant(text), user(ANNA)]
-    assert other["output"][0]["content"][0]["text"] == told(plain, max_new_tokens=12)
     cut = server.send(RESPONSES, input=ANNA, max_output_tokens=2)
     assert cut["status"] == "incomplete"
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -77,36 +70,19 @@ def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
     text = "".join(event.get("delta", "") for event in events)
     final = events[-1]["response"]
     assert final["output"][0]["content"][0]["text"] == text == told([user(ANNA)], max_new_tokens=12)
-    assert (
-        server.send(RESPONSES, input=NAME, previous_response_id=final["id"])["status"]
-        == "completed"
-    )
 
 
-def test_a_response_that_is_not_there_or_not_any_more_can_t_be_continued(server: Served) -> None:
-    unstored, deleted = (server.send(RESPONSES, input=ANNA, store=kept) for kept in (False, True))
-    path = f"{RESPONSES}/{deleted['id']}"
-    assert server.client.get(path).json() == deleted
-    assert server.client.delete(path).json()["deleted"]
-    assert refusal(server.client.get(path), 404)
-    for ident in ("resp_0", unstored["id"], deleted["id"]):
-        body = {"input": NAME, "previous_response_id": ident}
-        error = refusal(server.client.post("/v1/responses", json=body), 404)
-        assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")
-
-
-def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
-    kept = KeptResponses()
-    for number in range(1002):
-        kept.add([], [ChatMessage(role="user", content="a")], {"id": str(number), "output": []})
-    assert kept.messages("1001")
-    with pytest.raises(RequestError):
-        kept.messages("1")
-    long = {"output": [], "instructions": "a" * 2**25}  # counts as much as messages do
-    for ident in ("long", "longer"):
-        kept.add([], [], {"id": ident, **long})
-    with pytest.raises(RequestError):
-        kept.find("long")
+def test_a_response_is_not_kept_but_its_conversation_may_have_a_name(server: Served) -> None:
+    first = server.send(RESPONSES, input=ANNA, conversation="Anna")
+    assert first["store"] is False
+    second = server.send(RESPONSES, input=NAME, conversation="Anna")
+    assert cached(second) == first["sirchat"]["seen"]
+    refused: list[dict[str, Any]] = [{"previous_response_id": first["id"]}]
+    refused += [{"input": [{"type": "item_reference", "id": first["output"][0]["id"]}]}]
+    for fields in refused:
+        error = refusal(server.client.post(RESPONSES, json={"input": NAME} | fields))
+        assert error["param"] in fields
+        assert "name the conversation" in error["message"]
 
 
 def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
@@ -140,8 +116,6 @@ def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
     assert ask(repeat_penalty=1.0, min_p=0.0, top_p=1.0)["message"]["content"] == text
     hot = {"temperature": 5.0, "top_k": 50}
     assert len({ask(**hot, seed=n)["message"]["content"] for n in (1, 1, 2)}) == 2
-    small = server.send("/api/chat", options={"num_ctx": 100}, sirchat={"policy": "sink"}, **body)
-    assert small["sirchat"]["budget"] == 100
 
 
 def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
@@ -169,24 +143,18 @@ def returned(call: Any) -> dict[str, Any]:
 def test_a_response_calls_a_tool_and_the_next_one_reads_only_what_it_returned(
     with_tools: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold.", "It is warm."])
+    script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold."])
     first = with_tools.send(RESPONSES, input=ASKED, tools=[TOOL])
     text, call, other = first["output"]
     assert text["content"][0]["text"] == "Let me look."
     assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
     assert json.loads(call["arguments"]) == {"city": "Oslo"}
     results = [returned(call), returned(other)]
-    second = with_tools.send(
-        RESPONSES, input=results, previous_response_id=first["id"], tools=[TOOL]
-    )
+    items = [user(ASKED), *first["output"], *results]
+    second = with_tools.send(RESPONSES, input=items, tools=[TOOL])
     assert cached(second) == first["sirchat"]["seen"]
     (said,) = second["output"]
     assert said["content"][0]["text"] == "It is cold."
-    # A client may also send all items again, as they came.
-    third = with_tools.send(
-        RESPONSES, input=[user(ASKED), *first["output"], *results], tools=[TOOL]
-    )
-    assert cached(third) == third["usage"]["input_tokens"]
 
 
 def test_a_call_comes_in_events_that_build_it_up(
@@ -242,7 +210,7 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     assert (use["type"], use["name"], use["input"]) == ("custom_tool_call", "patch", 'a "b"')
     named = {"type": "function", "namespace": "away", "name": "weather"}
     choosing = {"input": ASKED, "tools": tools, "tool_choice": named}
-    built = ResponsesRequest.model_validate(choosing).as_chat_request([])
+    built = ResponsesRequest.model_validate(choosing).as_request()
     assert [one.name for one in built.called_tools] == ["away.weather"]
     assert "response.custom_tool_call_input.done" in [one["type"] for one in events]
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
@@ -263,19 +231,6 @@ def test_an_image_that_a_tool_returned_is_a_mark_in_a_response_too(
     )
     assert first["output"][0]["content"][0]["text"] == "A dog."
     assert cached(second) == second["usage"]["input_tokens"] == first["usage"]["input_tokens"]
-
-
-def test_a_response_is_kept_before_its_last_events_are_sent() -> None:
-    """A client that stops at the end of the text can go on with it."""
-    kept, usage = KeptResponses(), {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    asked = ResponsesRequest.model_validate({"input": ASKED, "stream": True})
-    shape = ResponsesShape(asked, [], "tiny", kept)
-    first = [json.loads(event.partition("data: ")[2]) for event in shape.begun()]
-    list(shape.told(ReplyText("Hello.")))
-    details: dict[str, Any] = {"prompt_tokens_details": {}, "completion_tokens_details": {}}
-    event = next(iter(shape.ended(ReplyEnd("stop", usage | details, {}))))
-    assert "response.output_text.done" in event
-    assert kept.find(first[0]["response"]["id"])["status"] == "completed"
 
 
 def test_a_response_that_is_not_streamed_writes_no_events(

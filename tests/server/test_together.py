@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chatting import babbler
-from serving import CHAT, Served, assistant, served, user
+from serving import Served, served
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import Allowed
@@ -276,76 +276,3 @@ def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
         while len(tried) < 2 or "second" not in tried:
             ends.get(timeout=20)
         assert tried == ["first", "first", "second"]
-
-
-def test_forks_of_one_conversation_do_not_wait_for_each_other(passes: list[int]) -> None:
-    """Each goes on in a copy of it, also of one that is answering; its reply is the usual one."""
-    begun = [("user", TEXTS[1]), ("assistant", "Hello, Tom.")]
-    with served(babbler(), policy="full", max_new_tokens=12, seed=3) as server:
-        server.send(CHAT, messages=[user(TEXTS[1]), assistant("Hello, Tom."), user("Well?")])
-        histories = [History.of(None, [*begun, ("user", f"{n} is a number.")]) for n in range(4)]
-
-        def ask(chosen: Sequence[int]) -> dict[int, str]:
-            parts, start = SimpleQueue[tuple[int, Sent]](), threading.Event()
-            server.server.replies.call(start.wait)
-            for number in chosen:
-                options = ReplyOptions({"max_new_tokens": 12})
-                send = partial(_put, parts, number)
-                server.server.replies.submit(WaitingReply(histories[number], options, send))
-            start.set()
-            said, ended = dict.fromkeys(chosen, ""), 0
-            while ended < len(chosen):
-                number, part = parts.get(timeout=20)
-                assert not isinstance(part, RequestError)
-                said[number] += part.text if isinstance(part, ReplyText) else ""
-                ended += isinstance(part, ReplyEnd)
-            return said
-
-        together = ask(range(4))
-        assert max(passes) == 4
-        passes.clear()
-        said = [*begun, ("user", "0 is a number."), ("assistant", together[0])]
-        histories = [History.of(None, [*said, ("user", f"{n} is odd.")]) for n in range(4)]
-        later = ask(range(4))  # the first goes on where the conversation is
-        assert max(passes) == 4
-    with served(babbler(), policy="full", max_new_tokens=12, seed=3) as server:
-        assert [later[number] for number in range(4)] == [ask([n])[n] for n in range(4)]
-        histories = [History.of(None, [*begun, ("user", f"{n} is a number.")]) for n in range(4)]
-        assert [together[number] for number in range(4)] == [ask([n])[n] for n in range(4)]
-
-
-@pytest.mark.parametrize("policy", ["full", "salience"])
-def test_a_fork_begins_while_the_conversation_answers(policy: str) -> None:
-    """From the middle of a reply, in a copy that goes back to before its message."""
-    begun = [("user", TEXTS[1]), ("assistant", "Hello, Tom."), ("user", TEXTS[2])]
-    histories = [History.of(None, [*begun[:2], ("user", text)]) for text in ("Well?", "And you?")]
-    with served(babbler(), policy=policy, budget=32, seed=3, max_new_tokens=16) as server:
-        parts, thread = SimpleQueue[tuple[int, Sent]](), server.server.replies
-        server.send(CHAT, messages=[user(TEXTS[1])], max_tokens=4)
-
-        def submit(number: int, most: int) -> None:
-            options = ReplyOptions({"max_new_tokens": most})
-            send = partial(_put, parts, number)
-            thread.submit(WaitingReply(histories[number], options, send))
-
-        submit(0, 200)
-        texts, ends, is_forked = ["", ""], list[int](), False
-        while len(ends) < 2:
-            number, part = parts.get(timeout=20)
-            texts[number] += part.text if isinstance(part, ReplyText) else ""
-            ends += [number] if isinstance(part, ReplyEnd) else []
-            if len(texts[0]) > 20 and not is_forked:
-                is_forked = True
-                submit(1, 12)
-        assert ends == [1, 0]
-        # The fork goes on under the server's settings, not those of the reply that was under way.
-        said = [user(TEXTS[1]), assistant("Hello, Tom."), user("And you?"), assistant(texts[1])]
-        later = server.send(CHAT, messages=[*said, user("Why?")])
-        assert 0 < later["usage"]["completion_tokens"] <= 16
-    with served(babbler(), policy=policy, budget=32, seed=3) as server:
-        parts, thread = SimpleQueue[tuple[int, Sent]](), server.server.replies
-        submit(1, 12)
-        alone = ""
-        while not isinstance(part := parts.get(timeout=20)[1], ReplyEnd):
-            alone += part.text if isinstance(part, ReplyText) else ""
-    assert texts[1] == alone

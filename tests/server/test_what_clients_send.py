@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving import Served, assistant, cached, refusal, said, served, system, user
-from sirchat.engine.sampling import Continued
+from serving import Served, assistant, refusal, served, system, user
 from sirchat.server.fields import RequestError, make_request
 from sirchat.server.requests import ChatRequest
 from sirchat.text.tool_calls import CallParser
@@ -69,7 +68,6 @@ def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ([system("a")], [("system", "a"), ("user", "")]),
         ([user("a"), user("b")], [("user", "a"), ("user", "b")]),
-        ([user("a"), assistant("b")], [("user", "a")]),  # and a reply that begins with "b"
         ([user("a") | {"name": "Anna"}], [("user", "Anna: a")]),
         # A window slid over the call; nobody waited for the result; replies without a word.
         ([RESULT, user("a")], [("user", "It rains."), ("user", "a")]),
@@ -120,78 +118,14 @@ def test_whole_numbers_may_be_written_as_fractions() -> None:
 def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
     roles: list[str],
 ) -> None:
+    roles = [*roles, "user"]
     messages = [{"role": role, "content": f"t{at}"} for at, role in enumerate(roles)]
     request = make_request(ChatRequest, {"messages": messages})
     found = [role for role, _ in request.turns]
     assert found[0] == found[-1] == "user"
     assert "assistant assistant" not in " ".join(found)
-    texts = [request.system, *(text for _, text in request.turns), request.prefill]
+    texts = [request.system, *(text for _, text in request.turns)]
     assert [t for text in texts if text for t in text.split()] == [m["content"] for m in messages]
-
-
-def test_a_text_of_the_assistant_at_the_end_is_gone_on_with(server: Served) -> None:
-    whole = server.reply(ASKED)
-    for size in (1, 9, len(whole)):
-        begun = [*ASKED, assistant(whole[:size])]
-        assert whole[:size] + server.reply(begun) == whole
-        chunks = server.chunks(begun)
-        rest = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
-        assert whole[:size] + "".join(rest) == whole
-    other = server.ask([*ASKED, assistant("Snow and ")], max_tokens=3)
-    longer = [*ASKED, assistant("Snow and " + said(other)), user("Thanks.")]
-    assert cached(server.ask(longer, max_tokens=3)) > 0
-
-
-def test_a_reply_goes_on_in_its_format_or_with_strict_tools(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    schema: Any = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
-    }
-    schema |= {"required": ["a", "b"], "additionalProperties": False}
-    named = {"name": "n", "schema": schema}
-    form = {"type": "json_schema", "json_schema": named}
-    for begun in ("{", '{"a": ', '{"a": "y", "b": ', '{"a": "y", "b": true}'):
-        whole = json.loads(begun + server.reply([*ASKED, assistant(begun)], response_format=form))
-        assert set(whole) == {"a", "b"}
-        assert isinstance(whole["b"], bool)
-    for begun in ("Snow", '{"c"'):
-        problem = refusal(server.post([*ASKED, assistant(begun)], response_format=form))
-        assert (problem["param"], "go on with" in problem["message"]) == ("messages", True)
-    strict = {"type": "function", "function": {**FUNCTION, "strict": True}}
-    ids = tool_tiny().tokenizer
-    rest = [*ids.encode(f" me look.\n{CALL}", add_special_tokens=False), ids.eos_token_id]
-    monkeypatch.setattr(
-        "sirchat.chat.settings.Continued",
-        lambda begun, sampling, *others: Continued([*begun, *rest], sampling, *others),
-    )
-    (choice,) = server.ask([*ASKED, assistant("Let")], tools=[strict])["choices"]
-    assert choice["message"]["content"].strip() == "me look."
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-    for begun, fields in (("Let", {"tool_choice": "required"}), ("<tool_call>", {})):
-        response = server.post([*ASKED, assistant(begun)], tools=[strict], **fields)
-        assert refusal(response)["param"] == "messages"
-
-
-def test_items_of_earlier_responses_are_found_by_their_ids(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
-    script(monkeypatch, [f"Let me look.\n{CALL}", "It is cold.", "Bye."])
-    path = "/v1/responses"
-    first = server.send(path, input=ASKED, tools=tools)
-    told = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
-    result = {"type": "function_call_output", "call_id": "call00000", "output": "Snow."}
-    second = server.send(path, input=[*ASKED, *told, result], tools=tools)
-    assert second["output"][0]["content"][0]["text"] == "It is cold."
-    assert cached(second) == first["sirchat"]["seen"]
-    items = [*ASKED, *first["output"], result, {"id": second["output"][0]["id"]}, user("Thanks.")]
-    third = server.send(path, input=items, tools=tools, instructions=None)
-    assert cached(third) == second["sirchat"]["seen"]
-    body = {"input": [{"type": "item_reference", "id": "msg_1"}]}
-    error = server.client.post(path, json=body).json()["error"]
-    assert (error["param"], "there is no item" in error["message"]) == ("input", True)
 
 
 def test_instructions_stand_beside_messages_of_the_developer(server: Served) -> None:
@@ -285,7 +219,7 @@ def test_half_characters_are_replaced_and_endless_numbers_refused(
 def test_a_refusal_is_one_short_line_whatever_a_field_is_called(server: Served) -> None:
     """Also for a field that this server calls by another name inside."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": 1.0}}
-    for fields in ({"response_format": form}, {"a\n\u001b[2J": "b"}, {"x" * 10**6: 1}):
+    for fields in ({"response_format": form}, {"sirchat": {"a\n\u001b[2J": "b", "x" * 10**6: 1}}):
         error = refusal(server.post(ASKED, **fields))
         for text in (error["message"], error["param"]):
             assert len(text) <= 1000
