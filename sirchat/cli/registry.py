@@ -5,8 +5,12 @@ The module is imported only when the command is used, and this one imports nothi
 """
 
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+
+from sirchat.errors import UsageError
 
 TEXT = """\
 Usage: sirchat [SETTINGS]              open a chat
@@ -132,6 +136,13 @@ def groups() -> dict[str, dict[str, str]]:
         group: {name: line for name, line in commands.items() if name not in _LAB}
         for group, commands in GROUPS.items()
     }
+
+
+def laboratory(name: str) -> ModuleType:
+    """A module of the laboratory; UsageError where that is not installed."""
+    if find_spec("sirchat.lab") is None:
+        raise UsageError("this command needs sirchat.lab, which is not installed")
+    return import_module(f"sirchat.lab.{name}")
 
 
 def commands() -> dict[str, str]:

@@ -12,6 +12,7 @@ import typer
 
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_session
+from sirchat.cli.registry import laboratory
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import counted, displayable, displayable_line
@@ -203,7 +204,6 @@ def sessions_map(
     """
     from sirchat.saved.session_list import find_session
     from sirchat.saved.store import SessionStore
-    from sirchat.ui.pictures import picture_of_memory
 
     path = find_session(sessions_dir(), ident, may_be_open=True)
     out = out or Path(f"{path.stem}.svg")
@@ -211,7 +211,7 @@ def sessions_map(
         raise UsageError(f"--out can't be {format_value(out.name)}: it must end in .svg or .png")
     _refuse_existing(out, force)
     with SessionStore.read(path) as store:
-        image = picture_of_memory(store, out.suffix[1:])
+        image = laboratory("pictures").picture_of_memory(store, out.suffix[1:])
     write_private(out, image, replaces=force)
     typer.echo(displayable_line(f"wrote {out}"), err=True)
 

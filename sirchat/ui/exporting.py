@@ -185,7 +185,7 @@ def _page(session: Session) -> str:
     """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
     from sirchat.ui.markdown_rules import parser  # loads a library, which few chats need
 
-    markdown = parser(images=False)
+    markdown = parser()
     turns = []
     for role, turn in _said(session):
         text = displayable(turn.text).strip()

@@ -37,12 +37,16 @@ _STRING = r"\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
 _ANSWER = r"\x1b(?:\]\d+;|P[\d>!$+]|_G)[^\x00-\x1f]*\x1b?"
 _SEQUENCE = re.compile(rf"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|{_STRING}")
 _BEGUN = re.compile(rf"\x1b(?:O|\[\[?|\[[0-?]+[ -/]*|\]\d*|P|_)?\Z|{_ANSWER}\Z")
-_MODIFIED = re.compile(
-    r"\x1b\[(\d+)(?::\d*)*(?:;(\d*)(?::(\d+))?(?:;[\d:]*)?)?u|\x1b\[27;(\d+);(\d+)~"
-)
+# Keys in the newer forms (CSI u, modifyOtherKeys), as they are sent without being asked for.
+_NEWER = {
+    **dict.fromkeys(("\x1b[13;2u", "\x1b[13;5u", "\x1b[27;2;13~", "\x1b[27;5;13~"), "\n"),
+    **dict.fromkeys(("\x1b[13;3u", "\x1b[27;3;13~"), "\x1b\r"),
+    "\x1b[9;2u": "\x1b[Z",
+    "\x1b[99;5u": _CTRL_C,
+}
 _ASK_BACKGROUND = "\x1b]11;?\x1b\\"
 _BACKGROUND = re.compile(r"\x1b]11;rgba?:([\da-fA-F]+)/([\da-fA-F]+)/([\da-fA-F]+)")
-_RELEASED = "3"  # the event of a key that goes up
+_KNOWN = {*ANSI_SEQUENCES, *_NEWER.values()}
 _REPORT = re.compile(r"\x1b\[(?:\d+;\d+R|<?[\d;]*[mM])")  # where cursor or mouse are
 
 
@@ -123,20 +127,16 @@ class KeyParser(Vt100Parser):
 
     def _feed_sequence(self, sequence: str) -> None:
         """Take one whole sequence; one that no key of ours sends is left out."""
-        if match := _MODIFIED.fullmatch(sequence):
-            code, modifiers, event, other_modifiers, other_code = match.groups()
-            sequence = _in_old_form(int(code or other_code), int(modifiers or other_modifiers or 1))
-            if event == _RELEASED:
-                return
-            if sequence == "\x1b":
-                self.feed_key_callback(KeyPress(Keys.Escape, sequence))
-                return
-        elif match := _BACKGROUND.match(sequence):
+        sequence = _NEWER.get(sequence, sequence)
+        if sequence == "\x1b[27u":
+            self.feed_key_callback(KeyPress(Keys.Escape, "\x1b"))
+            return
+        if match := _BACKGROUND.match(sequence):
             # Shares of red, green and blue, each with as many digits as the terminal likes.
             red, green, blue = (int(share, 16) / (16 ** len(share) - 1) for share in match.groups())
             self.on_background(0.3 * red + 0.6 * green + 0.1 * blue > 0.5)
             return
-        elif sequence not in ANSI_SEQUENCES and not _REPORT.fullmatch(sequence):
+        if sequence not in _KNOWN and not _REPORT.fullmatch(sequence):
             return
         super().feed(sequence)
 
@@ -155,27 +155,6 @@ class KeyParser(Vt100Parser):
         if text is not None:
             self._was_cut = True
             self.feed_key_callback(KeyPress(Keys.BracketedPaste, text))
-
-
-def _in_old_form(code: int, modifiers: int) -> str:
-    """What older terminals send for the key with this code; "" for one that they don't have."""
-    bits = modifiers - 1
-    shift, alt, ctrl = bits & 1, bits & 2, bits & 4
-    if code == ord("\r"):
-        return "\n" if shift or ctrl else "\x1b\r" if alt else "\r"  # Ctrl-J begins a new line
-    if code == ord("\x1b"):
-        return "\x1b"
-    if code in (ord("\x7f"), ord("\b")):
-        char = "\x17" if ctrl else "\x7f"
-    elif code == ord("\t"):
-        char = "\x1b[Z" if shift else "\t"
-    elif code < ord(" ") or 0xD800 <= code < 0xF900 or code > sys.maxunicode:  # private: F13, media
-        return ""
-    else:
-        char = chr(code).upper() if shift else chr(code)
-        if ctrl:
-            char = chr(ord(char.upper()) & 31) if char == " " or "@" <= char.upper() <= "_" else ""
-    return ("\x1b" if alt and char else "") + char
 
 
 if sys.platform != "win32":

@@ -1,13 +1,13 @@
 """Lays out Markdown as rows of a terminal: by the library rich, but with nothing hidden or padded.
 
-Line breaks stay, what `markdown_rules.py` takes for text is shown as written, links and images with
+Line breaks stay, what `markdown_rules.py` takes for text is shown as written, links with
 their addresses, headings on the left, code without box or background, items with their own marks.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import ClassVar, Literal, cast
 
@@ -81,7 +81,7 @@ class MarkdownLayout:
             start = (block[0].map or [0])[0]
             if start and not lines[start - 1].strip():
                 rows.append("")
-            drawing.parsed = _with_addresses(block)
+            drawing.parsed = _as_written(block)
             drawn = list(self._console.render(drawing, options))
             block_rows = [self._row(line) for line in Segment.split_lines(drawn)]
             rows += "\n".join(block_rows).strip("\n").split("\n")
@@ -122,52 +122,18 @@ def parse(text: str) -> list[list[Token]]:
     return blocks
 
 
-def _with_addresses(tokens: Sequence[Token]) -> list[Token]:
-    """Copies of tokens of which rich hides nothing: addresses become text, line breaks stay."""
+def _as_written(tokens: Sequence[Token]) -> list[Token]:
+    """Copies of tokens of which rich hides nothing: line breaks stay, and whole addresses."""
     shown = []
     for token in tokens:
-        if token.type == "inline":
-            token = token.copy(children=list(_inline_with_addresses(token.children or [])))
+        if token.type == "softbreak":
+            token = Token("hardbreak", "br", 0)
+        elif token.type == "link_open":
+            token = token.copy(attrs={"href": token.meta["address"]})
+        elif token.children:
+            token = token.copy(children=_as_written(token.children))
         shown.append(token)
     return shown
-
-
-def _inline_with_addresses(tokens: Sequence[Token]) -> Iterator[Token]:
-    addresses: list[str] = []
-    text = ""
-    for token in tokens:
-        if token.type == "softbreak":
-            yield Token("hardbreak", "br", 0)
-        elif token.type == "link_open":
-            addresses.append(token.meta["address"])
-            text = ""
-            yield Token("address_open", "link", 1)
-        elif token.type == "link_close":
-            yield Token("address_close", "link", -1)
-            yield from _address(addresses.pop(), text)
-        elif token.type == "image":
-            yield from _styled("link", token.content or "image")
-            yield from _address(token.meta["address"], token.content)
-        else:
-            text += token.content
-            yield token
-
-
-def _address(address: str, text: str) -> Iterator[Token]:
-    """Tokens that show the address of a link or image in brackets, unless `text` is the same."""
-    if address == text:
-        return
-    yield Token("text", "", 0, content=" (")
-    yield from _styled("link_url", address)
-    yield Token("text", "", 0, content=")")
-
-
-def _styled(style: str, text: str) -> list[Token]:
-    return [
-        Token("address_open", style, 1),
-        Token("text", "", 0, content=text),
-        Token("address_close", style, -1),
-    ]
 
 
 def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
@@ -303,10 +269,9 @@ class _Blocks(markdown.Markdown):
         "list_item_open": _Item,
         "table_open": _Table,
     }
-    inlines = markdown.Markdown.inlines | {"link", "link_url"}
 
     def __init__(self, tokens: list[Token], theme: ANSISyntaxTheme) -> None:
-        super().__init__("")
+        super().__init__("", hyperlinks=False)
         self.parsed = tokens
         self.theme = theme
         self.wraps_code = False

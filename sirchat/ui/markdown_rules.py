@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
 from functools import cache
 from itertools import takewhile
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, blockquote, heading, list_block, table
-from markdown_it.rules_inline import StateInline, image, link
+from markdown_it.rules_inline import StateInline, link
 from markdown_it.rules_inline.state_inline import Delimiter
 
 _DEEPEST = 16  # level of the deepest list or quote; rich draws each by recursion
@@ -34,22 +33,23 @@ _BESIDE_CELLS = re.compile(r"\A\||\|\Z")
 
 
 @cache
-def parser(*, images: bool = True) -> MarkdownIt:
-    """The parser; without `images`, these are links after a `!`. `meta` of both has the address."""
+def parser() -> MarkdownIt:
+    """The parser. An image is a link after a `!`; `meta` of a link has its address."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-    parser.disable(["reference", "lheading", "html_block", "html_inline", "entity", "autolink"])
+    parser.disable(
+        ["reference", "lheading", "html_block", "html_inline", "entity", "autolink", "image"]
+    )
     parser.inline.ruler.at("escape", _backslash)
     parser.inline.ruler.before("escape", "formula", _formula)
     parser.inline.ruler.at("emphasis", _emphasis)
     parser.inline.ruler.disable("strikethrough")  # `_emphasis` finds its marks, too
     parser.inline.ruler.at("link", _link)
-    parser.inline.ruler.at("image", _image)
     parser.block.ruler.at("table", _table, {"alt": ["paragraph"]})
     parser.block.ruler.at("blockquote", _quote, {"alt": ["paragraph", "blockquote", "list"]})
     parser.block.ruler.at("list", _list, {"alt": ["paragraph", "blockquote"]})
     parser.block.ruler.at("heading", _heading, {"alt": ["paragraph", "blockquote"]})
     parser.block.ruler.before("code", "formula", _formula_block, {"alt": ["paragraph"]})
-    return parser if images else parser.disable("image")
+    return parser
 
 
 def _backslash(state: StateInline, silent: bool) -> bool:
@@ -121,30 +121,20 @@ def _is_wide(char: str) -> bool:
 
 
 def _link(state: StateInline, silent: bool) -> bool:
-    before = state.src[state.pos - 1] if state.pos else " "
+    """Keep the address as it is written, with its title, in the `meta` of the link."""
+    start, last = state.pos, state.posMax
+    before = state.src[start - 1] if start else " "
     if _is_letter(before) or before in "_])":  # as in names[0](event)
         return False
-    return _with_address(link, state, state.pos, silent)
-
-
-def _image(state: StateInline, silent: bool) -> bool:
-    return _with_address(image, state, state.pos + 1, silent)
-
-
-def _with_address(
-    rule: Callable[[StateInline, bool], bool], state: StateInline, label: int, silent: bool
-) -> bool:
-    """Apply the rule for a link or an image, whose label begins at `label`; keep its address."""
-    count, last = len(state.tokens), state.posMax
-    if not rule(state, silent):
+    count = len(state.tokens)
+    if not link(state, silent):
         return False
     if not silent:
-        here, state.pos, state.posMax = state.pos, label, last
-        ends = state.md.helpers.parseLinkLabel(state, label, rule is link)
+        here, state.pos, state.posMax = state.pos, start, last
+        ends = state.md.helpers.parseLinkLabel(state, start, True)
         state.pos = here
         address = state.src[ends + 2 : here - 1].strip()
-        tokens = state.tokens[count:]
-        next(t for t in tokens if t.type in ("link_open", "image")).meta["address"] = address
+        next(t for t in state.tokens[count:] if t.type == "link_open").meta["address"] = address
     return True
 
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from filelock import FileLock
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.input.typeahead import store_typeahead
@@ -29,7 +29,6 @@ from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 
 if sys.platform != "win32":
-    import fcntl
     import termios
 
     from sirchat.ui.keys import TerminalKeys
@@ -286,12 +285,13 @@ class _Private(TypedHistory, FileHistory):
             return
         with suppress(OSError):
             paths.private_dir(paths.history_file().parent)
-            with _locked(paths.history_file()):
+            with _lock():
+                paths.open_private(paths.history_file(), "a").close()  # it may be gone
                 super().store_string(string)
 
     def erase(self, matches: Callable[[str], bool]) -> None:
         if paths.history_file().exists():
-            with _locked(paths.history_file()):
+            with _lock():
                 self._rewrite([line for line in self.lines() if not matches(line)])
         super().erase(matches)
 
@@ -309,25 +309,9 @@ class _Private(TypedHistory, FileHistory):
             new.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Context manager: inside, no other chat changes the file `path`, where files can be locked."""
-    while True:
-        with paths.open_private(path, "a") as file:
-            if sys.platform != "win32":
-                with suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(path, file.fileno()):  # else another chat has just replaced it
-                yield
-                return
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that is at `path` now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _lock() -> FileLock:
+    """What one chat holds while it changes the file of the history."""
+    return FileLock(f"{paths.history_file()}.lock", mode=0o600)
 
 
 def _stops(press: KeyPress) -> bool:

@@ -175,7 +175,7 @@ def test_nothing_is_padded_and_code_has_no_box() -> None:
 
 
 def test_a_link_shows_where_it_leads_and_is_no_terminal_hyperlink(terminal: FakeTerminal) -> None:
-    assert _rows("![a boat](boat.png)") == ["a boat (boat.png)"]
+    assert _rows("![a boat](boat.png)") == ["!a boat (boat.png)"]
     assert _rows('[x](http://y.example "why")') == ['x (http://y.example "why")']
     for panel in ("off", "live"):
         _shown(terminal, pieces("See [here](https://a.example/b).", 0), panel, 80)

@@ -100,9 +100,8 @@ def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_col
             chat.send(_ANSWERS[12:])
             chat.begin_reply()
             chat.send(_ANSWERS)
-            chat.read_on()
             colour = {"light": b"\x1b[38;5;23m", "dark": b"\x1b[38;5;37m"}[theme]  # of a full bar
-            assert colour in chat.raw
+            chat.until(lambda colour=colour: colour in chat.raw)  # type: ignore[misc]
             chat.send("\x1b")
             chat.wait_prompt()
             chat.submit("a" + _ANSWERS + "b\r")

@@ -103,6 +103,8 @@ def test_up_and_ctrl_r_bring_lines_back_and_the_history_is_private(
     assert read("nearly lost", CTRL_C, UP, ENTER) == message("nearly lost")
     file = own_home / "state" / "history"
     assert "+second words" in file.read_text(encoding="utf-8")
+    file.unlink()
+    assert read("again" + ENTER) == message("again")
     assert [one.stat().st_mode & 0o777 for one in (file, file.parent)] == [0o600, 0o700]
 
 

@@ -17,12 +17,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sirchat.lab.pictures import picture
 from sirchat.lab.studies import report
 from sirchat.lab.studies.intervals import clustered_mean, share
 from sirchat.lab.studies.report import Record, value_text
 from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
 from sirchat.paths import write_private
-from sirchat.ui.pictures import picture
 from sirchat.ui.text import shorten
 
 # A function that removes from a text the control sequences that must not reach a terminal

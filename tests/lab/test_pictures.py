@@ -18,10 +18,10 @@ import pytest
 from chatting import babbler, session
 from command import run
 from sirchat.chat.session import Session
+from sirchat.lab.pictures import picture
 from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
-from sirchat.ui.pictures import picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 SAID = "Anna has a red boat near the old lake, and it is green now."
