@@ -28,12 +28,12 @@ from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
     build_library,
-    compiler,
     library_name,
     load_library,
     suits_processor,
 )
 from sirchat.models.progress import Progress
+from sirchat.models.shape import compiler
 from sirchat.paths import (
     abbreviated,
     changeable_by_others,

@@ -92,7 +92,7 @@ def _folder(name: str, folder: Path) -> Finding:
 def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        model = load_model(name, device_map=device_map, rows=MOST_ROWS)
+        model = load_model(name, device_map=device_map, rows=MOST_ROWS, compiles=compiles != "off")
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return

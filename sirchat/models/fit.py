@@ -12,13 +12,14 @@ import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, OWN_BITS
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     MOST_UNPACKED,
     ModelShape,
     archive_bytes,
     cache_bytes,
+    has_own_products,
     packed_rows,
     precision,
     unpacked_type,
@@ -66,6 +67,7 @@ class _Form(NamedTuple):
     item: int  # bytes of one weight that is not packed
     block: int  # rows that are packed in four bits together; 0: four bits are not possible
     on_cpu: bool
+    has_own_products: bool
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _choice(
 
 def _form_of(shape: ModelShape, profile: Profile) -> _Form:
     item = 4 if unpacked_type(profile) == "float32" else 2
-    return _Form(precision(shape, profile), item, packed_rows(profile), uses_cpu(profile))
+    how = packed_rows(profile), uses_cpu(profile), has_own_products(profile)
+    return _Form(precision(shape, profile), item, *how)
 
 
 def _weight_bytes(stored: StoredWeights, form: _Form) -> int:
@@ -160,17 +163,23 @@ def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> i
     bits = _packed_bits(tensor, stored, form)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
+    if bits in (5, 6):
+        _, values, size = BLOCKS[tensor.type]
+        return tensor.count // values * size
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
     return tensor.count * form.item
 
 
 def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> int | None:
-    """The bits of each weight, 4 or 8, by the rules of gguf.model and packing; None: not packed."""
+    """The bits of each weight, 4 to 8, by the rules of gguf.model and packing; None: not packed."""
     if form.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
-        wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
+        may_have_few = not (tensor.is_table or tensor.is_head)
+        wants_four = tensor.type in FOUR_BIT and may_have_few
+        if form.has_own_products and may_have_few and tensor.type in OWN_BITS:
+            return OWN_BITS[tensor.type]
     elif form.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
@@ -189,7 +198,8 @@ def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
     largest = max((tensor.count for tensor in stored.tensors), default=0)
     weights = _weight_bytes(stored, form)
     if form.precision == "packed":
-        factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
+        # bytes per weight while a matrix is packed; measured
+        factors = {4: 11, 5: 3, 6: 3, 8: 3, None: 4}
         taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if form.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
@@ -199,6 +209,8 @@ def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
 
 def _bytes_while_reading(stored: StoredWeights, form: _Form) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
+    if form.has_own_products:
+        return 0
     packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, form)]
     size = 2 * sum(tensor.count for tensor in packed)
     if form.on_cpu and size <= MOST_UNPACKED:  # a GPU keeps none for the next pass

@@ -241,7 +241,8 @@ class Int5Linear(Int4Linear):
         scales = self.scales.view(-1, self.in_features // self.deep, _LANES * self.scale_bytes)
         scale = scales[:, :, : 2 * _LANES].contiguous().view(torch.float16).float()[:, :, None]
         if parts > 1:
-            scale = scale * scales[:, :, 2 * _LANES :].view(torch.int8).unflatten(2, (-1, _LANES))
+            by = scales[:, :, 2 * _LANES :].contiguous().view(torch.int8)
+            scale = scale * by.view(*scale.shape[:2], -1, _LANES)
         in_parts = q.permute(1, 2, 4, 0, 3).reshape(groups * parts, -1, self.out_features)
         by_part = scale.permute(1, 2, 0, 3).reshape(groups * parts, 1, self.out_features)
         return (in_parts * by_part).to(dtype).view(-1, self.out_features)

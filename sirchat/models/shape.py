@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,23 @@ def free_memory() -> int | None:
 def hides_avx512() -> bool:
     """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch."""
     return not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512")
+
+
+def compiler() -> list[str]:
+    """The command of this machine's C++ compiler: $CXX, or g++, clang++, or zig; [] without one."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [wanted] if wanted else [["g++"], ["clang++"]]:
+        if (path := shutil.which(name)) is not None:
+            return [path, *options]
+    if not wanted and find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++"]
+    return []
+
+
+def has_own_products(profile: Profile) -> bool:
+    """Whether packed weights are multiplied by `products.cpp`, which never unpacks them."""
+    can_compile = profile.compile != "off" and bool(compiler())
+    return can_compile and uses_cpu(profile) and packed_rows(profile) > 0
 
 
 def packed_rows(profile: Profile) -> int:

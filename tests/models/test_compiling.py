@@ -21,7 +21,7 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
-from sirchat.models import compiling, products
+from sirchat.models import compiling, products, shape
 from sirchat.models.compiling import compiled_in_words, make_library, use_compiled
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.load import load_model, load_model_of
@@ -239,18 +239,18 @@ def test_the_first_compiler_that_is_there_is_used(
 ) -> None:
     monkeypatch.setenv("PATH", str(own_home))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(products, "find_spec", lambda name: None)
-    assert products.compiler() == []
-    monkeypatch.setattr(products, "find_spec", lambda name: name)
-    assert products.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setattr(shape, "find_spec", lambda name: None)
+    assert shape.compiler() == []
+    monkeypatch.setattr(shape, "find_spec", lambda name: name)
+    assert shape.compiler() == [sys.executable, "-m", "ziglang", "c++"]
     for name in ("clang++", "g++", "other"):
         (own_home / name).write_text("#!/bin/sh\n", encoding="utf-8")
         (own_home / name).chmod(0o755)
         if name == "other":
             monkeypatch.setenv("CXX", name)
-        assert products.compiler() == [str(own_home / name)]
+        assert shape.compiler() == [str(own_home / name)]
     monkeypatch.setenv("CXX", "g++ -m64")
-    assert products.compiler() == [str(own_home / "g++"), "-m64"]
+    assert shape.compiler() == [str(own_home / "g++"), "-m64"]
 
 
 def test_a_library_with_wrong_products_is_not_tried_again(

@@ -1,20 +1,33 @@
-"""Matrices of GGUF files are packed by the library as by torch's operations, to the last bit."""
+"""Matrices of GGUF files are packed by the library as by torch's operations, to the last bit.
+
+Those of five and six bits have the values of the file.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from gguf_models import random_model, write_model
 from native_library import built_library, has_library
-from sirchat.models import packed, products
+from sirchat.config.profile import Profile
+from sirchat.models import load, packed, prepared, products
+from sirchat.models.compiling import use_compiled
+from sirchat.models.fit import fit_of
 from sirchat.models.gguf import blocks
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import FOUR_BIT, GgufTensor
-from sirchat.models.packed import Int4Linear, quantize_int8
+from sirchat.models.gguf.header import FOUR_BIT, OWN_BITS, GgufTensor
+from sirchat.models.gguf.prepared import WRITER
+from sirchat.models.listing import find_model
+from sirchat.models.load import load_model
+from sirchat.models.packed import Int4Linear, PackedLinear, quantize_int8
+from sirchat.paths import compiled_dir, private_dir
 
 pytestmark = has_library
 
@@ -54,6 +67,9 @@ def test_a_matrix_has_the_bits_of_torch(
     made = native.eight(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
+    if kind in OWN_BITS:
+        own = native.planes(tensor, order, torch.empty)
+        assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
     if kind not in FOUR_BIT:
         return
     for layout in LAYOUTS:
@@ -63,3 +79,48 @@ def test_a_matrix_has_the_bits_of_torch(
         four = native.four(tensor, order, torch.empty)
         assert torch.equal(four.packed, wanted.packed)
         assert torch.equal(four.scales, wanted.scales)
+
+
+def test_a_file_of_five_and_six_bits_is_read_and_mapped_in_these_with_its_own_values(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind_of(name: str, shape: tuple[int, ...]) -> str:
+        return "F32" if len(shape) < 2 else "Q6_K" if "down" in name else "Q5_0"
+
+    private_dir(compiled_dir())
+    (compiled_dir() / products.library_name()).symlink_to(built_library())
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
+    original = random_model("qwen2", tie_word_embeddings=True, **sizes)
+    path = write_model(own_home / "model.gguf", original, "qwen2", kind_of)
+    plain = load_model(str(path), device="cpu")  # without the library they have eight bits
+    kept = {one.bits for one in plain.module.modules() if isinstance(one, PackedLinear)}
+    assert kept == {8}
+    ids = list(range(3, 23))
+    with torch.inference_mode():
+        wanted = original(torch.tensor([ids])).logits[0, -1]
+    for _ in range(2):
+        model = load_model(str(path), device="cpu", compiles=True)
+        use_compiled(model, "on")
+        for thread in threading.enumerate():
+            if thread.name == WRITER:
+                thread.join()
+        monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
+        layers = model.module.model.layers[0]
+        projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj
+        assert [one.bits for one in projections] == [5, 5, 6]
+        down = original.model.layers[0].mlp.down_proj.weight
+        assert torch.equal(projections[-1].unpacked(torch.float32).T, down)
+        cache = model.new_cache(32)
+        model.forward(ids[:-1], cache)
+        cache.commit(len(ids) - 1)
+        alone, together = model.forward(ids[-1:], cache)[0], model.forward(ids, model.new_cache(32))
+        for found in (alone, together[-1]):
+            assert (found - wanted).norm() < 0.1 * wanted.norm()  # of all that is rounded
+    held = sum(one.nbytes for one in packed.packed_buffers(model.module))
+    held += sum(one.nbytes for one in model.module.parameters())
+    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0]
+    assert said.weights == pytest.approx(held, rel=0.02)
+    assert said.working == 0
+    off = Profile(device="cpu", compile="off")
+    assert fit_of(find_model(str(path)), off, None).choices[0].working > 0

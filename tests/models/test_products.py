@@ -25,6 +25,8 @@ from sirchat.models.packed import (
     ANY_ROWS,
     GROUP,
     Int4Linear,
+    Int5Linear,
+    Int6Linear,
     Int8Linear,
     MatmulMethod,
     four_bit_block,
@@ -61,12 +63,39 @@ def four_bits(rows: int, columns: int, seed: int) -> Int4Linear:
     return layer
 
 
+def planes(kind: type[Int5Linear], rows: int, columns: int, seed: int) -> Int5Linear:
+    made = torch.Generator().manual_seed(seed)
+
+    def some_bytes(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=made, dtype=torch.uint8)
+
+    runs = columns // kind.deep  # of 16 rows each, with the same float16 scales
+    halves = torch.randn(rows // 16, runs, 16, generator=made).half().view(torch.uint8)
+    factors = some_bytes(rows // 16, runs, 16 * (kind.scale_bytes - 2))
+    scales = torch.cat((halves, factors), -1).view(rows, -1)
+    layer = kind(some_bytes(rows, columns // 8 * kind.bits), scales)
+    set_matmul_method(layer, MatmulMethod(own=2**30))
+    return layer
+
+
+def five_bits(rows: int, columns: int, seed: int) -> Int5Linear:
+    return planes(Int5Linear, rows // 16 * 16, columns, seed)
+
+
+def six_bits(rows: int, columns: int, seed: int) -> Int5Linear:
+    return planes(Int6Linear, rows // 16 * 16, -(-columns // 256) * 256, seed)
+
+
 def eight_bits(rows: int, columns: int, seed: int) -> Int8Linear:
     made = torch.Generator().manual_seed(seed)
     q = torch.randint(-127, 128, (rows, columns), generator=made)
     layer = Int8Linear(q.to(torch.int8), torch.randn(rows, generator=made).bfloat16())
     set_matmul_method(layer, MatmulMethod(own=2**30))
     return layer
+
+
+MAKERS = st.sampled_from([five_bits, six_bits, eight_bits])
+ALL = [four_bits, five_bits, six_bits, eight_bits]
 
 
 def exact_weights(layer: Any) -> Tensor:
@@ -84,7 +113,7 @@ def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
     if data.draw(st.booleans()):
         layer = four_bits(block * data.draw(st.integers(1, 5)), columns, seed)
     else:
-        layer = eight_bits(data.draw(st.integers(16, 90)), columns, seed)
+        layer = data.draw(MAKERS)(data.draw(st.integers(16, 90)), columns, seed)
     size = (data.draw(st.integers(1, 21)), layer.in_features)
     x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     x *= 10.0 ** data.draw(st.integers(-20, 20))
@@ -110,18 +139,18 @@ def test_of_many_rows_tiles_round_numbers_and_weights_to_bfloat16_alone(
     layer: Any
     if data.draw(st.booleans()):
         layer = four_bits(block * data.draw(st.integers(1, 6)), columns, seed)
-        weights = layer.unpacked(torch.bfloat16).double()
     else:
-        layer = eight_bits(data.draw(st.integers(16, 300)), columns, seed)
-        weights = exact_weights(layer)
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+        layer = data.draw(MAKERS)(data.draw(st.integers(16, 300)), columns, seed)
+    is_eight = isinstance(layer, Int8Linear)
+    weights = exact_weights(layer) if is_eight else layer.unpacked(torch.bfloat16).double()
+    x = torch.randn(rows, layer.in_features, generator=torch.Generator().manual_seed(seed))
     exact = x.bfloat16().double() @ weights
     torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=2e-6 * exact.norm().item())
 
 
-@pytest.mark.parametrize("make", [four_bits, eight_bits])
+@pytest.mark.parametrize("make", ALL)
 def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any) -> None:
-    layer, x = make(5 * four_bit_block(), 160, 7), torch.randn(100, 160)
+    layer, x = make(5 * four_bit_block(), 256, 7), torch.randn(100, 256)
     left, right = torch.randn(2, 64, 64).bfloat16()  # multiplied by tiles of torch
     of_torch, wanted = left @ right, layer(x)
     for some in (slice(33), slice(60, 100), slice(1, 98)):
@@ -151,11 +180,11 @@ def test_tiles_tell_the_surprisal_of_any_vocabulary(
 
 
 @settings(max_examples=8 * ATTACK)
-@given(rows=st.integers(2, 32), make=st.sampled_from([four_bits, eight_bits]))
+@given(rows=st.integers(2, 32), make=st.sampled_from(ALL))
 def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threads(
     rows: int, make: Any
 ) -> None:
-    layer, x = make(5 * four_bit_block(), 160, rows), torch.randn(rows, 160)
+    layer, x = make(5 * four_bit_block(), 256, rows), torch.randn(rows, 256)
     alone = torch.cat([layer(row[None]) for row in x])
     assert torch.equal(layer(x), alone)
     assert torch.equal(layer(x[1:]), alone[1:])
@@ -169,9 +198,9 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-@pytest.mark.parametrize("make", [four_bits, eight_bits])
+@pytest.mark.parametrize("make", ALL)
 def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
-    layer, x = make(four_bit_block(), 64, 0), torch.randn(rows, 64)
+    layer, x = make(four_bit_block(), 256, 0), torch.randn(rows, 256)
     x[0, 5], x[2, 40] = torch.nan, torch.inf
     found = layer(x).isfinite()
     assert found[1].all()

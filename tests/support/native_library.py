@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from sirchat.models import products
+from sirchat.models import products, shape
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 
 _BUILT = Path(__file__).parents[2] / ".pytest_cache" / "built"
-CAN_BUILD = bool(products.compiler() and products.suits_processor())
+CAN_BUILD = bool(shape.compiler() and products.suits_processor())
 has_library = pytest.mark.skipif(
     not CAN_BUILD, reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM"
 )

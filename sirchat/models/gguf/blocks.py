@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCKS, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, OWN_BITS, GgufTensor
 from sirchat.models.packed import (
     GROUP,
     Empty,
@@ -24,9 +24,6 @@ from sirchat.models.packed import (
     Int8Linear,
     four_bit_layout,
 )
-
-# Formats that only `products.cpp` multiplies in their own bits
-PLANES = {"Q5_0": Int5Linear, "Q6_K": Int6Linear}
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -88,8 +85,8 @@ class NativePacking:
         return Int4Linear(packed, scales)
 
     def planes(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
-        """Pack a matrix of one of `PLANES` without loss; `empty` makes the tensors for it."""
-        (rows, columns), kind = tensor.shape, PLANES[tensor.type]
+        """Pack a matrix of one of `OWN_BITS` without loss; `empty` makes the tensors for it."""
+        (rows, columns), kind = tensor.shape, {5: Int5Linear, 6: Int6Linear}[OWN_BITS[tensor.type]]
         packed = empty((rows, columns * kind.bits // 8), dtype=torch.uint8)
         scales = empty((rows, columns // kind.deep * kind.scale_bytes), dtype=torch.uint8)
         where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
