@@ -65,6 +65,21 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
         assert line in refusal(chat, f"{command} green Pelican")
 
 
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [
+        ("/pin", "TEXT|last|turn N (for example: /pin my sister Mia lives in Oslo)"),
+        ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
+        ("/export", "md|html|json FILE [--force] (for example: /export md talk.md)"),
+        *((command, "") for command in ("/erase", "/read", "/branch", "/search")),
+    ],
+)
+def test_a_command_alone_that_needs_words_says_what_to_type(command: str, needs: str) -> None:
+    told = refusal(Chat(save=False), command)
+    assert told.startswith(f"{command} needs {needs}")
+    assert f"(for example: {command} " in told
+
+
 def test_of_words_apart_it_says_what_is_true(chat: Chat, own_home: Path) -> None:
     chat.say("I like C, and 猫狗.")
     nowhere = "these words are not in this chat"
