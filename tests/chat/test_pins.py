@@ -151,6 +151,22 @@ def test_a_retry_pins_the_same_words_after_the_tools_have_changed(before: list[s
         assert pinned_text(chat) == "Oslo"
 
 
+@pytest.mark.parametrize("before", [[], ["Hello."]])
+def test_a_retry_leaves_a_rule_unpinned_after_the_tools_have_changed(before: list[str]) -> None:
+    chat = session(tool_tiny(), policy="full", max_new_tokens=4, pin_system=False)
+    rule = "Answer in one sentence from now on."
+    for text in (*before, rule):
+        list(chat.ask(text))
+    assert pinned_text(chat) == rule
+    chat.pin("last", pinned=False)
+    for tools in ([clock], [], [clock]):
+        chat.toolbox = Toolbox(tools)
+        list(chat.retry())
+        assert not pinned_text(chat)
+    list(chat.ask(rule))
+    assert pinned_text(chat) == rule, "said anew"
+
+
 def test_a_retry_says_which_pins_no_longer_have_room() -> None:
     chat = session(tool_tiny(), policy="sink", budget=400, max_new_tokens=4)
     list(chat.ask("word " * 90))
