@@ -18,7 +18,7 @@ from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import ConversationState, Reply, UndoPoint
 from sirchat.chat.statements import Said, StatedFact, fit_rules, sentences_at, stated_in
-from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked
+from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked, told_of
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -247,10 +247,13 @@ class Session(Conversation):
     def pin(self, target: Target, pinned: bool = True) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`).
 
-        Evicted tokens are restored when they are pinned. Raises UsageError if nothing matches, and
+        Of a text, what the model wrote is not pinned if others wrote it, too. Evicted tokens are
+        restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self.engine.store.recallable())
+        if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
+            positions = told_of(positions, self.ledger, self.state)
         moves = self.engine.evictor.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said = sentences_at(self.ledger, self._texts, positions)

@@ -96,7 +96,11 @@ def pin_rules(
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
     for text, positions in _rules_in(ledger, texts, encoder, turn, known.vectors):
-        was_unpinned = any(at == turn and text in whole for at, whole in state.unpinned)
+        # Where tools have changed since, system prompts stand between, or no longer.
+        was_unpinned = any(
+            text in whole and all(one.role == "system" for one in state.turns[at:turn])
+            for at, whole in state.unpinned
+        )
         is_own = np.isin(positions, ledger.pinned_positions).all()
         if not is_wanted or was_unpinned or is_own:  # before the message was read again
             continue

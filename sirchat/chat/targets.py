@@ -93,12 +93,17 @@ def tokens_asked(
         if not whole:
             raise
         at = np.unique(np.concatenate(whole))
-    told = at[~np.isin(engine.ledger.column("turn")[at], now.generated)]
-    at, room = (told if len(told) else at), engine.evictor.room_beside() // 2
+    at, room = told_of(at, engine.ledger, now), engine.evictor.room_beside() // 2
     if not len(at) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
     both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
+
+
+def told_of(positions: Positions, ledger: Ledger, now: ConversationState) -> Positions:
+    """Those of the tokens that the model did not write; all if it wrote all of them."""
+    told = positions[~np.isin(ledger.column("turn")[positions], now.generated)]
+    return told if len(told) else positions
 
 
 def erase_target(

@@ -202,6 +202,9 @@ class Commands:
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
             raise UsageError(f"/{word} takes no argument", hint=f"type /{word} alone")
+        if not rest and self.help_of(name)[0][:1] not in ("", "["):
+            needs, example = self.help_of(name)[0], _told_of(name)["example"]
+            raise UsageError(f"/{word} needs {needs}", hint=f"for example: {example}")
         command: Callable[[str], Action | None] = getattr(self, _PREFIX + name)
         action = command(rest)
         if action is None:
@@ -239,7 +242,7 @@ class Commands:
         others = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
         also = f" (also {others})" if others else ""
         usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
-        told = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text("utf-8"))[name]
+        told = _told_of(name)
         example = Text(f"Example: {told['example']}", self._screen.theme.quiet)
         meaning = f"{description[:1].upper()}{description[1:]} {told['more']}"
         self._screen.page(Group(usage, Text(meaning), example))
@@ -498,11 +501,6 @@ class Commands:
         name, _, count = rest.rpartition(" ")
         if not name or not count.isdecimal():
             name, count = rest, "0"
-        if not name:
-            raise UsageError(
-                "/branch needs a name",
-                hint="/branch NAME, or /branch NAME 2 to leave out your last 2 messages",
-            )
         self._saved_chat.branch(without_quotes(name), int(count))
 
     def do_branches(self, rest: str) -> None:
@@ -573,6 +571,13 @@ def draw_help(width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(*(Group(*map(_group, column)) for column in columns))
     return table
+
+
+def _told_of(name: str) -> dict[str, str]:
+    """What `/help` adds about a command: `more`, and an `example`."""
+    texts = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text("utf-8"))
+    told: dict[str, str] = texts[name]
+    return told
 
 
 def _group(name: str) -> RenderableType:

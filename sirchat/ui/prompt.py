@@ -450,19 +450,24 @@ def ask_for_key(
 ) -> str:
     """Show `question` until the user presses one of `keys`, and return that key.
 
-    Keys are read from `source`, or else from the terminal. Raises KeyboardInterrupt for Ctrl-C and
-    Ctrl-D.
+    A line that begins with another sign, such as a command, is no answer up to its end. Keys are
+    read from `source`, or else from the terminal. Raises KeyboardInterrupt for Ctrl-C and Ctrl-D.
     """
-    bindings = KeyBindings()
+    bindings, is_line = KeyBindings(), False
+
+    def shown() -> str:
+        return question + "(a line is no answer; Enter ends it)" * is_line
 
     @bindings.add(Keys.Any)
     @bindings.add("enter")
     def answer(event: KeyPressEvent) -> None:
+        nonlocal is_line
         press = event.key_sequence[0]
         key = press.data.lower()
         is_key = key in keys and not isinstance(press, ChordEscape)
-        if is_key and not event.app.is_done:
+        if is_key and not event.app.is_done and (not is_line or press.key == Keys.Escape):
             event.app.exit(result=key)
+        is_line = press.key != Keys.Enter if is_line else key.isprintable()
 
     @bindings.add("c-c")
     @bindings.add("c-d")
@@ -472,7 +477,7 @@ def ask_for_key(
             event.app.exit(exception=KeyboardInterrupt())
 
     line: Application[str] = Application(
-        layout=Layout(Window(FormattedTextControl(question), height=1)),
+        layout=Layout(Window(FormattedTextControl(shown), height=1)),
         key_bindings=bindings,
         input=source or terminal_keys(),
         output=output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import time
@@ -140,6 +141,16 @@ class Switching:
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
         return shorten(text, _MOST_PINNED)
 
+    def _messages_at(self, positions: Sequence[int]) -> str:
+        """Of how many messages, and whose, the tokens at these positions are."""
+        turns = np.unique(self._session.ledger.column("turn")[positions]).tolist()
+        roles = Counter(self._session.state.roles[turn] for turn in turns)
+        whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
+        return " and ".join(
+            f"{counted(count, 'message')} {whose.get(role, f'({role})')}"
+            for role, count in roles.items()
+        )
+
     def pin(self, target: Target, *, pinned: bool) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
         evicted, restored, named = 0, list[int](), 0
@@ -167,6 +178,7 @@ class Switching:
         else:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
             price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
+            price.append(f"in {self._messages_at(changed)}")
         if 0 < count < named:
             price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:

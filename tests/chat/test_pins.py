@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session
+from chatting import answer, babbler, session, tiny
+from saved_chats import Chat
 from sirchat.chat.events import Notice, Pinned, Restored
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import Toolbox
@@ -150,6 +151,22 @@ def test_a_retry_pins_the_same_words_after_the_tools_have_changed(before: list[s
         assert pinned_text(chat) == "Oslo"
 
 
+@pytest.mark.parametrize("before", [[], ["Hello."]])
+def test_a_retry_leaves_a_rule_unpinned_after_the_tools_have_changed(before: list[str]) -> None:
+    chat = session(tool_tiny(), policy="full", max_new_tokens=4, pin_system=False)
+    rule = "Answer in one sentence from now on."
+    for text in (*before, rule):
+        list(chat.ask(text))
+    assert pinned_text(chat) == rule
+    chat.pin("last", pinned=False)
+    for tools in ([clock], [], [clock]):
+        chat.toolbox = Toolbox(tools)
+        list(chat.retry())
+        assert not pinned_text(chat)
+    list(chat.ask(rule))
+    assert pinned_text(chat) == rule, "said anew"
+
+
 def test_a_retry_says_which_pins_no_longer_have_room() -> None:
     chat = session(tool_tiny(), policy="sink", budget=400, max_new_tokens=4)
     list(chat.ask("word " * 90))
@@ -215,3 +232,23 @@ def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
     assert {token.state for token in chat.why("7351")} == {"gone"}
     with pytest.raises(UsageError):
         chat.pin("7351")
+
+
+def test_of_words_that_both_said_yours_are_pinned_and_the_messages_are_counted() -> None:
+    chat = Chat(tiny(), policy="sink", budget=96, recall="off", max_new_tokens=16, save=False)
+    chat.say("My name is Anna.", "I live in Rome.", "What is my name?")
+
+    def pinned() -> set[tuple[int, str]]:
+        rows = chat.session.snapshot().rows
+        return {(row.turn, row.text) for row in rows if "pinned" in row.flags}
+
+    assert "Anna" in chat.session.turns[1].text
+    assert "1 token; in 1 message of yours; holds" in chat.do("/pin Anna")
+    assert pinned() == {(0, " Anna")}
+    assert "2 tokens; in 2 messages of yours; holds" in chat.do("/pin name")
+    assert pinned() == {(0, " Anna"), (0, " name"), (4, " name")}
+    assert "in 1 message of the model's; holds" in chat.do("/pin lovely"), "nobody else said it"
+    chat.do("/pin turn 1")
+    assert (1, " Anna") in pinned()
+    assert "2 tokens no longer pinned" in chat.do("/unpin Anna")
+    assert "Anna" not in "".join(text for _, text in pinned())

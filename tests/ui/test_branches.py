@@ -93,7 +93,7 @@ def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder
     chat.say(*SAYINGS[:2])
     assert "/save saves this chat" in refusal(chat, "/branch one")
     chat.do("/save trunk")
-    assert "needs a name" in refusal(chat, "/branch")
+    assert "/branch needs NAME" in refusal(chat, "/branch")
     assert "only 2 of your messages can be taken back, not 3" in refusal(chat, "/branch one 3")
     assert 'is called "trunk"; allowed' in refusal(chat, "/branch trunk")
     assert 'no branch "twig"' in refusal(chat, "/switch twig")

@@ -61,6 +61,21 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
         assert line in refusal(chat, f"{command} green Pelican")
 
 
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [
+        ("/pin", "TEXT|last|turn N (for example: /pin my sister Mia lives in Oslo)"),
+        ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
+        ("/export", "md|html|json FILE [--force] (for example: /export md talk.md)"),
+        *((command, "") for command in ("/erase", "/read", "/branch", "/search")),
+    ],
+)
+def test_a_command_alone_that_needs_words_says_what_to_type(command: str, needs: str) -> None:
+    told = refusal(Chat(save=False), command)
+    assert told.startswith(f"{command} needs {needs}")
+    assert f"(for example: {command} " in told
+
+
 def test_of_a_turn_that_is_not_there_it_says_so_though_these_words_are(chat: Chat) -> None:
     chat.say("Message turn 99 is a fine one.")
     for command in ("/recall", "/pin"):
@@ -103,7 +118,9 @@ def test_pin_and_unpin_count_only_what_they_change() -> None:
     chat = Chat(system="Call me Anna.", save=False)
     chat.say("My name is Anna.")
     shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
-    assert shown.startswith("pinned: “Anna”\n1 token; pinned already: 1; holds ")
+    assert shown.startswith(
+        "pinned: “Anna”\n1 token; in 1 message of yours; pinned already: 1; holds "
+    )
     assert "all of this is pinned already" in chat.do("/pin Anna")
     assert "nothing of this was pinned" in chat.do("/unpin name")
     assert "2 tokens no longer pinned" in chat.do("/unpin Anna")

@@ -20,7 +20,9 @@ TOLD = "My name is Anna."
     ("keys", "kept"),
     [
         *(("d", ""), ("\x1b", ""), ("\x03", "")),
-        *((key, "Anna") for key in ("k", "\r", "xk")),  # an x is no answer
+        *((key, "Anna") for key in ("k", "\r", "\x1b[Ak")),  # an arrow is no answer
+        *((f"/facts\r{key}", "Anna" * (key == "k")) for key in "kd"),  # nor is a line
+        *(("/undo\x1b", ""), ("/keep\x03", ""), ("x\r/recall\r\r", "Anna")),
         ("e And a cat.\r", "cat"),  # at the prompt
         ("e\x03e And a cat.\r", "cat"),  # a cancelled edit asks again
         ("e", "dog"),  # in the editor
