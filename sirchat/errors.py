@@ -95,17 +95,13 @@ def terminal_has_gone(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
-def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
+def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.6) -> str:
     """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
 
-    X has at least the similarity `alike` (0 to 1), and has all letters of `name` in order, or is
-    its beginning, or differs by a few typing errors. `prefix` (such as a slash) is put before X.
+    X has at least the similarity `alike` (0 to 1). `prefix` (such as a slash) is put before X.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
-    for candidate in close:
-        if _may_be_meant(name.casefold(), candidate.casefold()):
-            return f"did you mean {prefix}{candidate}?"
-    return ""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=alike)
+    return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
 def format_value(value: object) -> str:
@@ -125,32 +121,6 @@ def on_one_line(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
-
-
-def _may_be_meant(typed: str, name: str) -> bool:
-    letters = iter(name)
-    return (
-        all(letter in letters for letter in typed)
-        or typed.startswith(name)
-        or _slips(typed, name) <= max(1, len(name) // 3)
-    )
-
-
-def _slips(text: str, other: str) -> int:
-    """The smallest number of typing errors that turn `text` into `other`.
-
-    An error is one letter added, missing or wrong, or two neighbouring letters swapped.
-    """
-    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, a in enumerate(text, 1):
-        row = [i]
-        for j, b in enumerate(other, 1):
-            best = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
-            if i > 1 and j > 1 and (a, b) == (other[j - 2], text[i - 2]):
-                best = min(best, before[j - 2] + 1)
-            row.append(best)
-        before, last = last, row
-    return last[-1]
 
 
 def no_panic(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:

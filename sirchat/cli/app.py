@@ -34,7 +34,7 @@ from sirchat.cli.chat import (
     tutorial,
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag_error, with_settings
+from sirchat.cli.flags import Debug, Trust, complete_session, with_settings
 from sirchat.cli.registry import command_index, commands, lazy_commands, overview, with_example
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
@@ -48,19 +48,6 @@ _OTHER_COMMANDS = {
     "list": "models lists them",
     "ls": "models lists them",
     "show": "sessions show last prints a chat",
-}
-# For a flag of Ollama, llm or llama.cpp: the flag of sirchat that does the same.
-_OTHER_FLAGS = {
-    **dict.fromkeys(
-        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "--max-new-tokens"
-    ),
-    **dict.fromkeys(("--num-ctx", "--ctx-size"), "--budget"),
-    "--system-prompt": "--system",
-    "--temp": "--temperature",
-    "--keep": "--sinks",
-    "--repeat-penalty": "--repetition-penalty",
-    "--repeat-last-n": "--repetition-window",
-    "--conversation": "--resume",
 }
 _LONGEST_PATH = 300  # characters of a path in an error
 
@@ -94,7 +81,10 @@ class LazyCommand(TyperGroup):
 
 
 class _Commands(TyperGroup):
-    """The group of all commands; for a wrong name, the error names a similar one."""
+    """The group of all commands; for a wrong name, the error names a similar one.
+
+    Flags before a command's name are the command's: `sirchat -m MODEL ask ...` is what people type.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -113,8 +103,13 @@ class _Commands(TyperGroup):
         command = super().get_command(ctx, cmd_name)
         return command if command is None else with_example(command, cmd_name)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["typed"] = [*args]
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        name = args[0]
+        name, typed = args[0], ctx.meta["typed"]
+        flags = [flag for flag in typed[: len(typed) - len(args)] if flag != "--debug"]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
             if name in _OTHER_COMMANDS:
@@ -124,7 +119,7 @@ class _Commands(TyperGroup):
                 hint=close
                 or f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question",
             )
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, [name, *flags, *args[1:]])
 
 
 app = typer.Typer(
@@ -212,7 +207,6 @@ def chat_or_replay(
     ] = False,
     tools: ToolsFile = None,
     tools_allow: ToolsAllow = None,
-    server: Annotated[str, typer.Option(hidden=True)] = "off",
     debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -225,45 +219,27 @@ def chat_or_replay(
     ] = False,
 ) -> None:
     """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
-    command, trust = context.invoked_subcommand, trust_remote_code
+    if context.invoked_subcommand is not None:
+        return
     resume = "last" if is_last and resume is None else resume
     given: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
     transcript: dict[str, Any] = {"feed": feed, "format": format}
     transcript |= {"json": json, "json_tokens": json_tokens}
-    about_transcripts = [name for name, value in transcript.items() if value not in (False, "auto")]
-    if server != "off":
-        if command is not None:
-            raise misplaced_flag_error("--server", command)
-        raise UsageError(
-            "--server no longer opens a chat",
-            hint="sirchat opens one here; sirchat ask --server URL asks a server, and any program "
-            "for OpenAI's API can chat with it",
-        )
-    if command == "ask" and branch is None and not (set(about_transcripts) - {"json"}):
-        # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
-        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust, **given}
-        return
-    if command is not None:
-        more = {"trust_remote_code": trust, "resume": resume is not None}
-        more |= {name: value not in (None, []) for name, value in given.items()}
-        more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
-        misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
-        if misplaced:
-            raise misplaced_flag_error(_spelled_flag(misplaced[0]), command)
-        return
     for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
         if used and resume is None:
             raise UsageError(f"{name} has no effect without --resume")
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
-        replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript, **given)
+        given |= {"quiet": quiet, "trust_remote_code": trust_remote_code}
+        replay(Path("-"), flags, **transcript, **given)
         return
-    if about_transcripts:
-        flag = _spelled_flag(about_transcripts[0])
-        raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
+    for name, value in transcript.items():
+        if value not in (False, "auto"):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
     given |= {"resume": resume, "branch": branch, "rebuild": rebuild}
-    open_chat(flags, trust=trust, debug=debug, quiet=quiet, **given)
+    open_chat(flags, trust=trust_remote_code, debug=debug, quiet=quiet, **given)
 
 
 def _run() -> None:
@@ -272,9 +248,7 @@ def _run() -> None:
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
         _quote_for_bash()
     try:
-        code = app(
-            args=_translate_arguments(sys.argv[1:]), prog_name="sirchat", standalone_mode=False
-        )
+        code = app(args=_with_last_chat(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
@@ -317,22 +291,11 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _translate_arguments(arguments: list[str]) -> list[str]:
-    """The arguments, with flags of other programs replaced by those of sirchat.
-
-    A `--resume` without a value, before the command's name, becomes `--resume=last`.
-    """
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = [argument.partition("=") for argument in arguments[:end]]
-    named = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
-    named += arguments[end:]
-    command = command_index(named)
-    front = named[:command]
+def _with_last_chat(arguments: list[str]) -> list[str]:
+    """The arguments; a `--resume` without a value, before a command's name, is `--resume=last`."""
+    command = command_index(arguments)
+    front = arguments[:command]
     for n, (argument, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
         if argument == "--resume" and then.startswith("-"):
             front[n] = "--resume=last"
-    return front + named[command:]
-
-
-def _spelled_flag(name: str) -> str:
-    return "--option" if name == "policy_options" else f"--{name.replace('_', '-')}"
+    return front + arguments[command:]

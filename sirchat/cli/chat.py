@@ -137,7 +137,6 @@ def open_chat(
 
 @with_settings
 def ask(
-    context: typer.Context,
     flags: dict[str, Any],
     question: Annotated[
         list[str] | None,
@@ -177,18 +176,15 @@ def ask(
     All of the text is held, if the model's context and the memory allow; if not all of it is, a
     line on standard error says how much was read, and how much is held.
     """
-    before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
-    before = {"tools": None, "tools_allow": None, **before}
-    flags, resume = before["flags"] | flags, resume or ("last" if is_last else before["resume"])
-    json, trust = json or before["json"], trust_remote_code or before["trust"]
+    resume = "last" if is_last and resume is None else resume
     text, source, has_files = read_question(
         question or [], file or [], has_input=not no_input, note=_note
     )
     from sirchat.tools.config import ToolFlags
 
-    servers = ToolFlags.of(tools or before["tools"], tools_allow or before["tools_allow"])
-    needs_own = {"--resume": resume is not None, "--trust-remote-code": trust, "--json": json}
-    needs_own["--tools"] = bool(servers.servers)
+    servers = ToolFlags.of(tools, tools_allow)
+    needs_own = {"--resume": resume is not None, "--json": json}
+    needs_own |= {"--trust-remote-code": trust_remote_code, "--tools": bool(servers.servers)}
     for flag in (flag for flag, is_given in needs_own.items() if is_given):
         if server not in ("auto", "off"):
             raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
@@ -219,26 +215,15 @@ def ask(
 
         if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
             return
-    elif server == "auto" and needs_own["--tools"]:
-        _note_unused_server(profile.model, screen)
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
         from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
-        session = _open_saved(profile, trust, report, store, {})
+        session = _open_saved(profile, trust_remote_code, report, store, {})
     with tools_of(servers, session, screen), _in_saved_chat(session, screen, store, later):
         print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
-
-
-def _note_unused_server(model: str, screen: "Screen") -> None:
-    """Say that the server of this model, if it runs, does not answer, as it calls no tools."""
-    from sirchat.cli.own_server import connect_to_own_server
-
-    if found := connect_to_own_server(model):
-        found[0].close()
-        screen.note("the running server calls no tools of --tools: this process answers")
 
 
 @contextmanager

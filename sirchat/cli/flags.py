@@ -12,7 +12,6 @@ import typer
 
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, resolve
-from sirchat.errors import UsageError
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, sessions_dir
@@ -70,11 +69,6 @@ def complete_session(incomplete: str) -> list[str]:
     saved = list_sessions(sessions_dir(), MOST_LISTED).sessions
     names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
     return _completer(lambda: names)(incomplete)
-
-
-def misplaced_flag_error(flag: str, command: str) -> UsageError:
-    """The error for a flag that stands before a subcommand but must stand after it."""
-    return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
 
 
 def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:

@@ -54,29 +54,13 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     if has_question and _is_begun():
         note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
-    says_more = has_question and _is_shared_pipe()
     if not (sys.stdin.isatty() or _comes_soon()):
         without = "; < /dev/null, or --no-input, asks without it" if has_question else ""
         note(f"waiting for {_NAME} to end{without}")
-        says_more = False
     data = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UsageError(f"{_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
-    text = decode_text(_NAME, data).strip("\n")
-    if says_more and text:
-        note(
-            f"all of standard input, {len(text):,} characters, was sent with this question, so the "
-            "script or loop around it finds no more there; --no-input, or < /dev/null, leaves it"
-        )
-    return text
-
-
-def _is_shared_pipe() -> bool:
-    """Whether standard input is a pipe that the shell which runs this command reads, too."""
-    with suppress(OSError, ValueError):  # not Linux, or no process of this user
-        own, shells = os.fstat(sys.stdin.fileno()), os.stat(f"/proc/{os.getppid()}/fd/0")
-        return stat.S_ISFIFO(own.st_mode) and os.path.samestat(own, shells)
-    return False
+    return decode_text(_NAME, data).strip("\n")
 
 
 def _is_begun() -> bool:

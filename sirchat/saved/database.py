@@ -7,14 +7,12 @@ through SQLite only: closing it in any other way, this process would lose its lo
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32, error
@@ -23,30 +21,23 @@ from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 
 SUFFIX = ".sqlite"  # of a session's file
-# The ending of a file beside it that says which process has the session open. This is for messages
-# only, and stays after a crash; SQLite's lock decides whether the session is open.
-HOLDER = ".open"
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 6  # of the tables, as SQLite's user version; 4 and 5 are converted when opened
-SUM = ", sum INTEGER"  # the last column of each table: `record_sum` of the others
-# All tables of a session's file; a file with other tables, or views, is damaged.
+FORMAT = 7  # of the tables, as SQLite's user version
+# All tables of a session's file; a file with other tables, or views, is damaged. The last column of
+# each is the `record_sum` of the others.
 TABLES = {
-    "about": f"CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL{SUM})",
-    # The line break and the blanks are as in files of format 4.
-    "turns": "CREATE TABLE turns\n    (turn INTEGER PRIMARY KEY, role TEXT NOT NULL, "
-    f"text TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER{SUM})",
-    "rows": f"CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL{SUM})",
-    "head": f"""CREATE TABLE head (id INTEGER PRIMARY KEY,
-    seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL{SUM})""",
-    "passages": f"""CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
-    turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB{SUM})""",
-    "held": f"CREATE TABLE held (turn INTEGER PRIMARY KEY, positions BLOB NOT NULL{SUM})",
+    "about": "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER)",
+    "turns": """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NULL,
+    text TEXT NOT NULL, thinking TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER, sum INTEGER)""",
+    "rows": "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL, sum INTEGER)",
+    "head": """CREATE TABLE head (id INTEGER PRIMARY KEY, seen INTEGER NOT NULL, held BLOB NOT NULL,
+    logits BLOB, fields TEXT NOT NULL, sum INTEGER)""",
+    "passages": """CREATE TABLE passages (start INTEGER PRIMARY KEY, end INTEGER NOT NULL,
+    turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB, sum INTEGER)""",
+    "held": "CREATE TABLE held (turn INTEGER PRIMARY KEY, positions BLOB NOT NULL, sum INTEGER)",
 }
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
-
-COPIES = 20  # most tries to copy a session that is being written
-PAUSE = 0.05  # seconds between two tries
 
 _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
@@ -76,19 +67,13 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
     The connection stays open after the block, unless the block fails.
     """
-    with ExitStack() as undo:
-        connection = undo.enter_context(closing(connect(path)))
+    connection = connect(path)
+    try:
         lock(connection)
-        undo.callback(remove_holder_file, path)
-        _write_holder_file(path)
         yield connection
-        undo.pop_all()
-
-
-def remove_holder_file(path: Path) -> None:
-    """Remove the file that says who has the session open, while it is still locked."""
-    with suppress(OSError):
-        path.with_suffix(HOLDER).unlink(missing_ok=True)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
@@ -112,16 +97,14 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         raise SessionError(f"{path} belongs to another user", hint="a copy of it would be yours")
     if not is_session(connection):
         raise not_a_session(path)
-    version = format_of(connection)
-    if not 4 <= version <= FORMAT:
+    version = int(_pragma(connection, "user_version"))
+    if version != FORMAT:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads formats 4 to {FORMAT}",
+            f"{path} has format {version}, but this sirchat reads format {FORMAT}",
             hint=f"install {'a newer' if version > FORMAT else 'an older'} version of sirchat",
         )
     tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    known = [sql for table, sql in TABLES.items() if version > 5 or table != "held"]
-    expected = [sql if version > 4 else sql.replace(SUM, "") for sql in known]
-    if sorted(str(sql) for (sql,) in tables) != sorted(expected):
+    if sorted(str(sql) for (sql,) in tables) != sorted(TABLES.values()):
         raise DamagedSessionError(path)
 
 
@@ -142,17 +125,13 @@ def put(connection: sqlite3.Connection, table: str, *values: object) -> None:
     connection.execute(f"INSERT INTO {table} VALUES ({marks})", record)
 
 
-def record_sum(values: Iterable[object], before: int = 0) -> int:
-    """The CRC-32 of a record's values, after records whose CRC-32 is `before`."""
+def record_sum(values: Iterable[object]) -> int:
+    """The CRC-32 of a record's values."""
+    total = 0
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()
-        before = crc32(data, crc32(b"%d:" % len(data), before))
-    return before
-
-
-def format_of(connection: sqlite3.Connection) -> int:
-    """The format of a session's tables."""
-    return int(_pragma(connection, "user_version"))
+        total = crc32(data, crc32(b"%d:" % len(data), total))
+    return total
 
 
 def refuse_missing(path: Path) -> None:
@@ -229,7 +208,7 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
         case sqlite3.SQLITE_BUSY:
             other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
             return SessionInUseError(
-                f"{path} is in use by another process{_describe_holder(path)}",
+                f"{path} is in use by another process",
                 hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
             )
         case sqlite3.SQLITE_NOTADB:
@@ -239,26 +218,6 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
         case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
             return DamagedSessionError(path)
     return SessionError(f"{path} can't be used: {error}")
-
-
-def _write_holder_file(path: Path) -> None:
-    """Write beside a locked file which process has it open, if that can be written."""
-    holder = {"pid": os.getpid(), "host": platform.node(), "since": time.time()}
-    with suppress(OSError):
-        remove_holder_file(path)
-        with paths.open_private(path.with_suffix(HOLDER), "x") as file:
-            json.dump(holder, file)
-
-
-def _describe_holder(path: Path) -> str:
-    """Words for the process that has the session at `path` open; empty if it is not known."""
-    file = path.with_suffix(HOLDER)
-    try:
-        said = json.loads(file.read_bytes()[:1000]) if file.is_file() else {}
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(said["since"])))
-        return f", {int(said['pid'])} on {str(said['host'])[:60]}, since {since}"
-    except (OSError, *UNDECODABLE):
-        return ""
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> Any:

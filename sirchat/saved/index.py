@@ -304,8 +304,8 @@ def _read(path: Path) -> tuple[str, str, str]:
             with closing(connect(path, options, timeout=0)) as connection:
                 check_format(connection, path)
                 about = dict(connection.execute("SELECT name, value FROM about"))
-                turns = connection.execute("SELECT text FROM turns ORDER BY turn")
-                text = "\n".join(turn for (turn,) in turns)
+                turns = connection.execute("SELECT thinking, text FROM turns ORDER BY turn")
+                text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
             return str(json.loads(about.get("name", '""'))), str(family), text
         except (sqlite3.Error, SessionError, AttributeError, *UNDECODABLE):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sqlite3
-import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -19,9 +18,6 @@ from typing import BinaryIO, NamedTuple, cast
 from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
 from sirchat.saved.database import (
-    COPIES,
-    HOLDER,
-    PAUSE,
     SUFFIX,
     UNDECODABLE,
     as_damage_errors,
@@ -191,21 +187,18 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     session can't be copied.
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
-    for _ in range(COPIES):
+    with SessionStore.read(path) as saved:
         copy = new_file(folder, SUFFIX)
         try:
-            with as_session_errors(path):
-                _copy(path, copy)
+            saved.copy_to(copy)
+            _copy_key_values(path, copy)
             store = SessionStore.open(copy)
             store.branch(name, path.stem)
             return store
-        except BaseException as error:
+        except BaseException:
             with suppress(SessionError):
                 remove_session(copy)
-            if not isinstance(error, DamagedSessionError):
-                raise
-            time.sleep(PAUSE)  # the other process was writing
-    raise DamagedSessionError(path)
+            raise
 
 
 def check_name(folder: Path, text: str, own: str) -> str:
@@ -244,7 +237,7 @@ def remove_session(path: Path) -> None:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
         remove_segments(path.with_suffix(FOLDER))
-        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", HOLDER)
+        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal")
         for suffix in (*beside, SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
     remove_from_index(path)
@@ -308,19 +301,15 @@ def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
     return [error for error in refused if isinstance(error, DamagedSessionError)]
 
 
-def _copy(path: Path, copy: Path) -> None:
-    """Copy a session's file to the empty file `copy`, and those of keys and values if possible."""
-    shutil.copyfile(path, copy)
-    with (
-        suppress(OSError),  # an incomplete file counts as none
-        path.with_suffix(".safetensors").open("rb") as old,
-        paths.open_private(copy.with_suffix(".safetensors"), "xb") as new,
-    ):
-        shutil.copyfileobj(old, new)
-    with suppress(OSError):
-        for file in path.with_suffix(FOLDER).glob("*.safetensors"):
-            folder = paths.private_dir(copy.with_suffix(FOLDER))
-            with file.open("rb") as old, paths.open_private(folder / file.name, "xb") as new:
+def _copy_key_values(path: Path, copy: Path) -> None:
+    """Copy the files of keys and values of the session at `path` where that is possible."""
+    files = {path.with_suffix(".safetensors"): copy.with_suffix(".safetensors")}
+    for file in path.with_suffix(FOLDER).glob("*.safetensors"):
+        files[file] = copy.with_suffix(FOLDER) / file.name
+    for file, target in files.items():
+        with suppress(OSError):  # an incomplete file counts as none
+            paths.private_dir(target.parent)
+            with file.open("rb") as old, paths.open_private(target, "xb") as new:
                 shutil.copyfileobj(old, new)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sqlite3
 import time
 import zlib
@@ -25,9 +24,7 @@ from numpy.typing import NDArray
 from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 from sirchat.saved.database import (
     APPLICATION,
-    COPIES,
     FORMAT,
-    PAUSE,
     SUFFIX,
     TABLES,
     as_damage_errors,
@@ -35,29 +32,24 @@ from sirchat.saved.database import (
     check_contents,
     check_format,
     connect,
-    format_of,
     locked,
     make_durable,
     new_file,
     put,
     refuse_missing,
-    remove_holder_file,
     require,
     sync,
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.older_formats import convert, drop_gone_column
 from sirchat.saved.segments import SavedSegments
-from sirchat.text.transcript import CLOSE, OPEN, RoleName, split_tagged
+from sirchat.text.transcript import RoleName
 
 _ROLES = get_args(RoleName)
 _ALL = 2**62  # larger than every index
 _BLOCK = 1024  # most ledger rows in a record
-
-# A reply with reasoning, in which the end of each `think>` is escaped.
-_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
-_TAG, _ESCAPED_TAG = re.compile(r"think(\\*)>"), re.compile(r"think\\(\\*)>")
+_COPIES = 20  # most tries to copy a session that is being written
+_PAUSE = 0.05  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +120,11 @@ class SessionStore:
 
     Once a method that writes has returned, a power loss can't undo the change. If the file can't be
     written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values,
-    `segments` are those of evicted tokens. Whether it `is_copy`, in memory, of an open session.
+    `segments` are those of evicted tokens.
     """
 
-    def __init__(
-        self, path: Path, connection: sqlite3.Connection, *, is_copy: bool = False
-    ) -> None:
-        self.path, self.is_copy = path, is_copy
-        self._connection = connection
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path, self._connection = path, connection
         self.kv = KeysAndValues(path)
         self.segments = SavedSegments(path)
         with as_damage_errors(path):
@@ -178,19 +167,11 @@ class SessionStore:
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
             check_format(connection, path)
-            before = path.stat()
-            is_older = format_of(connection) < FORMAT
-            if is_older:
-                convert(connection)
             check_contents(connection, path)
-            drop_gone_column(connection)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()
             store._finish_erasing()
-            if is_older:  # the chat is no newer than it was
-                with suppress(OSError):  # another user's file
-                    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
 
     @classmethod
@@ -203,7 +184,7 @@ class SessionStore:
             return cls.open(path)
         except SessionInUseError as error:
             refused = error
-        for _ in range(COPIES):
+        for _ in range(_COPIES):
             copy = sqlite3.connect(":memory:", isolation_level=None)
             with (
                 suppress(DamagedSessionError),
@@ -215,9 +196,9 @@ class SessionStore:
                 if before and before == _last_written(path):
                     check_format(copy, path)
                     check_contents(copy, path)
-                    return cls(path, copy, is_copy=True)
+                    return cls(path, copy)
             copy.close()
-            time.sleep(PAUSE)  # the other process was writing
+            time.sleep(_PAUSE)  # the other process was writing
         raise refused
 
     @property
@@ -235,8 +216,6 @@ class SessionStore:
         """Close the file and release its lock; a second call does nothing."""
         with suppress(sqlite3.Error):  # an empty journal left behind does no harm
             self._connection.execute("PRAGMA journal_mode=DELETE")
-            if not self.is_copy:
-                remove_holder_file(self.path)
         self._connection.close()
 
     def check_place(self) -> None:
@@ -304,6 +283,11 @@ class SessionStore:
                 self._put_about(key, value)
         self.meta, self.name = meta, name
 
+    def copy_to(self, path: Path) -> None:
+        """Copy what is saved to the empty file `path`."""
+        with as_session_errors(path), closing(connect(path)) as copy:
+            self._connection.backup(copy)
+
     def copy_held(self, other: SessionStore) -> None:
         """Take from another file of this chat what was held after the turns before the last."""
         query = "SELECT turn, positions FROM held WHERE turn < ?"
@@ -313,12 +297,14 @@ class SessionStore:
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
-            records = self._all("SELECT turn, role, text, finish, time FROM turns ORDER BY turn")
-            for number, (index, role, text, finish, begun) in enumerate(records):
-                require(index == number and role in _ROLES)
-                require(isinstance(text, str) and isinstance(finish, str))
-                require(begun is None or isinstance(begun, int))  # by a clock that may be wrong
-            return [_turn(*record) for record in records]
+            query = "SELECT turn, role, text, finish, thinking, time FROM turns ORDER BY turn"
+            turns = [SavedTurn(*record) for record in self._all(query)]
+            for number, turn in enumerate(turns):
+                require(turn.index == number and turn.role in _ROLES)
+                texts = turn.text, turn.finish, turn.thinking
+                require(all(isinstance(text, str) for text in texts))
+                require(turn.time is None or isinstance(turn.time, int))  # of a wrong clock, too
+            return turns
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of `dtype`; SessionError if the saved ones have other fields."""
@@ -421,7 +407,7 @@ class SessionStore:
         connection.execute("DELETE FROM turns WHERE turn >= ?", (kept.turns,))
         connection.execute("DELETE FROM passages WHERE start >= ?", (kept.passages,))
         for turn in turns:
-            values = (turn.index, turn.role, _written(turn), turn.finish, turn.time)
+            values = turn.index, turn.role, turn.text, turn.thinking, turn.finish, turn.time
             put(connection, "turns", *values)
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
@@ -500,23 +486,6 @@ def _last_written(path: Path) -> tuple[int, ...]:
     files = [file.stat() for file in (path, Path(f"{path}-journal")) if file.exists()]
     is_written = any(file.st_size for file in files[1:])
     return () if is_written else tuple(at for one in files for at in (one.st_size, one.st_mtime_ns))
-
-
-def _turn(index: int, role: str, written: str, finish: str, begun: int | None) -> SavedTurn:
-    """The turn with the saved text `written`."""
-    if role != "assistant":
-        return SavedTurn(index, role, written, finish, time=begun)
-    match = _TAGGED.fullmatch(written)
-    thinking, text = match.groups() if match else ("", written)
-    return SavedTurn(index, role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking), begun)
-
-
-def _written(turn: SavedTurn) -> str:
-    """The text to save for a turn: its reasoning, if any, in tags that it does not contain."""
-    if turn.role != "assistant" or (not turn.thinking and split_tagged(turn.text)[1] == turn.text):
-        return turn.text
-    thinking = _TAG.sub(r"think\\\1>", turn.thinking)
-    return f"{OPEN}{thinking}{CLOSE}{turn.text}"
 
 
 def _check_count(rows: NDArray[Any], expected: int) -> None:

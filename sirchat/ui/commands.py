@@ -54,7 +54,7 @@ _AROUND = 12  # tokens before, and after, the words that `/recall WORDS` restore
 _LONGEST = 40  # most characters shown of an unknown command
 
 _ELSEWHERE = {  # commands that other programs have, and what does the same here
-    **dict.fromkeys(("sessions", "chats", "list"), "/load lists the saved chats"),
+    **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
     "find": "/search WORDS finds messages of this chat, and other chats",
 }

@@ -25,18 +25,14 @@ from chatting import tiny
 from command_home import CommandHome, Wrong
 from fake_hub import FakeHub, fake_hub
 from saved_chats import saved
-from sirchat.errors import DamagedSessionError
 from sirchat.paths import tiny_dir
-from sirchat.saved import session_list
-from sirchat.saved.session_list import copy_session, find_session
-from sirchat.saved.store import SessionStore
 from sirchat.ui.typed_input import input_history
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 20.0  # most processor time of a program
 _MOST = 8 if MANY else 3  # programs at the same time
-_IN_USE = re.compile(rb"in use by another process(, \d+ on \S+, since [\d :-]+)? \(close")
+_IN_USE = re.compile(rb"in use by another process \(close")
 _LARGE = random.Random(0).randbytes(9 * 2**20)
 _FILES = {"config.json": (tiny_dir() / "config.json").read_bytes(), "model.safetensors": _LARGE}
 
@@ -197,35 +193,3 @@ def test_programs_that_share_their_files_lose_nothing_when_one_is_killed(
     if MANY:
         print(dict(counts))  # noqa: T201
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("torn", [2, 10**6])
-def test_a_copy_made_in_the_middle_of_a_write_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: int
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(session_list, "PAUSE", 0)
-    folder = tmp_path / "data" / "sessions"
-    ident, copy = saved(folder, "trip", save_kv="on"), session_list._copy
-    path, tries = find_session(folder, ident), list[Path]()
-
-    def torn_copy(old: Path, new: Path) -> None:
-        copy(old, new)
-        tries.append(new)
-        if len(tries) <= torn:
-            content = bytearray(new.read_bytes())
-            content[-2048:] = bytes(2048)
-            new.write_bytes(content)
-
-    monkeypatch.setattr(session_list, "_copy", torn_copy)
-    if torn > 2:
-        with pytest.raises(DamagedSessionError, match=str(path)):
-            copy_session(folder, "trip", "other")
-        assert {file.stem for file in folder.glob("2*")} == {ident}
-        return
-    with copy_session(folder, "trip", "other") as branch, SessionStore.open(path) as store:
-        assert branch.turns() == store.turns()
-        assert (branch.name, branch.meta["family"]) == ("other", ident)
-        new = branch.path.with_suffix(".safetensors")
-        assert new.read_bytes() == path.with_suffix(".safetensors").read_bytes()
-        assert {file.stem for file in folder.glob("2*")} == {ident, branch.id}

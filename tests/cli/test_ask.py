@@ -274,9 +274,7 @@ def test_what_the_server_can_not_answer_is_answered_without_it(
     assert run("ask", JOKE, "--json").stdout.startswith("{")
     tools = ("--tools", str(servers_file(tmp_path)))
     by_server, without = both(JOKE, *tools)
-    assert by_server.stdout == without.stdout
-    assert "the running server calls no tools" in by_server.stderr
-    assert without.stderr == ""
+    assert by_server == without
     assert not asked
     assert run("ask", JOKE, "--dtype", "float32").stdout
     by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)
@@ -503,8 +501,6 @@ def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes, s
         (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
         (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
         (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),
-        (["--server", "http://h"], 2, "no longer opens a chat (sirchat opens one here; "),
-        (["--server", "auto", "ask", JOKE], 2, "put --server after ask"),
     ],
 )
 def test_a_wrong_server_is_refused_in_one_line(words: list[str], code: int, message: str) -> None:

@@ -279,12 +279,3 @@ def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:
     assert "is a file that a loop or another command reads" in done.stderr
     piped = f"cat list | {loop.format('sirchat ask --no-input').removesuffix('< list')}"
     assert shell(piped).stdout == done.stdout
-    swallowed = shell(piped.replace("sirchat ask --no-input", f"{COLD} ask"))
-    assert swallowed.stdout.count("[") == 1
-    told = "all of standard input, 20 characters, was sent with this question, so the script or"
-    assert swallowed.stderr.count(f"{told} loop around it finds no more there; --no-input") == 1
-
-
-def test_a_pipe_that_nothing_else_reads_needs_no_word() -> None:
-    done = shell(f"echo 'My name is Anna.' | {COLD} ask 'What is my name?'")
-    assert done.stderr == 'the text says: "My name is Anna."\n'

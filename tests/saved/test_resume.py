@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
 from sirchat.chat.pinned_summary import pin_summary
-from sirchat.cli.app import _translate_arguments
+from sirchat.cli.app import _with_last_chat
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.saved_chat import show_resumed_chat
@@ -110,7 +108,7 @@ def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal("--resume", home=tmp_path) as other:
         assert other.ended() == 1
         told = "".join(other.text.split())
-        assert f"inusebyanotherprocess,{os.getpid()}on{platform.node()}," in told
+        assert "inusebyanotherprocess(closetheotherchatfirst" in told
         assert f"sirchat--resume{ident}--branchNAME" in told
     with Terminal("--resume", ident, "--branch", "other", home=tmp_path) as other:
         other.ask("What is new?")
@@ -163,7 +161,7 @@ def test_at_a_terminal_it_says_which_chat_and_asks(folder: Path) -> None:
     [
         (("--resume", "last"), "standard input"),
         (("--rebuild",), "--resume"),
-        (("--resume", "x", "sessions", "list"), "before sessions"),
+        (("--resume", "x", "sessions", "list"), "No such option: --resume"),
         (("sessions", "show", "nothing"), "no saved session"),
     ],
 )
@@ -177,11 +175,11 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(
 
 
 def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
-    assert _translate_arguments(["--resume"]) == ["--resume=last"]
-    assert _translate_arguments(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
-    assert _translate_arguments(["--resume", "x"]) == ["--resume", "x"]
-    assert _translate_arguments(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
-    assert _translate_arguments([]) == []
+    assert _with_last_chat(["--resume"]) == ["--resume=last"]
+    assert _with_last_chat(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _with_last_chat(["--resume", "x"]) == ["--resume", "x"]
+    assert _with_last_chat(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _with_last_chat([]) == []
 
 
 def _typed(*lines: str) -> list[str]:

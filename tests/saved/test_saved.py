@@ -242,7 +242,7 @@ def test_folder_and_files_are_private_while_open_and_after(tmp_path: Path) -> No
     with SessionStore.create(folder, {}) as session:
         session.append(said("hi"), rows_at(range(3)), head_at(3))
         session.kv.save({"keys": torch.ones(2)}, "stamp")
-        suffixes = {".sqlite", ".sqlite-journal", ".safetensors", ".open"}
+        suffixes = {".sqlite", ".sqlite-journal", ".safetensors"}
         assert {path.suffix for path in folder.iterdir()} == suffixes
         assert modes(folder) == {0o600}
         session.replace(said("ho"), rows_at(range(3)), head_at(3))
@@ -298,7 +298,6 @@ def test_between_turns_everything_is_in_one_file(tmp_path: Path) -> None:
             )
             sizes = {path.suffix: path.stat().st_size for path in tmp_path.iterdir()}
             assert sizes.pop(".sqlite")
-            assert sizes.pop(".open")
             assert sizes == {".sqlite-journal": 0}
 
 

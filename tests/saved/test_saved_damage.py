@@ -25,7 +25,13 @@ from session_files import (
     said,
 )
 from sirchat.saved.database import FORMAT
-from sirchat.saved.session_list import export_session, find_session, list_sessions, remove_session
+from sirchat.saved.session_list import (
+    copy_session,
+    export_session,
+    find_session,
+    list_sessions,
+    remove_session,
+)
 from sirchat.saved.store import SessionStore
 
 
@@ -82,6 +88,8 @@ def test_a_session_that_a_crash_interrupted_is_listed_unwritten_and_opened_rolle
     assert ([session.id for session in sessions], refused) == ([interrupted.stem], [])
     assert not sessions[0].in_use
     assert interrupted.read_bytes() == before
+    with copy_session(interrupted.parent, interrupted.stem, "branch") as session:
+        assert session.turns() == said("one")
     with SessionStore.open(interrupted) as session:
         assert session.turns() == said("one")
         assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
@@ -113,7 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), NONE),
     "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
     "foreign": (foreign_database, NONE),
-    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads formats 4 to {FORMAT}"),
+    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads format {FORMAT}"),
     "damaged": (cut_short, "is damaged"),
 }
 

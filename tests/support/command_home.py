@@ -58,7 +58,6 @@ class CommandHome:
         else:
             left = [*archives.glob("*"), *(self.folder / "tmp").iterdir()]
             left += [*self.sessions.glob("*-journal"), *self.sessions.glob("*.new")]
-            left += self.sessions.glob("*.open")
         if left:
             raise Wrong(f"left behind: {left}")
         return turns

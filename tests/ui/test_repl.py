@@ -284,7 +284,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/Policy", "did you mean /policy?"),
         ("/nosuch", "there is no command /nosuch (/help lists all commands"),
         ("/sessions", "there is no command /sessions (/load lists the saved chats)"),
-        ("/resume", "/help lists all commands"),  # nothing like /reset
+        ("/resume", "there is no command /resume (/load lists the saved chats)"),
         ("/remove", "/help lists all commands"),
         ("/hlep", "did you mean /help?"),
         ("/", "there is no command / (/help lists all commands"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import Debug, misplaced_flag_error
+from sirchat.cli.flags import Debug
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, resolve
 from sirchat.errors import SirchatError, UsageError
@@ -60,7 +60,8 @@ def bench(context: typer.Context, **flags: Any) -> None:
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
         if name != "debug" and source is not None and source.name == "COMMANDLINE":
-            raise misplaced_flag_error(f"--{name}", context.invoked_subcommand)
+            flag, command = f"--{name}", context.invoked_subcommand
+            raise UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after it")
 
 
 _flags = inspect.signature(decode)
