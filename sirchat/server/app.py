@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
@@ -36,7 +37,7 @@ from sirchat.server.anthropic import MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError, parse_request
-from sirchat.server.formats import Formats
+from sirchat.server.formats import format_of
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape
 from sirchat.server.pieces import ReplyEnd, ReplyOptions
@@ -138,7 +139,7 @@ class ChatServer:
         about = ModelRoutes(conversations.model, names, self.replies)
         self._check_name = about.check_name
         self._told = set[str]()  # notes that the log has
-        self._formats = Formats()
+        self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
             *about.routes,
@@ -241,7 +242,7 @@ class ChatServer:
         if asked.sirchat_ask is not None:
             fields = asked.sirchat_ask.model_dump(exclude={"settings"})
             options = ReplyOptions(is_for_ask=True, **fields)
-            return replace(options, format=partial(self._formats.of, asked, options.notes))
+            return replace(options, format=partial(format_of, self._formats, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
         for name, value in settings.items():
             try:
@@ -254,7 +255,7 @@ class ChatServer:
             settings,
             tuple(asked.stop),
             asked.call_parser(),
-            format=partial(self._formats.of, asked, notes),
+            format=partial(format_of, self._formats, asked, notes),
             must_call=bool(asked.called_tools),
             notes=notes,
         )

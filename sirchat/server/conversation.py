@@ -143,10 +143,6 @@ class KnownConversation:
             shared -= 1
         return shared if roles[shared:].count("user") <= self.undoable else 0
 
-    def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well this conversation suits to continue `history`; a greater tuple is better."""
-        return self.count_shared(history), False, False
-
 
 @dataclass(eq=False, kw_only=True)
 class ServedConversation(KnownConversation):
@@ -245,11 +241,6 @@ class ServedConversation(KnownConversation):
             keys.append(key_after(keys[-1], role, text))
         marks = (*self.marks[:end], *sent[same:])
         return replace(history, messages=said, keys=tuple(keys), marks=marks)
-
-    def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well this conversation suits to continue `history`; a greater tuple is better."""
-        shared = self.count_shared(history)
-        return shared, not self.is_busy, shared == len(self.roles)
 
     def is_answered_again(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""

@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "modalities": (["text"],),
     "function_call": ("none", "auto"),
-    **dict.fromkeys(("functions", "logit_bias", "prompt", "images", "audio"), ()),
+    **dict.fromkeys(("functions", "logit_bias", "prompt", "images", "audio", "dimensions"), ()),
     **dict.fromkeys(("grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
 }
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -178,9 +178,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
             given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError):
-        packed = body.startswith(b"\x1f\x8b")
-        problem = "compressed; send it as it is" if packed else "not JSON"
-        raise RequestError(f"the request's body is {problem}") from None
+        raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
     return given

@@ -41,14 +41,6 @@ class EmbeddingRequest(Body):
 
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-
-
-class ShowRequest(Body):
-    """The body of a request to `/api/show`."""
-
-    name: str | None = None  # the field's earlier name
-    verbose: bool = False
 
 
 class ModelRoutes:
@@ -99,10 +91,6 @@ class ModelRoutes:
         asked = parse_request(await read_body(request), EmbeddingRequest)
         self.check_name(asked.model)
         vectors, tokens = await self._vectors(asked.input)
-        size = len(vectors[0])
-        if asked.dimensions not in (None, size):
-            problem = f"dimensions can't be {asked.dimensions}; allowed: {size}"
-            raise RequestError(problem, param="dimensions")
         data = [
             {"object": "embedding", "index": at, "embedding": _encoded(one, asked.encoding_format)}
             for at, one in enumerate(vectors)
@@ -145,28 +133,15 @@ class ModelRoutes:
         return JSONResponse({"models": [about | {"details": self._details}]})
 
     async def _show(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), ShowRequest)
-        self.check_name(asked.model or asked.name)
-        config = self._model.module.config.get_text_config(decoder=True)
-        kind, template = config.model_type, str(self._model.tokenizer.chat_template or "")
+        self.check_name(parse_request(await read_body(request), Body).model)
+        kind = self._model.module.config.model_type
+        template = str(self._model.tokenizer.chat_template or "")
         able = ["completion", *(("tools",) if "tools" in template else ())]
-        info = {
-            "general.architecture": kind,
-            f"{kind}.context_length": self._model.context_length,
-            f"{kind}.embedding_length": config.hidden_size,
-            f"{kind}.block_count": config.num_hidden_layers,
-        }
-        return JSONResponse(
-            {
-                "modelfile": f"FROM {self._model.name}",
-                "parameters": "",
-                "template": template,
-                "details": self._details,
-                "model_info": info,
-                "capabilities": able,
-                "modified_at": self._since_as_text,
-            }
-        )
+        length = self._model.context_length
+        info = {"general.architecture": kind, f"{kind}.context_length": length}
+        about = {"template": template, "model_info": info, "capabilities": able}
+        since = self._since_as_text
+        return JSONResponse(about | {"details": self._details, "modified_at": since})
 
     @property
     def _details(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sirchat.server.completions import Parts, Shape
+from sirchat.server.completions import Shape
 from sirchat.server.fields import (
     MANY,
     MOST_MESSAGES,
@@ -27,9 +27,9 @@ from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
     ConversationFields,
+    FunctionCall,
     SamplingFields,
     Tool,
-    ToolName,
 )
 from sirchat.text.tool_calls import call_id
 
@@ -40,18 +40,11 @@ class OllamaOptions(SamplingFields):
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
 
 
-class OllamaFunction(ToolName):
-    """The field `function` of a tool call: here, the arguments are an object."""
-
-    arguments: Json = Field(default={})
-
-
 class OllamaCall(Fields):
     """A tool call in a message; without an id, its result is found by order and by name."""
 
     id: CallId | None = None
-    type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: FunctionCall
 
 
 class OllamaMessage(Fields):
@@ -102,7 +95,7 @@ class OllamaRequest(Body):
             fields["tool_calls"] = []
             for call in message.tool_calls:
                 ident, name = call.id or next(ids), call.function.name
-                fields["tool_calls"].append({"id": ident, "function": call.function.model_dump()})
+                fields["tool_calls"].append({"id": ident, "function": call.function})
                 waiting.append((name, ident))
             if message.role == "tool":
                 fits = [pair for pair in waiting if message.tool_name in (None, pair[0])]
@@ -119,20 +112,14 @@ class OllamaShape(Shape):
 
     def __init__(self, asked: OllamaRequest, model: str) -> None:
         self._model = model
-        self._asked_at = self._begun_at = time.monotonic_ns()
-
-    async def whole_response(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the response."""
-        self.begun()
-        return await super().whole_response(parts)
+        self._asked_at = time.monotonic_ns()
 
     def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
         return self._piece(said) | self._end(end)
 
     def begun(self) -> Iterable[str]:
-        """The reply has begun: nothing is told of it, but the time."""
-        self._begun_at = time.monotonic_ns()
+        """Nothing."""
         return ()
 
     def told(self, part: ReplyText) -> Iterable[str]:
@@ -159,15 +146,12 @@ class OllamaShape(Shape):
 
     def _end(self, end: ReplyEnd) -> dict[str, Any]:
         """The fields of only the last object."""
-        now = time.monotonic_ns()
         return {
             "done": True,
             "done_reason": "length" if end.finish == "length" else "stop",
-            "total_duration": now - self._asked_at,
+            "total_duration": time.monotonic_ns() - self._asked_at,
             "prompt_eval_count": end.usage["prompt_tokens"],
-            "prompt_eval_duration": self._begun_at - self._asked_at,
             "eval_count": end.usage["completion_tokens"],
-            "eval_duration": now - self._begun_at,
             "sirchat": end.memory,
         }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from sirchat.chat.editing import can_edit
@@ -81,7 +81,7 @@ class ConversationPool:
         is_exact = self._reuse == "exact"
         own = (each for each in self._all if history.may_use(each.name))
         able = (each for each in own if not (is_exact and each.is_edited))
-        best = max(able, key=lambda each: each.fitness(history), default=None)
+        best = max(able, key=partial(_fitness, history), default=None)
         shared = 0 if best is None else best.count_shared(history)
         if shared and isinstance(best, SavedConversation):
             if (best := self._load(best)) is None:
@@ -329,3 +329,11 @@ class ConversationPool:
 
     def _drop(self, conversation: ServedConversation) -> None:
         self._held = [each for each in self._held if each is not conversation]
+
+
+def _fitness(history: History, known: KnownConversation) -> tuple[int, bool, bool]:
+    """How well a conversation suits to continue `history`; a greater tuple is better."""
+    shared = known.count_shared(history)
+    if not isinstance(known, ServedConversation):
+        return shared, False, False
+    return shared, not known.is_busy, shared == len(known.roles)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving import CHAT, Message, Served, assistant, cached, said, served, system, user
+from serving import CHAT, Message, Served, assistant, cached, held_text, said, served, system, user
 from template_shapes import WEATHER, script, tool_tiny
 
 ANNA, NAME, AGAIN = (
@@ -15,8 +15,6 @@ ANNA, NAME, AGAIN = (
     "What is my name?",
     "And where do I live?",
 )
-
-WRONG = {"name": "wrong", "schema": {"type": "nothing"}}
 
 
 def talk(server: Served, messages: list[Any], name: str | None = "mine", **fields: Any) -> Any:
@@ -112,8 +110,7 @@ def test_another_system_prompt_is_read_and_nothing_else() -> None:
         assert second["usage"]["prompt_tokens"] - cached(second) < 50
         third = talk(one, [user(AGAIN)])
         assert cached(third) == second["sirchat"]["seen"]
-        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
-        text = "".join(row["text"] for row in shown["rows"])
+        text = held_text(one, third)
         assert "9:05" in text
         assert "9:00" not in text
         assert text.count("Anna, and") == 1
@@ -170,8 +167,7 @@ def test_a_named_conversation_is_its_clients_alone(
             mine = talk(one, [user(NAME)], temperature=0)
             assert mine["sirchat"]["id"] == second["sirchat"]["id"]
             assert cached(mine) == second["sirchat"]["seen"]
-            shown = one.client.get(f"/v1/sirchat/sessions/{mine['sirchat']['id']}").json()
-            assert "Zebulon" not in "".join(row["text"] for row in shown["rows"])
+            assert "Zebulon" not in held_text(one, mine)
 
 
 def test_without_the_name_nothing_of_it_is_used() -> None:
@@ -194,8 +190,7 @@ def test_calls_are_read_again_where_they_must_be(monkeypatch: pytest.MonkeyPatch
         third = talk(one, [system("Be brief."), user("Sure?")])
         assert said(third) == "Yes."
         assert cached(third) == 0
-        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
-        text = "".join(row["text"] for row in shown["rows"])
+        text = held_text(one, third)
         for part in ("Be brief.", "Oslo", "rain", "It rains.", "Sure?"):
             assert part in text
 
@@ -207,35 +202,21 @@ def test_other_tools_leave_the_system_prompt_that_was_not_sent_again() -> None:
         third = talk(one, [user(AGAIN)], tools=[WEATHER])
         assert cached(third) == second["sirchat"]["seen"]
         assert third["sirchat"]["id"] == first["sirchat"]["id"]
-        shown = one.client.get(f"/v1/sirchat/sessions/{third['sirchat']['id']}").json()
-        text = "".join(row["text"] for row in shown["rows"])
+        text = held_text(one, third)
         assert text.count("Be brief and kind.") == 1
         assert "weather" in text
 
 
 @pytest.mark.parametrize("name", ["mine", None])
-@pytest.mark.parametrize(
-    "refused",
-    [
-        {"response_format": {"type": "json_schema", "json_schema": WRONG}},
-        {"n": 2, "archive": "off"},
-        {"budget": 9},
-    ],
-)
-def test_a_refused_request_for_another_reply_leaves_the_one_before(
-    name: str | None, refused: dict[str, Any]
-) -> None:
-    wanted = dict(refused)
-    archive, budget = wanted.pop("archive", "ram"), wanted.pop("budget", None)
-    memory = {"conversation": name} if name else {}
-    memory |= {"budget": budget} if budget else {}
-    settings: Any = {"policy": "salience", "archive": archive, "recall": "off"}
-    with served(max_new_tokens=6, **settings) as one:
+def test_a_refused_request_for_another_reply_leaves_the_one_before(name: str | None) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    with served(policy="salience", recall="off", max_new_tokens=6) as one:
         messages: list[Any] = [user(ANNA)]
         messages.append(assistant(said(talk(one, messages, name))))
         messages.append(user(NAME))
         first = talk(one, messages, name)
-        assert one.post(messages[1:] if name else messages, sirchat=memory, **wanted).is_error
+        sent, own = messages[1:] if name else messages, {"conversation": name}
+        assert one.post(sent, sirchat=own, response_format=wrong).is_error
         messages += [assistant(said(first)), user(AGAIN)]
         after = talk(one, messages, name)
         assert cached(after) == first["sirchat"]["seen"]

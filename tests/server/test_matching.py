@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from serving import Message, Served, assistant, cached, said, served, system, told, user
+from serving import Message, Served, assistant, cached, held_text, said, served, system, told, user
 from sirchat.server.matching import SURE
 from template_shapes import script, tool_tiny
 
@@ -95,11 +95,6 @@ def read_as_it_is() -> int:
     """How many tokens are read for a talk that each request sends whole."""
     with served(**SETTINGS) as server:
         return sum(read_anew(spoken(server, as_it_is)))
-
-
-def held_text(server: Served, reply: Any) -> str:
-    shown = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
-    return "".join(row["text"] for row in shown["rows"])
 
 
 def conversations(server: Served) -> int:

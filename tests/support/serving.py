@@ -54,6 +54,12 @@ def cached(reply: Any) -> int:
     return count
 
 
+def held_text(server: Served, reply: Any) -> str:
+    """The text of all tokens that are held in the conversation of a reply."""
+    shown = server.client.get(f"/v1/sirchat/sessions/{reply['sirchat']['id']}").json()
+    return "".join(row["text"] for row in shown["rows"])
+
+
 def refusal(response: Any, status: int = 400) -> Any:
     """The error in a response, which must have this status and the shape of OpenAI's errors."""
     assert response.status_code == status, response.text
