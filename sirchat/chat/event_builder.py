@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from sirchat.chat.events import (
     Ended,
     Event,
@@ -32,6 +34,7 @@ from sirchat.text.detokenizer import Texts
 from sirchat.text.template import Template
 from sirchat.version import __version__
 
+_MOST_ROUNDED = 8  # from float32 to 4 bits, the least that a token takes in an archive
 _LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 
@@ -195,12 +198,19 @@ class EventBuilder:
         if "reasoning" in changed and profile.reasoning != "auto":
             problem = template.switches.problem(profile.reasoning)
             yield from [problem] if problem else []
+        held, store = self.engine.ledger.held_positions, self.engine.store
+        if "archive_limit" in changed and settings.archive and len(held):
+            size = store.cache.first_written(torch.arange(1), held[:1].copy()).nbytes
+            if settings.archive < size // _MOST_ROUNDED:
+                yield (
+                    f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
+                    "bytes; of what is evicted, only the text is kept"
+                )
         counts_attention = settings.attention_stats is not None
         if "policy" in changed and counts_attention and not model.exposes_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"
             return
-        held = self.engine.ledger.held_positions
         if "policy" in changed and len(held) and not is_measured(self.engine, held).any():
             yield (
                 "attention is recorded from the next message on; until then, policy "

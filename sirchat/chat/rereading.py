@@ -226,7 +226,8 @@ def repinned_note(session: Session) -> str:
     if not again + lost:
         return ""
     many = "token that you had pinned is" if again == 1 else "tokens that you had pinned are"
-    left = f"; {lost:,} are not, as pins take at most half of the budget" if lost else ""
+    why = "pins take at most half of the budget, and what is no longer archived can't be pinned"
+    left = f"; {lost:,} {'is' if lost == 1 else 'are'} not: {why}" if lost else ""
     return f"{again:,} {many} pinned again{left}"
 
 

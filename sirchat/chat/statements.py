@@ -91,7 +91,10 @@ def pin_rules(
     if pins and said == state.turns[turn].text:
         at = ledger.of_turn(turn, Role.USER)
         try:
-            evictor.pin_held(at[np.isin(np.arange(len(at)), pins)])
+            asked = at[np.isin(np.arange(len(at)), pins)]
+            if gone := len(asked) - evictor.pin_held(asked):
+                of = f"{gone:,} of the tokens that you had pinned in this message"
+                yield Notice(f"evicted, and not pinned again: {of}")
         except SettingError as error:  # older rules that had been let go may have the room again
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"

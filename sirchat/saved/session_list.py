@@ -41,7 +41,12 @@ LENGTH = 40  # characters of a session's name
 MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
 _FIRST_LINE = 80  # characters
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-_USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
+# A damaged head is no reason to leave a chat out of the list.
+_SUMMARIES = (
+    "SELECT value FROM head, json_each(CASE WHEN json_valid(fields) THEN fields ELSE '{}' END, "
+    "'$.conversation.summaries')"
+)
+_USERS = f"SELECT text FROM turns WHERE role = 'user' AND turn NOT IN ({_SUMMARIES}) ORDER BY turn"
 _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
@@ -59,7 +64,7 @@ class SavedSession:
     updated: datetime
     model: str
     turns: int  # number of messages
-    first: str  # the beginning of the first user message, on one line
+    first: str  # the beginning of the first user message that is no summary, on one line
     last: str  # the beginning of the last user message
     in_use: bool  # whether a process has the session open
     family: str  # the id of the chat from which it was branched, or its own

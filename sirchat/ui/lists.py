@@ -116,10 +116,10 @@ class SessionLines:
         return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
 
     def _text(self, session: SavedSession) -> list[Fragment]:
-        """The chat's name, and the line that was found, or what the user said last, or first."""
+        """The chat's name, and the line that was found, or what the user said first, or last."""
         is_present = session.id == self._present
         whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
-        said = session.last if cell_len(session.last) >= _LEAST_TEXT else session.first
+        said = session.first if cell_len(session.first) >= _LEAST_TEXT else session.last
         parts = self._matches.get(session.id, ())
         name = [("bold", session.name), ("", ": " if said else "")] if session.name else []
         text = [("match" if part.is_match else "", part.text) for part in parts] or [("", said)]

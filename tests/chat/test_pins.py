@@ -9,6 +9,7 @@ import pytest
 from chatting import answer, babbler, session, tiny
 from saved_chats import Chat
 from sirchat.chat.events import Notice, Pinned, Restored
+from sirchat.chat.rereading import read_whole, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.errors import SettingError, UsageError
@@ -175,6 +176,27 @@ def test_a_retry_says_which_pins_no_longer_have_room() -> None:
     notes = [event.text for event in chat.retry() if isinstance(event, Notice)]
     assert "word" not in pinned_text(chat)
     assert any("what you had pinned in this message is not pinned again: " in one for one in notes)
+
+
+def test_pins_that_are_evicted_when_the_text_is_read_again_are_told() -> None:
+    chat = session(babbler(), policy="sink", budget=96, recent=16, max_new_tokens=4)
+    list(chat.ask(f"{OSLO} " + "word " * 120))
+    chat.pin("Oslo")
+    size = len(chat.ledger.pinned_positions)
+    assert size == 1
+    notes = [event.text for event in chat.retry() if isinstance(event, Notice)]
+    told = (
+        f"evicted, and not pinned again: {size} of the tokens that you had pinned in this message"
+    )
+    assert told in notes
+    assert not pinned_text(chat)
+    chat.pin("Oslo")
+    assert repinned_note(read_whole(chat)).endswith(" pinned again")
+    chat.switch("/set", archive="off")
+    assert repinned_note(read_whole(chat)) == (
+        "0 tokens that you had pinned are pinned again; 1 is not: pins take at most half of the "
+        "budget, and what is no longer archived can't be pinned"
+    )
 
 
 def test_last_and_turn_n_name_turns() -> None:

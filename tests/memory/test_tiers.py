@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from chatting import babbler, session
+from chatting import babbler, session, tiny
 from saved_chats import Chat, resumed
 from sirchat.chat.events import Recalled
 from sirchat.chat.rereading import copied
@@ -380,3 +380,15 @@ def test_a_chat_knows_what_came_from_fewer_bits_also_while_and_after_the_archive
     assert rows is not None
     for tensor, before in zip(numbers_of(chat, rest[came]), rows.tensors, strict=True):
         assert torch.equal(tensor, before[:, torch.from_numpy(came)])
+
+
+def test_a_limit_that_holds_no_token_is_said_to(own_home: Path) -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, recall="off", max_new_tokens=16)
+    chat.say("My name is Anna.")
+    assert "holds no token" not in chat.do("/set archive_limit 64KiB")
+    told = chat.do("/set archive_limit 200")
+    assert re.search(r"archive_limit 200 holds no token: one takes [\d,]+ bytes; of", told)
+    chat.say(*["I live in Rome.", "Tell me a joke.", "What is a tree?", "I like cats."] * 2)
+    states = {rank.state for rank in chat.session.why("turn 0")}
+    assert "lost" in states, "only its text is kept"
+    assert "archived" not in states

@@ -53,7 +53,7 @@ def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width
             session.model[:9],
         )
         assert all(fact in text for fact in facts)
-        assert {2: "Only this", 4: "my trip: Where does Peter"}[session.turns] in text
+        assert {2: "Only this", 4: "my trip: My name is Anna."}[session.turns] in text
 
 
 def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) -> None:
@@ -62,7 +62,7 @@ def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) ->
     (line,) = run("sessions", COLUMNS="60").stdout.splitlines()
     assert name in line
     assert line.endswith("word word")
-    new(folder, "My name is Anna.", "Hello", "ok, thanks", "bye")  # the last line tells little
+    new(folder, "Hello", "Hi!", "My name is Anna.", "I see.")  # the first line tells little
     assert "My name is Anna." in run("sessions").stdout
 
 

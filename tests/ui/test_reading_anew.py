@@ -139,7 +139,7 @@ def test_of_more_pins_than_have_room_the_newest_are_kept(
     assert 1 not in after
     line = re.search(
         r"(\d+) tokens that you had pinned are pinned again; "
-        r"(\d+) are not, as pins take at most half of the budget",
+        r"(\d+) are not: pins take at most half of the budget",
         " ".join(shown.split()),
     )
     assert line is not None

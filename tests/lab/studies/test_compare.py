@@ -328,6 +328,21 @@ def test_nothing_shown_steers_the_terminal() -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
 
 
+def test_the_table_fits_80_columns_with_whole_numbers_whatever_the_settings_are_called() -> None:
+    comparison = compare(babbler(), BRIEF, transcript([("Hello.", "Hi.")]))
+    for number, result in enumerate(comparison.settings):
+        name = f"salience {64 + number} decay 0.95 recall words, then sink from turn 12"
+        object.__setattr__(result, "name", name)
+    console = Console(width=80, record=True, color_system=None)
+    with console.capture() as captured:
+        console.print(next(iter(draw(comparison, displayable))))
+    title, *rows = captured.get().splitlines()
+    assert title.split() == ["setting", "held", "of", "KL", "same", "read/s", "answer/s", "MiB"]
+    first = rows[0][title.index("setting") + 20 :].split()
+    assert all(re.fullmatch(r"[\d,.]+", number) for number in first[-7:])
+    assert len(first) >= 7
+
+
 def test_the_table_comes_first_and_of_a_long_text_the_beginning_unless_all_is_wanted() -> None:
     looping = "The heron came. It is grey, and it is grey, and grey. " * 40
     comparison = compare(tiny(), BRIEF, transcript([(looping, looping)]))

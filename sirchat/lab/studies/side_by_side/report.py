@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import RenderableType
@@ -88,7 +88,9 @@ def _summary(found: Comparison, safe: Safe) -> Table:
         "answers, as under full; (..): 95 % interval; /s: tokens a second; MiB: of the cache"
     )
     for number, column in enumerate(whole.columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        is_number = number > 0  # a long name wraps, and leaves the numbers whole
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(column, justify=justify, no_wrap=is_number, overflow="fold")
     for name, *values in whole.rows:
         cells = (value_text(value, whole.digits) for value in values)
         narrow = (cell.replace(" (", "\n(").replace(" to ", "-") for cell in cells)
