@@ -95,14 +95,14 @@ def sessions_search(
 def sessions_show(ident: Ident, debug: Debug = False) -> None:
     """Print the text of a saved chat; of one that is open elsewhere, what was saved last."""
     from sirchat.saved.session_list import find_session
-    from sirchat.saved.store import SessionStore, turns_named
+    from sirchat.saved.store import SessionStore
 
     with SessionStore.read(find_session(sessions_dir(), ident, may_be_open=True)) as store:
-        summaries = turns_named(store.head(), "summaries")
+        before = False  # whether the turn before is a summary, which its reader answers
         for turn in store.turns():
-            is_summary = {turn.index, turn.index - 1} & summaries  # it is answered by its reader
-            role = "summary" if is_summary else turn.role
+            role = "summary" if turn.is_summary or before else turn.role
             typer.echo(displayable(f"{role.upper()}: {turn.text}"))
+            before = turn.is_summary
 
 
 @sessions_app.command("rm")

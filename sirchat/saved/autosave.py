@@ -96,7 +96,7 @@ class Autosave:
         is_encoder = encoder == session.model.passage_encoder.check_sum
         passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
         saved = session.save(start)
-        head = self._make_head(saved, turn)
+        head = self._make_head(saved)
         turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
@@ -126,7 +126,7 @@ class Autosave:
         saved = self._session.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
-        self._head = self._make_head(saved, len(self._session.turns), stamp)
+        self._head = self._make_head(saved, stamp)
         self._store.save_state(self._head)
         make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
@@ -221,9 +221,8 @@ class Autosave:
         folder = paths.private_dir(self._folder)
         return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
-    def _make_head(self, saved: EngineState, since: int, stamp: str = "") -> Head:
-        """The head, if only turns from number `since` on have changed."""
-        head = make_head(saved, self._session, stamp, self._head, since)
+    def _make_head(self, saved: EngineState, stamp: str = "") -> Head:
+        head = make_head(saved, self._session, stamp)
         return replace(head, fields=head.fields | self.more)
 
 
@@ -253,10 +252,7 @@ def _note_saved(session: Session) -> None:
 
 
 def _turns_of(session: Session, start: int = 0) -> list[SavedTurn]:
-    return [
-        SavedTurn(index, turn.role, turn.text, turn.finish, turn.thinking, turn.time)
-        for index, turn in enumerate(session.turns[start:], start)
-    ]
+    return [SavedTurn(at, **vars(turn)) for at, turn in enumerate(session.turns[start:], start)]
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:

@@ -28,7 +28,8 @@ FORMAT = 7  # of the tables, as SQLite's user version
 TABLES = {
     "about": "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER)",
     "turns": """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NULL,
-    text TEXT NOT NULL, thinking TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER, sum INTEGER)""",
+    text TEXT NOT NULL, finish TEXT NOT NULL, thinking TEXT NOT NULL, time INTEGER,
+    is_summary INTEGER NOT NULL, is_left_out INTEGER NOT NULL, torn TEXT NOT NULL, sum INTEGER)""",
     "rows": "CREATE TABLE rows (start INTEGER PRIMARY KEY, data BLOB NOT NULL, sum INTEGER)",
     "head": """CREATE TABLE head (id INTEGER PRIMARY KEY, seen INTEGER NOT NULL, held BLOB NOT NULL,
     logits BLOB, fields TEXT NOT NULL, sum INTEGER)""",

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sirchat.chat.rereading import read_again
+from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
@@ -21,10 +21,9 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
 from sirchat.saved.saved_state import (
     check_model,
+    checked_state,
     decode_state,
     load_passages,
-    saved_pins,
-    saved_sentences,
     saved_turns,
     session_metadata,
 )
@@ -47,19 +46,21 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     head = store.head()
     if head is None:
         raise SessionError(f"session {store.id} holds no message yet")
+    state = checked_state(store, head)
     if rebuild:
-        turns, unpinned = saved_turns(store, head), saved_sentences(head, "unpinned")
-        read_again(session, turns, saved_pins(head), unpinned)
+        pins = [PinnedText(*place) for place in state.pins]
+        read_again(session, saved_turns(store), pins, state.conversation.unpinned)
         rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
-    saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
+    saved, conversation = decode_state(store, head, state, session.model.vocab_size)
     cache = _with_one_token(session.model)
     like = cache.first_written(torch.arange(1), np.arange(1))
-    rows, received, state = _load_tensors(store, stamp, like, cache.state, head.seen)
+    rows, received, recurrent = _load_tensors(store, state.kv, like, cache.state, head.seen)
     evicted = store.segments.load(saved.rows, like)
-    session.load(replace(saved, state=state), conversation, rows, received, evicted=evicted)
-    load_passages(session, store, head)
+    saved = replace(saved, state=recurrent)
+    session.load(saved, conversation, rows, received, evicted=evicted)
+    load_passages(session, store, state)
 
 
 def _with_one_token(model: LoadedModel) -> BoundedCache:

@@ -6,6 +6,7 @@ All data that is read is checked.
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 from collections.abc import Collection
 from dataclasses import asdict, astuple
@@ -14,11 +15,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from sirchat import __version__
 from sirchat.chat.events import Finish
-from sirchat.chat.rereading import PinnedText, pinned_text
+from sirchat.chat.rereading import pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
 from sirchat.config.profile import Profile, rename_old_settings
@@ -28,17 +29,13 @@ from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
 from sirchat.saved.database import as_damage_errors, require
-from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore, turns_named
+from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore
 
-_MOST = 2**53
-_Count = Annotated[int, Field(ge=0, le=_MOST)]
+_Count = Annotated[int, Field(ge=0, le=2**53)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-
-# Of each pin: turn, start, end, and whether it is a rule. Read from JSON, tuples are lists.
-_Place = Annotated[_Count, Strict()]
-_PINS = TypeAdapter(list[tuple[_Place, _Place, _Place] | tuple[_Place, _Place, _Place, StrictBool]])
-_SENTENCES = TypeAdapter(list[tuple[_Count, str]])
+# The fields of `ConversationState` that are saved as they are.
+_SAME = ("round", "in_round", "prompt", "tools", "heads", "asked", "pending_ids", "attempt")
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
 _VOLATILE = (
     "_name_or_path",
@@ -50,119 +47,128 @@ _VOLATILE = (
 )
 
 
-def make_head(
-    saved: EngineState,
-    session: Session,
-    stamp: str = "",
-    before: Head | None = None,
-    since: int = 0,
-) -> Head:
+class _TurnStats(BaseModel):
+    model_config = _STRICT
+
+    index: _Count
+    role: str
+    tokens_in: _Count
+    tokens_out: _Count
+    evicted: _Count
+    seconds_prefill: _Seconds
+    seconds_decode: _Seconds
+    finish: Finish
+
+
+class _Conversation(BaseModel):
+    model_config = _STRICT
+
+    round: _Count
+    in_round: bool
+    system: tuple[_Count, _Count]
+    prompt: str | None
+    tools: str
+    heads: list[_Count]
+    asked: list[_Count]
+    reply: _TurnStats
+    pending_ids: list[_Count]
+    totals: _TurnStats
+    attempt: _Count
+    unpinned: frozenset[tuple[_Count, str]]
+
+
+class SavedState(BaseModel):
+    """The fields of a saved head; `profile` is checked by `saved_profile`."""
+
+    model_config = _STRICT
+
+    log_decay: Annotated[float, Field(le=0)]
+    unknown_surprisal: float
+    round: _Count
+    pins: list[tuple[_Count, _Count, _Count, bool]]  # see `PinnedText`
+    kv: str  # the stamp of the keys and values that were saved with it
+    passages: _Count  # the stream position up to which recall has made passages
+    encoder: int
+    conversation: _Conversation
+
+
+def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
     """Make the head that saves the state of `session`.
 
-    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it, and
-    the head `before` tells of the turns before number `since`.
+    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
     """
-    conversation, of_turns = session.state, before.fields["conversation"] if before else {}
-    known = {
-        name: [turn for turn in of_turns.get(name, []) if turn < since]
-        for name in ("summaries", "left_out")
-    }
-    newer = [*enumerate(conversation.turns[since:], since)]
+    conversation = session.state
     fields = {
         "profile": session.profile.model_dump(),
         "log_decay": saved.log_decay,
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
-        "pins": [list(astuple(text)) for text in pinned_text(session)],
+        "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
         "encoder": session.model.passage_encoder.check_sum,
         "conversation": {
-            "round": conversation.round,
-            "in_round": conversation.in_round,
+            **{name: getattr(conversation, name) for name in _SAME},
             "system": [conversation.system.start, conversation.system.stop],
-            "prompt": conversation.prompt,
-            "tools": conversation.tools,
-            "heads": conversation.heads,
-            "asked": conversation.asked,
             "reply": asdict(conversation.reply),
-            "pending_ids": conversation.pending_ids,
             "totals": asdict(conversation.totals),
-            "attempt": conversation.attempt,
             "unpinned": sorted(conversation.unpinned),
-            "summaries": [*known["summaries"], *(n for n, turn in newer if turn.is_summary)],
-            "left_out": [*known["left_out"], *(n for n, turn in newer if turn.is_left_out)],
-            "torn": [
-                *(one for one in of_turns.get("torn", []) if one[0] < since),
-                *((n, text) for n, turn in newer for text in turn.torn),
-            ],
         },
     }
     cached = session.ledger.held_positions.copy()
     return Head(session.seen, saved.held, saved.logits, fields, cached)
 
 
+def checked_state(store: SessionStore, head: Head) -> SavedState:
+    """The fields of the head of `store`; raises SessionError if they are damaged."""
+    with as_damage_errors(store.path):
+        return SavedState.model_validate_json(json.dumps(head.fields))  # where tuples are lists
+
+
 def decode_state(
-    store: SessionStore, head: Head, vocabulary: int
-) -> tuple[EngineState, ConversationState, str]:
-    """The engine's state, the conversation, and the stamp of saved keys and values.
+    store: SessionStore, head: Head, state: SavedState, vocabulary: int
+) -> tuple[EngineState, ConversationState]:
+    """The engine's state and the conversation; `state` has the head's fields.
 
     Raises SessionError if the data is damaged, contradicts itself, or has a token id that is not
     below `vocabulary`.
     """
     with as_damage_errors(store.path):
-        fields, turns = _Fields.model_validate(head.fields), saved_turns(store, head)
-        chat, rows = fields.conversation, store.rows(ROW)
-        _check_rows(rows, len(turns), fields.round, vocabulary)
+        turns, chat, rows = saved_turns(store), state.conversation, store.rows(ROW)
+        _check_rows(rows, len(turns), state.round, vocabulary)
         require(chat.system[0] <= chat.system[1] <= head.seen)
         require(head.logits is None or len(head.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
         require(max([*chat.heads, *chat.asked], default=-1) < head.seen)
-        require(chat.round == fields.round)
+        require(chat.round == state.round)
         saved = EngineState(
             rows=rows,
             held=head.held,
-            log_decay=fields.log_decay,
-            unknown_surprisal=fields.unknown_surprisal,
+            log_decay=state.log_decay,
+            unknown_surprisal=state.unknown_surprisal,
             logits=head.logits,
-            round=fields.round,
+            round=state.round,
         )
         conversation = ConversationState(
             turns=turns,
             saved=len(turns),
-            round=chat.round,
-            in_round=chat.in_round,
             system=range(*chat.system),
-            prompt=chat.prompt,
-            tools=chat.tools,
-            heads=chat.heads,
-            asked=chat.asked,
             reply=TurnStats(**chat.reply.model_dump()),
-            pending_ids=chat.pending_ids,
             totals=TurnStats(**chat.totals.model_dump()),
-            attempt=chat.attempt,
-            unpinned=saved_sentences(head, "unpinned"),
+            unpinned=chat.unpinned,
+            **{name: getattr(chat, name) for name in _SAME},
         )
-        return saved, conversation, fields.kv
+        return saved, conversation
 
 
-def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
-    """The turns of a saved session, with what its head says of them."""
-    summaries, left_out = turns_named(head, "summaries"), turns_named(head, "left_out")
-    torn = sorted(saved_sentences(head, "torn"))
-    return [
-        Turn(
-            turn.role,
-            turn.text,
-            turn.finish,  # type: ignore[arg-type]
-            turn.index in summaries,
-            turn.thinking,
-            turn.time,
-            turn.index in left_out,
-            tuple(text for number, text in torn if number == turn.index),
-        )
-        for turn in store.turns()
-    ]
+def saved_turns(store: SessionStore) -> list[Turn]:
+    """The turns of a saved session."""
+    turns = list[Turn]()
+    for turn in store.turns():
+        fields = asdict(turn)
+        del fields["index"]
+        turns.append(Turn(**fields))
+    return turns
 
 
 def passages_of(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
@@ -179,41 +185,23 @@ def passages_of(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
     return new, int(passages.rows["end"][count - 1]) if count else 0
 
 
-def load_passages(session: Session, store: SessionStore, head: Head) -> None:
+def load_passages(session: Session, store: SessionStore, state: SavedState) -> None:
     """Let recall go on with the saved passages, if the model's encoder made their vectors.
 
     Else it makes passages of the ledger's tokens, which have none.
     """
-    saved, until = store.passages(), head.fields.get("passages")
-    encoder = session.model.passage_encoder
-    if not len(saved.rows) or head.fields.get("encoder") != encoder.check_sum:
+    saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
+    if not len(saved.rows) or state.encoder != encoder.check_sum:
         return
     with as_damage_errors(store.path):
-        require(isinstance(until, int) and int(saved.rows["end"][-1]) <= until <= head.seen)
+        require(int(saved.rows["end"][-1]) <= state.passages <= seen)
         require(saved.vectors.shape[1] == encoder.size)
         require(
             bool((saved.rows["turn"] == session.ledger.column("turn")[saved.rows["start"]]).all())
         )
-        state = {"rows": saved.rows, "vectors": saved.vectors, "until": np.array([until])}
-        session.recall.search.passages.load(state)
-
-
-def saved_pins(head: Head) -> list[PinnedText]:
-    """The parts of the text that the user pinned; none if their format is not known."""
-    try:
-        return [PinnedText(*place) for place in _PINS.validate_python(head.fields.get("pins", []))]
-    except ValueError:
-        return []
-
-
-def saved_sentences(head: Head, name: str) -> frozenset[tuple[int, str]]:
-    """Turn and text of the sentences that are `unpinned`, or `torn`; none if in no known format."""
-    conversation = head.fields.get("conversation")
-    listed = conversation.get(name, []) if isinstance(conversation, dict) else []
-    try:
-        return frozenset(_SENTENCES.validate_python(listed))
-    except ValueError:
-        return frozenset()
+        until = np.array([state.passages])
+        passages = {"rows": saved.rows, "vectors": saved.vectors, "until": until}
+        session.recall.search.passages.load(passages)
 
 
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
@@ -284,49 +272,6 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",
         )
-
-
-class _TurnStats(BaseModel):
-    model_config = _STRICT
-
-    index: _Count
-    role: str
-    tokens_in: _Count
-    tokens_out: _Count
-    evicted: _Count
-    seconds_prefill: _Seconds
-    seconds_decode: _Seconds
-    finish: Finish
-
-
-class _Conversation(BaseModel):
-    model_config = _STRICT
-
-    round: _Count
-    in_round: bool
-    system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
-    prompt: str | None
-    tools: str
-    heads: list[_Count]
-    asked: list[_Count] = []
-    reply: _TurnStats
-    pending_ids: list[_Count]
-    totals: _TurnStats
-    attempt: _Count
-    summaries: list[_Count]  # indices of turns
-    left_out: list[_Count] = []  # too
-
-
-class _Fields(BaseModel):
-    """The JSON fields of a saved head; `profile` is checked by `saved_profile`."""
-
-    model_config = _STRICT
-
-    log_decay: Annotated[float, Field(le=0)]
-    unknown_surprisal: float
-    round: _Count
-    kv: str
-    conversation: _Conversation
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:

@@ -54,7 +54,7 @@ _PAUSE = 0.05  # seconds between two tries
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """A saved message."""
+    """A saved message; all but its index is as in `chat.state.Turn`."""
 
     index: int  # from 0
     role: str
@@ -62,6 +62,9 @@ class SavedTurn:
     finish: str  # the reason why it ended
     thinking: str = ""  # the reasoning of a reply
     time: int | None = field(default=None, compare=False)  # UNIX seconds when it began, if known
+    is_summary: bool = False
+    is_left_out: bool = False
+    torn: tuple[str, ...] = ()
 
 
 # The tokens of a passage, by stream position, and its turn and role, as recall has them.
@@ -106,13 +109,6 @@ class Kept:
 
 
 _EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
-
-
-def turns_named(head: Head | None, name: str) -> set[int]:
-    """The indices of the turns that a head lists under a name, such as `summaries`."""
-    conversation = head.fields.get("conversation") if head is not None else None
-    turns = conversation.get(name) if isinstance(conversation, dict) else None
-    return {turn for turn in turns if isinstance(turn, int)} if isinstance(turns, list) else set()
 
 
 class SessionStore:
@@ -297,12 +293,16 @@ class SessionStore:
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
-            query = "SELECT turn, role, text, finish, thinking, time FROM turns ORDER BY turn"
-            turns = [SavedTurn(*record) for record in self._all(query)]
+            turns = list[SavedTurn]()
+            for record in self._all("SELECT * FROM turns ORDER BY turn"):
+                *values, is_summary, is_left_out, torn, _ = record
+                told: dict[str, Any] = {"torn": tuple(json.loads(torn))}
+                told |= {"is_summary": bool(is_summary), "is_left_out": bool(is_left_out)}
+                turns.append(SavedTurn(*values, **told))
             for number, turn in enumerate(turns):
                 require(turn.index == number and turn.role in _ROLES)
-                texts = turn.text, turn.finish, turn.thinking
-                require(all(isinstance(text, str) for text in texts))
+                said = turn.text, turn.finish, turn.thinking, *turn.torn
+                require(all(isinstance(text, str) for text in said))
                 require(turn.time is None or isinstance(turn.time, int))  # of a wrong clock, too
             return turns
 
@@ -407,8 +407,9 @@ class SessionStore:
         connection.execute("DELETE FROM turns WHERE turn >= ?", (kept.turns,))
         connection.execute("DELETE FROM passages WHERE start >= ?", (kept.passages,))
         for turn in turns:
-            values = turn.index, turn.role, turn.text, turn.thinking, turn.finish, turn.time
-            put(connection, "turns", *values)
+            texts = turn.role, turn.text, turn.finish, turn.thinking
+            flags = int(turn.is_summary), int(turn.is_left_out)
+            put(connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn))
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
             put(connection, "passages", *values, known)

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -14,16 +13,15 @@ import sirchat.lab.training
 from chatting import babbler, session
 from saved_chats import Chat
 from sirchat.chat.events import Event, Evicted, Notice, Restored, TurnDone
-from sirchat.chat.rereading import PinnedText, read_whole, rewind
+from sirchat.chat.rereading import read_whole, rewind
 from sirchat.chat.retry import retry_under
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import saved_pins
 from sirchat.saved.session_list import find_session
-from sirchat.saved.store import Head, SessionStore
+from sirchat.saved.store import SessionStore
 from statement_telling import OTHERS, RULE, telling
 
 STATEMENTS = Path(sirchat.lab.training.__file__).with_name("statements.yaml")
@@ -383,16 +381,6 @@ def test_an_interrupted_message_sets_no_rule() -> None:
     assert chat.turns[-1].finish == "interrupt"
     assert not pinned(chat)
     assert ask(plain_chat(budget=600), said) == [LINE]
-
-
-@pytest.mark.parametrize("part", [[1, 2], ["1", 2, 3], [1.0, 2, 3], [True, 2, 3], [1, 2, 3, 1]])
-def test_saved_pins_of_another_form_are_none(part: list[Any]) -> None:
-    def saved(pin: list[Any]) -> list[PinnedText]:
-        return saved_pins(Head(1, np.zeros(0, np.int64), None, {"pins": [pin]}))
-
-    assert saved([1, 2, 3]) == [PinnedText(1, 2, 3)]
-    assert saved([1, 2, 3, True]) == [PinnedText(1, 2, 3, True)]
-    assert saved(part) == []
 
 
 def test_forms_tell_rules_from_all_else() -> None:

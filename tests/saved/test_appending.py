@@ -50,9 +50,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that saves: the numbers of rows read, turns copied and SQL statements run."""
     turns = []
 
-    def copy(*given: Any) -> Any:
-        turns.append(given)
-        return SavedTurn(*given)
+    def copy(*index: Any, **turn: Any) -> Any:
+        turns.append(turn)
+        return SavedTurn(*index, **turn)
 
     monkeypatch.setattr("sirchat.saved.autosave.SavedTurn", copy)
 
