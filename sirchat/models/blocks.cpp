@@ -260,34 +260,27 @@ void pack_four(const Source& from, int64_t rows, bool follow, uint8_t* packed, u
   });
 }
 
-// Five bits of Q5_0, or six of Q6_K, as `products.cpp` has them. Their scales are those of the file.
-void pack_planes(const Source& from, int bits, uint32_t* packed, uint8_t* scales, int64_t threads) {
-  constexpr int64_t ROWS = 16;
-  const Format of = from.format;
+// Five bits of Q5_0, as `products.cpp` has them, with the scales of the file.
+void pack_five(const Source& from, uint32_t* packed, uint8_t* scales, int64_t threads) {
+  constexpr int64_t ROWS = 16, PLANES = 5;
   in_parts(from.n / ROWS, threads, [=](int64_t part, int64_t end) {
-    const int more = bits - 4, each = 8 / more;  // other bits of a weight, weights in a byte of them
-    const int64_t groups = of.size / GROUP, first = bits == 5 ? 0 : 208;
+    const int64_t groups = from.k / GROUP;
     for (int64_t row = part * ROWS; row < end * ROWS; row++)
-      for (int64_t g = 0; g < from.k / GROUP; g += groups) {
-        const uint8_t* block = from.row(row) + g / groups * of.bytes;
-        const int64_t in_block = row % ROWS;
-        int8_t steps[MOST];
-        float scale[MOST_SCALES], minimum[MOST_SCALES];
-        of.read(block, steps, scale, minimum);
-        for (int64_t i = 0; i < groups; i++) {
-          const int64_t at = (row / ROWS * (from.k / GROUP) + g + i) * ROWS;
-          uint32_t planes[6] = {};
-          for (int c = 0; c < GROUP / 4; c++) {
-            uint32_t four;
-            memcpy(&four, steps + i * GROUP + 4 * c, 4);
-            planes[c % 4] |= (four & 0x0f0f0f0f) << c / 4 * 4;
-            planes[4 + c / each] |= (four >> 4 & 0x03030303) << c % each * more;
-          }
-          for (int p = 0; p < bits; p++) packed[at * bits + p * ROWS + in_block] = planes[p];
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (row / ROWS * groups + g) * ROWS, in_block = row % ROWS;
+        const uint8_t* block = from.row(row) + g * from.format.bytes;
+        int8_t steps[GROUP];
+        float scale, minimum;
+        from.format.read(block, steps, &scale, &minimum);
+        uint32_t planes[PLANES] = {};
+        for (int c = 0; c < GROUP / 4; c++) {  // of four columns each
+          uint32_t four;
+          memcpy(&four, steps + 4 * c, 4);
+          planes[c % 4] |= (four & 0x0f0f0f0f) << c / 4 * 4;
+          planes[4] |= (four >> 4 & 0x01010101) << c;
         }
-        uint8_t* out = scales + (row / ROWS * from.k + g * GROUP) / of.size * ROWS * (bits == 5 ? 2 : 18);
-        memcpy(out + 2 * in_block, block + first, 2);
-        for (int p = 0; p < 16 && bits == 6; p++) out[(2 + p) * ROWS + in_block] = block[192 + p];
+        for (int p = 0; p < PLANES; p++) packed[at * PLANES + p * ROWS + in_block] = planes[p];
+        memcpy(scales + (at + in_block) * 2, block, 2);
       }
   });
 }
@@ -305,7 +298,7 @@ EXPORTED void sirchat_pack_four(int64_t type, const uint8_t* data, int64_t n, in
   blocks::pack_four({blocks::FORMATS[type], data, n, k, order}, rows, follow, packed, scales, threads);
 }
 
-EXPORTED void sirchat_pack_planes(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
-                                  int64_t bits, uint32_t* packed, uint8_t* scales, int64_t threads) {
-  blocks::pack_planes({blocks::FORMATS[type], data, n, k, order}, bits, packed, scales, threads);
+EXPORTED void sirchat_pack_five(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
+                                uint32_t* packed, uint8_t* scales, int64_t threads) {
+  blocks::pack_five({blocks::FORMATS[type], data, n, k, order}, packed, scales, threads);
 }

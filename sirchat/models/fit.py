@@ -12,7 +12,7 @@ import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, OWN_BITS
+from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     MOST_UNPACKED,
@@ -163,9 +163,8 @@ def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> i
     bits = _packed_bits(tensor, stored, form)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
-    if bits in (5, 6):
-        _, values, size = BLOCKS[tensor.type]
-        return tensor.count // values * size
+    if bits == 5:  # and one such number
+        return tensor.count * 11 // 16
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
     return tensor.count * form.item
@@ -178,8 +177,8 @@ def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> in
             return None
         may_have_few = not (tensor.is_table or tensor.is_head)
         wants_four = tensor.type in FOUR_BIT and may_have_few
-        if form.has_own_products and may_have_few and tensor.type in OWN_BITS:
-            return OWN_BITS[tensor.type]
+        if form.has_own_products and may_have_few and tensor.type in FIVE_BIT:
+            return 5
     elif form.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
@@ -199,7 +198,7 @@ def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
     weights = _weight_bytes(stored, form)
     if form.precision == "packed":
         # bytes per weight while a matrix is packed; measured
-        factors = {4: 11, 5: 3, 6: 3, 8: 3, None: 4}
+        factors = {4: 11, 5: 3, 8: 3, None: 4}
         taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if form.precision in ("int8", "int4"):  # all are unpacked, then packed one by one

@@ -192,7 +192,7 @@ def load_gguf_parts(
 
     is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
     way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
-    # the library alone multiplies five and six bits fast
+    # the library alone multiplies five bits fast
     how_made = (*way, "for the library") if compiles else way
     place, problem = prepared_path(path, how_made) if is_usual else None, ""
     if place is not None and place.exists():

@@ -26,8 +26,8 @@ _LIKELIEST = 16  # largest logits of a packed head, which are computed in float3
 _LANES = 16  # of a head's numbers, which `step.cpp` loads together
 
 # As in `step.cpp`
-_PACKED = {4: 0, 5: 1, 6: 2, 8: 3}  # by bits
-_KINDS = {torch.float32: 4, torch.bfloat16: 5, torch.float16: 6}  # the last of a cache alone
+_PACKED = {4: 0, 5: 1, 8: 2}  # by bits
+_KINDS = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # the last of a cache alone
 _OF_WEIGHTS = (torch.float32, torch.bfloat16)
 
 Read = tuple[

@@ -216,9 +216,8 @@ class Int5Linear(Int4Linear):
     Without it they are unpacked for each product.
     """
 
+    # here packed uint8 [N, K / 8 * 5] and scales, float16 [N, K / 32], each in blocks of 16 rows
     bits, row_dims = 5, {"packed": 0, "scales": 0}
-    # here uint8 [N, K / 8 * bits]; of each row, so many columns have so many bytes of scales
-    deep, scale_bytes = 32, 2
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
@@ -231,27 +230,15 @@ class Int5Linear(Int4Linear):
         return self._multiply_unpacked(x.to(self.matmul_method.type))
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        groups, parts = self.in_features // GROUP, self.bits - 4  # parts with a scale, of a group
-        planes = self.packed.view(-1, groups, self.bits, _LANES, 4)  # 4 neighbours of 16 rows
-        fours, others = planes[:, :, :4], planes[:, :, 4:]
+        groups = self.in_features // GROUP
+        planes = self.packed.view(-1, groups, 5, _LANES, 4)  # 4 neighbours of 16 rows
+        fours, fifths = planes[:, :, :4], planes[:, :, 4:]
         low = torch.cat((fours & 15, fours >> 4), 2)  # [N / 16, K / 32, 8, 16, 4]
-        fields = [others >> at & (1 << parts) - 1 for at in range(0, 8, parts)]
-        high = torch.stack(fields, 3).view_as(low)
-        q = (low | high << 4).view(torch.int8) - (1 << self.bits - 1)
-        scales = self.scales.view(-1, self.in_features // self.deep, _LANES * self.scale_bytes)
-        scale = scales[:, :, : 2 * _LANES].contiguous().view(torch.float16).float()[:, :, None]
-        if parts > 1:
-            by = scales[:, :, 2 * _LANES :].contiguous().view(torch.int8)
-            scale = scale * by.view(*scale.shape[:2], -1, _LANES)
-        in_parts = q.permute(1, 2, 4, 0, 3).reshape(groups * parts, -1, self.out_features)
-        by_part = scale.permute(1, 2, 0, 3).reshape(groups * parts, 1, self.out_features)
-        return (in_parts * by_part).to(dtype).view(-1, self.out_features)
-
-
-class Int6Linear(Int5Linear):
-    """The same of six bits: `(q - 32) * scale`, with a scale for each 16 columns."""
-
-    bits, deep, scale_bytes = 6, 256, 18
+        high = torch.cat([fifths >> at & 1 for at in range(8)], 2)
+        q = (low | high << 4).view(torch.int8) - 16
+        in_groups = q.permute(1, 2, 4, 0, 3).reshape(groups, GROUP, self.out_features)
+        scale = self.scales.view(-1, groups, _LANES).transpose(0, 1).reshape(groups, 1, -1)
+        return (in_groups * scale.float()).to(dtype).view(-1, self.out_features)
 
 
 class Int4GpuLinear(Int4Linear):

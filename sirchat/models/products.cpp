@@ -170,12 +170,12 @@ inline float power(float x) {  // 2^x for x <= 0
 #ifdef HAS_DOT
 inline I dot4(I sum, I w, I x) { return dot(sum, w, x); }
 inline I end4(I sum) { return sum; }
-inline I dot6(I sum, I w, I x) { return dot(sum, w, x); }
+inline I dot5(I sum, I w, I x) { return dot(sum, w, x); }
 inline I dot8(I sum, I w, I x) { return dot(sum, w, x); }
 #else
 inline I dot4(I sum, I w, I x) { return add16(sum, pairs(w, x)); }
 inline I end4(I sum) { return times(sum, 1); }
-inline I dot6(I sum, I w, I x) { return add(sum, times(pairs(w, x), 1)); }
+inline I dot5(I sum, I w, I x) { return add(sum, times(pairs(w, x), 1)); }
 inline I dot8(I sum, I w, I x) {  // pairs of larger weights would not fit into 16 bits
 #ifdef HAS_SIGN
   return add(sum, times(pairs(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), 1));
@@ -194,14 +194,14 @@ struct Rounded {
   int64_t rows, groups;
   int8_t *q, *rest;             // [M, K]; a rest is written and read only where there is one
   float *scales, *fine, *sums;  // [M, K / 32]; a step of the rest, and the sums of the rounded x
-  int32_t *totals, *rests;      // [M, K / 32, 2]; the sums of q and of the rest in halves of a group
+  int32_t *totals, *rests;      // the sums of q and of the rest
   int8_t* has_rest;
 
-  static int64_t size(int64_t m, int64_t k) { return m * (2 * k + 29 * (k / GROUP)); }
+  static int64_t size(int64_t m, int64_t k) { return m * (2 * k + 21 * (k / GROUP)); }
   Rounded(int64_t m, int64_t k, char* memory) : rows(m), groups(k / GROUP) {
     scales = (float*)memory, fine = scales + m * groups, sums = fine + m * groups;
-    totals = (int32_t*)(sums + m * groups), rests = totals + 2 * m * groups;
-    q = (int8_t*)(rests + 2 * m * groups), rest = q + m * k, has_rest = rest + m * k;
+    totals = (int32_t*)(sums + m * groups), rests = totals + m * groups;
+    q = (int8_t*)(rests + m * groups), rest = q + m * k, has_rest = rest + m * k;
   }
 
   void round(const float* x, int64_t row, int64_t from, int64_t to) {  // these groups of a row
@@ -220,34 +220,26 @@ struct Rounded {
       for (int i = 0; i < GROUP; i++) left[i] = x[i] * factor;
       const int64_t at = tile * groups + g * apart + row - tile;
       int8_t* steps = q + at * GROUP;
-      scales[at] = scale, sums[at] = scale * to_bytes(left, steps, totals + 2 * at);
+      totals[at] = to_bytes(left, steps), scales[at] = scale, sums[at] = scale * totals[at];
       for (int i = 0; i < GROUP; i++) sizes += std::abs(steps[i]);
       has_rest[at] = 0 < sizes && sizes < OUTLIER;
       fine[at] = scale / FINE;
       if (!has_rest[at]) continue;
       for (int i = 0; i < GROUP; i++) left[i] = (left[i] - steps[i]) * FINE;
-      sums[at] += fine[at] * to_bytes(left, rest + at * GROUP, rests + 2 * at);
+      rests[at] = to_bytes(left, rest + at * GROUP), sums[at] += fine[at] * rests[at];
     }
   }
 
-  // The sum of a group, or of one of its two parts, of `totals` or `rests`.
-  template <int PARTS>
-  static int32_t total(const int32_t* of, int64_t at, int part) {
-    return PARTS == 1 ? of[2 * at] + of[2 * at + 1] : of[2 * at + part];
-  }
-
  private:
-  static int32_t to_bytes(const float* x, int8_t* y, int32_t sums[2]) {  // returns the whole sum
+  static int32_t to_bytes(const float* x, int8_t* y) {  // returns the sum
     float numbers[GROUP];
-    int32_t bits[GROUP], sum = 0, first = 0;
+    int32_t bits[GROUP], sum = 0;
     int8_t bytes[GROUP];
     // at this size, the last bit of a float counts ones
     for (int i = 0; i < GROUP; i++) numbers[i] = x[i] + 0x1.8p23f;
     memcpy(bits, numbers, sizeof(bits));
     for (int i = 0; i < GROUP; i++) bytes[i] = (int8_t)bits[i];
     for (int i = 0; i < GROUP; i++) sum += bytes[i];
-    for (int i = 0; i < GROUP / 2; i++) first += bytes[i];
-    sums[0] = first, sums[1] = sum - first;
     memcpy(y, bytes, GROUP);
     return sum;
   }
@@ -256,7 +248,7 @@ struct Rounded {
 // Four bits, as torch packs them for this processor: blocks of 64 rows (of 32 without AVX-512, of 16
 // on ARM); for each column, a byte of each two rows. A weight is (w - 8) * scale + zero.
 struct Four {
-  static constexpr int STRIPS = 4, ROWS = STRIPS * L, PARTS = 1, CENTER = 8;
+  static constexpr int STRIPS = 4, ROWS = STRIPS * L, CENTER = 8;
   static constexpr bool HAS_ZEROS = true;
   const uint8_t* packed;
   const uint16_t* scales;  // bfloat16 [K / 32, N, 2]
@@ -279,7 +271,7 @@ struct Four {
   Group group(int64_t row, int64_t g) const {
     return {packed + row * k / 2 + g * GROUP * ROWS / 2};
   }
-  void factors(int64_t row, int64_t g, int, F& scale, F& zero) const {
+  void factors(int64_t row, int64_t g, F& scale, F& zero) const {
     const uint16_t* p = scales + 2 * (g * n + row);
     __builtin_prefetch(p + 2 * ROWS);
     for (int i = 0; i < GROUP * L / 2; i += 64)
@@ -292,13 +284,11 @@ struct Four {
   void finish(int64_t, F&) const {}
 };
 
-// Five or six bits: for 16 rows and a group, vectors of four neighbours of each row, which have the low four bits of
-// 4 columns and of those 16 after, and then vectors with the other bits. A weight is (w - CENTER) * scale. Scales are
-// float16 [N / 16, K / 32, 16]. Those of six bits are for 16 columns each: a float16 times one of the 16 numbers int8
-// that come after it, [N / 16, K / 256, 16 + 16 * 8].
-template <int BITS>
-struct Planes {
-  static constexpr int ROWS = 16, STRIPS = ROWS / L, PARTS = BITS - 4, CENTER = 1 << (BITS - 1);
+// Five bits: for 16 rows and a group, in vectors of four neighbours of each row, the low four bits of four columns and
+// of those 16 after (4 vectors), then the fifth bits of all columns. A weight is (w - 16) * scale; scales are float16
+// [N / 16, K / 32, 16].
+struct Five {
+  static constexpr int ROWS = 16, STRIPS = ROWS / L, CENTER = 16, BYTES = 5 * 64;  // of a group
   static constexpr bool HAS_ZEROS = false;
   const uint8_t* packed;
   const uint16_t* scales;
@@ -307,29 +297,19 @@ struct Planes {
   struct Group {
     const uint8_t* packed;
     void read(int c, I w[STRIPS]) const {
-      constexpr int MORE = BITS - 4, EACH = 8 / MORE;
-      const int at = c % EACH * MORE;  // of the other bits in their byte
-      if (c < BITS) __builtin_prefetch(packed + 4096 + 64 * c);
+      if (c < BYTES / 64) __builtin_prefetch(packed + 4096 + 64 * c);
       for (int s = 0; s < STRIPS; s++) {
-        const I low = load(packed + c % 4 * 64 + s * sizeof(I)), high = load(packed + (4 + c / EACH) * 64 + s * sizeof(I));
-        const I more = at < 4 ? (I)((Bits)high << (4 - at)) : (I)((Bits)high >> (at - 4));
-        w[s] = ((c < 4 ? low : down(low)) & all(0x0f0f0f0f)) | (more & all(0x10101010 * (MORE == 1 ? 1 : 3)));
+        const I four = load(packed + c % 4 * 64 + s * sizeof(I)), fifths = load(packed + 256 + s * sizeof(I));
+        const I fifth = c < 4 ? (I)((Bits)fifths << (4 - c)) : (I)((Bits)fifths >> (c - 4));
+        w[s] = ((c < 4 ? four : down(four)) & all(0x0f0f0f0f)) | (fifth & all(0x10101010));
       }
     }
   };
-  Group group(int64_t row, int64_t g) const { return {packed + (row * k / GROUP + g * ROWS) * 4 * BITS}; }
-  void factors(int64_t row, int64_t g, int part, F& scale, F&) const {
-    using Bytes = int8_t __attribute__((vector_size(L)));
-    constexpr int64_t DEEP = PARTS == 1 ? 1 : 8, EACH = PARTS == 1 ? 1 : 9;  // groups, and numbers of 16 bits for a row
-    const int64_t strip = row % ROWS;
-    const uint16_t* p = scales + ((row - strip) * (k / GROUP / DEEP) + g / DEEP * ROWS) * EACH;
-    scale = floats16(p + strip);
-    if (PARTS == 1) return;
-    Bytes by;
-    memcpy(&by, (const int8_t*)(p + ROWS) + (g % DEEP * PARTS + part) * ROWS + strip, L);
-    scale *= __builtin_convertvector(by, F);
+  Group group(int64_t row, int64_t g) const { return {packed + (row / ROWS * (k / GROUP) + g) * BYTES}; }
+  void factors(int64_t row, int64_t g, F& scale, F&) const {
+    scale = floats16(scales + (row / ROWS * (k / GROUP) + g) * ROWS + row % ROWS);
   }
-  static I add_dot(I sum, I w, I x) { return dot6(sum, w, x); }
+  static I add_dot(I sum, I w, I x) { return dot5(sum, w, x); }
   static I end(I sum, int32_t total) { return add(sum, all(-CENTER * total)); }
   void finish(int64_t, F&) const {}
 };
@@ -341,7 +321,7 @@ struct Eight {
 #else
   static constexpr int CENTER = L == 4 ? 0 : 128;
 #endif
-  static constexpr int STRIPS = 1, ROWS = L, PARTS = 1;
+  static constexpr int STRIPS = 1, ROWS = L;
   static constexpr bool HAS_ZEROS = false;
   const uint8_t* packed;
   const uint16_t* scales;
@@ -370,7 +350,7 @@ struct Eight {
     }
     return group;
   }
-  void factors(int64_t row, int64_t g, int, F& scale, F&) const {
+  void factors(int64_t row, int64_t g, F& scale, F&) const {
     for (int i = 0; i < L; i++) __builtin_prefetch(packed + (row + L + i) * k + g * GROUP);
     scale = all(1.0f);
   }
@@ -382,15 +362,15 @@ struct Eight {
 // One row of x with all rows of a block.
 template <class W>
 void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
-  constexpr int S = W::STRIPS, EACH = CHUNKS / W::PARTS;
+  constexpr int S = W::STRIPS;
   F sums[S];
   for (F& sum : sums) sum = all(0.0f);
-  auto add_part = [&](int64_t g, auto part, auto has_rest) {
+  auto add_group = [&](int64_t g, auto has_rest) {
     const auto *q = (const int32_t*)(x.q + g * GROUP), *rest = (const int32_t*)(x.rest + g * GROUP);
     I dots[S], of_rest[S];
     for (int s = 0; s < S; s++) dots[s] = of_rest[s] = all(0);
     const auto group = weights.group(row, g);
-    for (int c = part * EACH; c < (part + 1) * EACH; c++) {
+    for (int c = 0; c < CHUNKS; c++) {
       I w[S];
       group.read(c, w);
       for (int s = 0; s < S; s++) dots[s] = W::add_dot(dots[s], w[s], all(q[c]));
@@ -398,18 +378,11 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
     }
     for (int s = 0; s < S; s++) {
       F scale, zero;
-      weights.factors(row + s * L, g, part, scale, zero);
-      const int32_t total = x.total<W::PARTS>(x.totals, g, part);
-      sums[s] = fma(wide(W::end(dots[s], total)), scale * all(x.scales[g]), sums[s]);
+      weights.factors(row + s * L, g, scale, zero);
+      sums[s] = fma(wide(W::end(dots[s], x.totals[g])), scale * all(x.scales[g]), sums[s]);
       if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
-      if (!has_rest) continue;
-      const int32_t of_rests = x.total<W::PARTS>(x.rests, g, part);
-      sums[s] = fma(wide(W::end(of_rest[s], of_rests)), scale * all(x.fine[g]), sums[s]);
+      if (has_rest) sums[s] = fma(wide(W::end(of_rest[s], x.rests[g])), scale * all(x.fine[g]), sums[s]);
     }
-  };
-  auto add_group = [&](int64_t g, auto has_rest) {
-    add_part(g, std::integral_constant<int, 0>(), has_rest);
-    if (W::PARTS > 1) add_part(g, std::integral_constant<int, W::PARTS - 1>(), has_rest);
   };
   for (int64_t g = 0; g < x.groups; g++)
     if (x.has_rest[g]) add_group(g, std::true_type());
@@ -420,16 +393,14 @@ void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
   }
 }
 
-// The sums of a part w of a group with the rests of `count` rows of x, from `at` on; 0 without one.
+// The sums of a group w [8] with the rests of `count` rows of x, from `at` on; 0 without one.
 template <class W>
-__attribute__((noinline)) void dots_of_rests(const I* w, const Rounded& x, int64_t at, int part, int count, I* dots) {
-  constexpr int EACH = CHUNKS / W::PARTS;
+__attribute__((noinline)) void dots_of_rests(const I* w, const Rounded& x, int64_t at, int count, I* dots) {
   for (int i = 0; i < count; i++, at++) {
     dots[i] = all(0);
-    if (!x.has_rest[at]) continue;
-    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP) + part * EACH;
-    for (int c = 0; c < EACH; c++) dots[i] = W::add_dot(dots[i], w[c], all(rest[c]));
-    dots[i] = W::end(dots[i], x.total<W::PARTS>(x.rests, at, part));
+    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP);
+    for (int c = 0; c < CHUNKS && x.has_rest[at]; c++) dots[i] = W::add_dot(dots[i], w[c], all(rest[c]));
+    if (x.has_rest[at]) dots[i] = W::end(dots[i], x.rests[at]);
   }
 }
 
@@ -438,29 +409,26 @@ template <int M, class W>
 void some_rows(const W& weights, const I* w, const Rounded& x, int64_t m, int64_t row, float* y) {
   F sums[M];
   for (F& sum : sums) sum = all(0.0f);
-  constexpr int EACH = CHUNKS / W::PARTS;
-  auto add_part = [&](int64_t g, int part, int64_t at) {
-    const int32_t* q = (const int32_t*)(x.q + at * GROUP) + part * EACH;
+  int64_t at = m * x.groups;
+  for (int64_t g = 0; g < x.groups; g++, w += CHUNKS, at += M) {
+    const int32_t* q = (const int32_t*)(x.q + at * GROUP);
     I dots[M];
     for (I& dot : dots) dot = all(0);
-    for (int c = 0; c < EACH; c++)
+    for (int c = 0; c < CHUNKS; c++)
       for (int i = 0; i < M; i++) dots[i] = W::add_dot(dots[i], w[c], all(q[i * CHUNKS + c]));
     F scale, zero;
-    weights.factors(row, g, part, scale, zero);
+    weights.factors(row, g, scale, zero);
     for (int i = 0; i < M; i++) {
-      const int32_t total = x.total<W::PARTS>(x.totals, at + i, part);
-      sums[i] = fma(wide(W::end(dots[i], total)), scale * all(x.scales[at + i]), sums[i]);
+      sums[i] = fma(wide(W::end(dots[i], x.totals[at + i])), scale * all(x.scales[at + i]), sums[i]);
       if (W::HAS_ZEROS) sums[i] = fma(zero, all(x.sums[at + i]), sums[i]);
     }
     int8_t any = 0;
     for (int i = 0; i < M; i++) any |= x.has_rest[at + i];
-    if (!any) return;
+    if (!any) continue;
     I of_rests[M];
-    dots_of_rests<W>(w, x, at, part, M, of_rests);
+    dots_of_rests<W>(w, x, at, M, of_rests);
     for (int i = 0; i < M; i++) sums[i] = fma(wide(of_rests[i]), scale * all(x.fine[at + i]), sums[i]);
-  };
-  for (int64_t g = 0; g < x.groups; g++)
-    for (int part = 0; part < W::PARTS; part++, w += EACH) add_part(g, part, m * x.groups + g * M);
+  }
   for (int i = 0; i < M; i++) {
     weights.finish(row, sums[i]);
     store(y + (m + i) * weights.apart + row, sums[i]);
@@ -611,12 +579,10 @@ const int registered = [] {
   aoti_torch_library_init_impl("sirchat", "CPU", __FILE__, __LINE__, &kernels);
   aoti_torch_library_def(definitions, "multiply_4(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   aoti_torch_library_def(definitions, "multiply_5(Tensor x, Tensor packed, Tensor scales) -> Tensor");
-  aoti_torch_library_def(definitions, "multiply_6(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   aoti_torch_library_def(definitions, "multiply_8(Tensor x, Tensor packed, Tensor scales) -> Tensor");
   register_scores(definitions, kernels);
   torch_library_impl(kernels, "multiply_4", boxed<3, product<Four>>, TORCH_ABI_VERSION);
-  torch_library_impl(kernels, "multiply_5", boxed<3, product<Planes<5>>>, TORCH_ABI_VERSION);
-  torch_library_impl(kernels, "multiply_6", boxed<3, product<Planes<6>>>, TORCH_ABI_VERSION);
+  torch_library_impl(kernels, "multiply_5", boxed<3, product<Five>>, TORCH_ABI_VERSION);
   return torch_library_impl(kernels, "multiply_8", boxed<3, product<Eight>>, TORCH_ABI_VERSION);
 }();
 

@@ -19,7 +19,7 @@ inline int64_t process() { return getpid(); }
 #include "blocks.cpp"
 
 // What `native_step.py` describes, in fields of 8 bytes.
-enum Kind : int64_t { FOUR, FIVE, SIX, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };
+enum Kind : int64_t { FOUR, FIVE, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };
 
 struct Matrix {  // [N, K]
   int64_t kind, n, k;
@@ -319,8 +319,7 @@ class Step {
       const auto* w = (const uint8_t*)of.weights;
       const auto* scales = (const uint16_t*)of.scales;
       if (of.kind == FOUR) multiply(Four{w, scales, of.n, k, rows}, rounded, y);
-      else if (of.kind == FIVE) multiply(Planes<5>{w, scales, of.n, k, rows}, rounded, y);
-      else if (of.kind == SIX) multiply(Planes<6>{w, scales, of.n, k, rows}, rounded, y);
+      else if (of.kind == FIVE) multiply(Five{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == EIGHT) multiply(Eight{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == FLOAT32) multiply(Plain<float>{(const float*)w, of.n, k, rows}, x, y);
       else multiply(Plain<Brain>{(const Brain*)w, of.n, k, rows}, x, y);

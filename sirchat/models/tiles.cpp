@@ -67,19 +67,18 @@ inline I neighbours(I w, F scale, F zero) {
 // `count` groups of a unit, from g on, to tiles [2, count, 2].
 template <class W>
 void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) {
-  constexpr int S = W::STRIPS, BLOCKS = UNIT / W::ROWS, EACH = CHUNKS / W::PARTS;
+  constexpr int S = W::STRIPS, BLOCKS = UNIT / W::ROWS;
   for (int64_t b = 0; b < BLOCKS; b++) {
     const int64_t row = std::min<int64_t>((unit * BLOCKS + b) * W::ROWS, weights.n - W::ROWS);
     for (int64_t i = 0; i < count; i++) {
       const auto group = weights.group(row, g + i);
       F scale[S], zero[S];
-#pragma GCC unroll 8
+      for (int s = 0; s < S; s++) {
+        zero[s] = all(0.0f);
+        weights.factors(row + s * L, g + i, scale[s], zero[s]);
+        zero[s] -= scale[s] * all((float)W::CENTER);
+      }
       for (int c = 0; c < CHUNKS; c++) {
-        for (int s = 0; s < S && c % EACH == 0; s++) {
-          zero[s] = all(0.0f);
-          weights.factors(row + s * L, g + i, c / EACH, scale[s], zero[s]);
-          zero[s] -= scale[s] * all((float)W::CENTER);
-        }
         I w[S];
         group.read(c, w);
         for (int s = 0; s < S; s++) {

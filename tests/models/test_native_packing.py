@@ -1,6 +1,6 @@
 """Matrices of GGUF files are packed by the library as by torch's operations, to the last bit.
 
-Those of five and six bits have the values of the file.
+Those of five bits have the values of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sirchat.models.compiling import use_compiled
 from sirchat.models.fit import fit_of
 from sirchat.models.gguf import blocks
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import FOUR_BIT, OWN_BITS, GgufTensor
+from sirchat.models.gguf.header import FIVE_BIT, FOUR_BIT, GgufTensor
 from sirchat.models.gguf.prepared import WRITER
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
@@ -67,8 +67,8 @@ def test_a_matrix_has_the_bits_of_torch(
     made = native.eight(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
-    if kind in OWN_BITS:
-        own = native.planes(tensor, order, torch.empty)
+    if kind in FIVE_BIT:
+        own = native.five(tensor, order, torch.empty)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
     if kind not in FOUR_BIT:
         return
@@ -81,7 +81,7 @@ def test_a_matrix_has_the_bits_of_torch(
         assert torch.equal(four.scales, wanted.scales)
 
 
-def test_a_file_of_five_and_six_bits_is_read_and_mapped_in_these_with_its_own_values(
+def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
@@ -108,9 +108,9 @@ def test_a_file_of_five_and_six_bits_is_read_and_mapped_in_these_with_its_own_va
         monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
         layers = model.module.model.layers[0]
         projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj
-        assert [one.bits for one in projections] == [5, 5, 6]
-        down = original.model.layers[0].mlp.down_proj.weight
-        assert torch.equal(projections[-1].unpacked(torch.float32).T, down)
+        assert [one.bits for one in projections] == [5, 5, 8]
+        gate = original.model.layers[0].mlp.gate_proj.weight
+        assert torch.equal(projections[1].unpacked(torch.float32).T, gate)
         cache = model.new_cache(32)
         model.forward(ids[:-1], cache)
         cache.commit(len(ids) - 1)

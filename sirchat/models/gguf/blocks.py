@@ -14,13 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCKS, OWN_BITS, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, GgufTensor
 from sirchat.models.packed import (
     GROUP,
     Empty,
     Int4Linear,
     Int5Linear,
-    Int6Linear,
     Int8Linear,
     four_bit_layout,
 )
@@ -64,11 +63,11 @@ class NativePacking:
         number, address = ctypes.c_int64, ctypes.c_void_p
         source: list[Any] = [number, address, number, number, address]
         self._four, self._eight = library.sirchat_pack_four, library.sirchat_pack_eight
-        self._planes = library.sirchat_pack_planes
+        self._five = library.sirchat_pack_five
         self._four.argtypes = [*source, number, ctypes.c_bool, address, address, number]
         self._eight.argtypes = [*source, address, address, number]
-        self._planes.argtypes = [*source, number, address, address, number]
-        self._four.restype = self._eight.restype = self._planes.restype = None
+        self._five.argtypes = self._eight.argtypes
+        self._four.restype = self._eight.restype = self._five.restype = None
 
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
@@ -84,14 +83,14 @@ class NativePacking:
         self._four(*_source(tensor, order), *four_bit_layout(), *where)
         return Int4Linear(packed, scales)
 
-    def planes(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
-        """Pack a matrix of one of `OWN_BITS` without loss; `empty` makes the tensors for it."""
-        (rows, columns), kind = tensor.shape, {5: Int5Linear, 6: Int6Linear}[OWN_BITS[tensor.type]]
-        packed = empty((rows, columns * kind.bits // 8), dtype=torch.uint8)
-        scales = empty((rows, columns // kind.deep * kind.scale_bytes), dtype=torch.uint8)
+    def five(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
+        """Pack a matrix of Q5_0 without loss; `empty` makes the tensors for it."""
+        rows, columns = tensor.shape
+        packed = empty((rows, columns // 8 * 5), dtype=torch.uint8)
+        scales = empty((rows, columns // GROUP), dtype=torch.float16)
         where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._planes(*_source(tensor, order), kind.bits, *where)
-        return kind(packed, scales)
+        self._five(*_source(tensor, order), *where)
+        return Int5Linear(packed, scales)
 
     def eight(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
         """Round a matrix as `quantize_int8` does; `empty` makes the tensors for it."""

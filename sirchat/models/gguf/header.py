@@ -65,8 +65,7 @@ IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image
 
 # The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-# Formats that `products.cpp` alone multiplies in their own bits, and how many these are
-OWN_BITS = {"Q5_0": 5, "Q6_K": 6}
+FIVE_BIT = ("Q5_0",)  # `products.cpp` alone multiplies these in five bits
 
 _TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
 

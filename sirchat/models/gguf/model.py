@@ -15,7 +15,7 @@ from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, OWN_BITS, GgufFile, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, target_of
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
@@ -50,7 +50,7 @@ def load_module(
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
     With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits: on a CPU by
-    `native`, if given, which keeps the bits of `OWN_BITS`, too. With `for_hub`, it is a model of
+    `native`, if given, which keeps five bits, too. With `for_hub`, it is a model of
     transformers. Raises ModelError if tensors are missing or of a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
@@ -168,8 +168,8 @@ class _Loader:
         if native is not None and native.can_read(tensor):
             order = _undo_change(torch.arange(tensor.shape[0]), change, values).contiguous()
             pack: Callable[..., PackedLinear] = native.four if wants_four else native.eight
-            if may_have_few and tensor.type in OWN_BITS and Int5Linear.fits(*tensor.shape):
-                pack = native.planes
+            if may_have_few and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
+                pack = native.five
             return pack(tensor, order, self._store.empty if is_alone else torch.empty)
         if wants_four:
             parts = [tensor] if change is not None else tensor.row_blocks(most)
