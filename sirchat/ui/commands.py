@@ -11,11 +11,9 @@ import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from time import time
 from typing import Final
 
-import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +29,7 @@ from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_file, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
+from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, help_text, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -200,11 +198,12 @@ class Commands:
         """Run the command `line`, with its slash; return what the chat must do next, or None."""
         word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
-        if rest and not self.help_of(name)[0]:
+        needs = self.help_of(name)[0]
+        if rest and not needs:
             raise UsageError(f"/{word} takes no argument", hint=f"type /{word} alone")
-        if not rest and self.help_of(name)[0][:1] not in ("", "["):
-            needs, example = self.help_of(name)[0], _told_of(name)["example"]
-            raise UsageError(f"/{word} needs {needs}", hint=f"for example: {example}")
+        if not rest and needs and not needs.startswith("["):
+            hint = f"for example: {help_text(name)['example']}"
+            raise UsageError(f"/{word} needs {needs}", hint=hint)
         command: Callable[[str], Action | None] = getattr(self, _PREFIX + name)
         action = command(rest)
         if action is None:
@@ -242,7 +241,7 @@ class Commands:
         others = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
         also = f" (also {others})" if others else ""
         usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
-        told = _told_of(name)
+        told = help_text(name)
         example = Text(f"Example: {told['example']}", self._screen.theme.quiet)
         meaning = f"{description[:1].upper()}{description[1:]} {told['more']}"
         self._screen.page(Group(usage, Text(meaning), example))
@@ -571,13 +570,6 @@ def draw_help(width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row(*(Group(*map(_group, column)) for column in columns))
     return table
-
-
-def _told_of(name: str) -> dict[str, str]:
-    """What `/help` adds about a command: `more`, and an `example`."""
-    texts = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text("utf-8"))
-    told: dict[str, str] = texts[name]
-    return told
 
 
 def _group(name: str) -> RenderableType:
