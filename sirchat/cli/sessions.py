@@ -77,7 +77,7 @@ def sessions_search(
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
-    result = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
+    result = search_sessions(sessions_dir(), text)
     if not result.hits:
         raise nothing_found(text, result)
     lines = {hit.session.id: hit.line for hit in result.hits}
