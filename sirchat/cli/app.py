@@ -35,7 +35,7 @@ from sirchat.cli.chat import (
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, with_settings
-from sirchat.cli.registry import command_index, commands, lazy_commands, overview, with_example
+from sirchat.cli.registry import commands, lazy_commands, overview, with_example
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -293,9 +293,9 @@ def _fail(message: str, code: int) -> None:
 
 def _with_last_chat(arguments: list[str]) -> list[str]:
     """The arguments; a `--resume` without a value, before a command's name, is `--resume=last`."""
-    command = command_index(arguments)
-    front = arguments[:command]
-    for n, (argument, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
-        if argument == "--resume" and then.startswith("-"):
-            front[n] = "--resume=last"
-    return front + arguments[command:]
+    names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
+    at = next((n for n, one in enumerate(arguments) if one == "--resume" or one in names), -1)
+    before, rest = arguments[:at], arguments[at:]
+    if rest[:1] == ["--resume"] and (rest[1:2] or ["-"])[0].startswith("-"):
+        return [*before, "--resume=last", *rest[1:]]
+    return arguments

@@ -275,14 +275,14 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     trusted = trusted_policies(flags)
     with stream:
+        items = iter_turns(stream, name, format)
         if _is_file(stream):  # it can be checked before loading
-            start, items = stream.tell(), iter_turns(stream, name, format)
-            if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
+            items = iter(read := list(items))
+            if switches := [item for item in read if isinstance(item, SettingsSwitch)]:
                 from sirchat.chat.settings import checked_switches
 
                 list(checked_switches(switches, name, profile, trusted))
-            stream.seek(start)
-        turns = one_conversation(iter_turns(stream, name, format), name)
+        turns = one_conversation(items, name)
         from sirchat.chat.settings import checked_switches
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen

@@ -150,13 +150,6 @@ def commands() -> dict[str, str]:
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
-def command_index(arguments: list[str]) -> int:
-    """Where the command's name stands in a command line; its length if there is none."""
-    # The value of a flag before it may be such a name, too: then the guess is wrong.
-    names = commands()
-    return next((n for n, one in enumerate(arguments) if one in names), len(arguments))
-
-
 def lazy_commands() -> dict[str, str]:
     """The modules, by command, that are imported when used; each has the command as `NAME_app`."""
     modules = {

@@ -3,7 +3,6 @@
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +17,7 @@ from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import counted, displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.ui.typed_input import TypedHistory
+    from sirchat.saved.session_list import SavedSession
 
 sessions_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
@@ -79,7 +78,7 @@ def sessions_search(
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
-    result = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
+    result = search_sessions(sessions_dir(), text)
     if not result.hits:
         raise nothing_found(text, result)
     lines = {hit.session.id: hit.line for hit in result.hits}
@@ -118,27 +117,29 @@ def sessions_rm(
     debug: Debug = False,
 ) -> None:
     """Delete a saved chat and all its files, after asking."""
-    from sirchat.saved.session_list import remove_session
+    from sirchat.saved.session_list import find_session, list_sessions, remove_session
 
-    chat = _removal(ident)
+    folder = sessions_dir()
+    path = find_session(folder, ident)
+    listed = list_sessions(folder).sessions
+    chat = next((chat for chat in listed if chat.path == path), None)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError(
-                f"{chat.path.stem} is not deleted: deleting needs a confirmation", hint="add --yes"
+                f"{path.stem} is not deleted: deleting needs a confirmation", hint="add --yes"
             )
-        typer.echo(chat.description, err=True)
+        typer.echo(_description(chat) if chat else f"{path.stem}, which can't be read", err=True)
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)
             raise typer.Exit(1)
-    remove_session(chat.path)
-    typer.echo(displayable_line(f"removed chat {chat.path.stem}"), err=True)
-    typed, lines = _typed_lines(chat.messages)
-    if history and typed is not None and lines:
-        typed.erase(lambda line: line.strip() in chat.messages)
-        typer.echo(f"{counted(lines, 'line')} erased from the input history", err=True)
-        lines = 0
-    for line in chat.what_stays(lines):
-        typer.echo(displayable_line(line), err=True)
+    messages = _messages_of_user(path)
+    remove_session(path)
+    typer.echo(displayable_line(f"removed chat {path.stem}"), err=True)
+    _tell_or_erase_typed_lines(messages, erases=history)
+    branches = [other for other in listed if chat and other.family == chat.family and other != chat]
+    if branches:
+        left = counted(len(branches), "chat")
+        typer.echo(f"its branches stay ({left}): sirchat sessions lists all chats", err=True)
 
 
 @sessions_app.command("trim")
@@ -221,59 +222,37 @@ def _refuse_existing(file: Path, force: bool) -> None:
         raise UsageError(f"{file} exists", hint="--force replaces it")
 
 
-@dataclass(frozen=True)
-class _Removal:
-    """A saved chat that is to be deleted."""
-
-    path: Path
-    description: str  # one line
-    messages: frozenset[str]  # of the user; empty if the file can't be read
-    relatives: int  # other saved chats that `/branch` made from the same first chat
-
-    def what_stays(self, lines: int) -> list[str]:
-        """Sentences about what is not deleted; `lines` of the chat stay in the input history."""
-        stays = []
-        if lines:
-            history = paths.abbreviated(paths.history_file())
-            what = (
-                "line typed in this chat stays" if lines == 1 else "lines typed in this chat stay"
-            )
-            stays.append(
-                f"{lines:,} {what} in the input history, {history} (--history erases such lines)"
-            )
-        if count := self.relatives:
-            origin = "branched from the same first chat"
-            what = f"chat {origin} stays" if count == 1 else f"chats {origin} stay"
-            stays.append(f"{count:,} other {what}: sirchat sessions lists all chats")
-        return stays
-
-
-def _removal(ident: str) -> _Removal:
-    """The saved chat with this id or name; SessionError if it is `last` and open elsewhere."""
-    from sirchat.saved.session_list import find_session, list_sessions
-    from sirchat.saved.store import SessionStore
-
-    folder = sessions_dir()
-    listed = list_sessions(folder).sessions
-    path = find_session(folder, ident)
-    chat = next((chat for chat in listed if chat.path == path), None)
-    messages: set[str] = set()
-    with suppress(SessionError), SessionStore.open(path) as store:  # it may be damaged
-        messages = {turn.text.strip() for turn in store.turns() if turn.role == "user"}
-    if chat is None:
-        return _Removal(path, f"{path.stem}, which can't be read", frozenset(messages), 0)
+def _description(chat: "SavedSession") -> str:
     name = f", called {format_value(chat.name)}" if chat.name else ""
     begins = f', begins "{chat.first}"' if chat.first else ""
-    description = f"{chat.id}{name}: {chat.turns:,} messages{begins}"
-    relatives = sum(other.family == chat.family for other in listed) - 1
-    return _Removal(path, displayable_line(description), frozenset(messages), relatives)
+    return displayable_line(f"{chat.id}{name}: {chat.turns:,} messages{begins}")
 
 
-def _typed_lines(messages: frozenset[str]) -> tuple["TypedHistory | None", int]:
-    """The history of typed lines, None if there is none, and how many of them are messages."""
+def _messages_of_user(path: Path) -> set[str]:
+    """What the user said in a saved chat; empty if the file can't be read."""
+    from sirchat.saved.store import SessionStore
+
+    with suppress(SessionError), SessionStore.open(path) as store:
+        return {turn.text.strip() for turn in store.turns() if turn.role == "user"}
+    return set()
+
+
+def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
+    """Say how many of these messages are lines of the input history; erase them there if asked."""
     if not paths.history_file().is_file():
-        return None, 0
+        return
     from sirchat.ui.typed_input import input_history
 
     history = input_history(lambda complaint: None)
-    return history, sum(line.strip() in messages for line in history.lines())
+    lines = counted(sum(line.strip() in messages for line in history.lines()), "line")
+    if lines.startswith("0 "):
+        return
+    if erases:
+        history.erase(lambda line: line.strip() in messages)
+        typer.echo(f"{lines} erased from the input history", err=True)
+    else:
+        file = displayable_line(paths.abbreviated(paths.history_file()))
+        typer.echo(
+            f"{lines} of this chat left in the input history, {file} (--history erases such lines)",
+            err=True,
+        )

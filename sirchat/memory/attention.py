@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_RESTORATIONS = 256  # most entries of `_restored`; one per checkpoint, enough to undo
+_RESTORATIONS = 8192  # most entries of `_restored`: more than a hundred for each turn to undo
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class AttentionCheckpoint:
     total: Floats  # [n], the weights received, after the decays up to `log_decay`
     log_decay: Floats  # [n], the log of the ledger's decays when `total` was last changed
     window: tuple[QueryWindow, ...] = ()
-    # How often restored tokens had been noted, all between two checkpoints as one; None if no
-    # attention had been recorded.
+    # How often restored tokens had been noted; None if no attention had been recorded.
     restorations: int | None = 0
 
 
@@ -80,10 +79,9 @@ class AttentionStats:
         self._total = np.zeros(0)
         self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
-        # Totals of tokens when restored; all restorations between two checkpoints are one entry.
+        # The totals of tokens when they were restored.
         self._restored: deque[AttentionCheckpoint] = deque(maxlen=_RESTORATIONS)
         self._restorations = 0  # number of entries so far, deleted ones included
-        self._is_checkpointed = True
 
     @property
     def is_counted(self) -> bool:
@@ -144,20 +142,12 @@ class AttentionStats:
 
     def note_restored(self, positions: Positions) -> None:
         """Store the totals of tokens that are restored and may receive more, for an exact undo."""
-        if not (len(positions) and self.is_counted):
-            return
-        if self._is_checkpointed or not self._restored:
+        if len(positions) and self.is_counted:
             self._restored.append(self._copy_of(positions))
             self._restorations += 1
-        else:  # a token that was restored twice keeps its first total
-            last = self._restored.pop()
-            new = self._copy_of(np.setdiff1d(positions, last.positions))
-            self._restored.append(_joined(last, new))
-        self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
         """A copy of the statistics of the tokens at `positions`, to which `undo` can go back."""
-        self._is_checkpointed = True
         if not self.is_counted:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
@@ -174,10 +164,9 @@ class AttentionStats:
             self._window = ()
             self._restored.clear()
             return
-        self._is_checkpointed = True
         while self._restorations > to.restorations:
             self._restorations -= 1
-            if self._restored:
+            if self._restored:  # the first total of a token is the last that is written back
                 self._write_back(self._restored.pop())
         self._write_back(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
@@ -239,15 +228,6 @@ def _grown(array: Floats, rows: int) -> Floats:
     if rows <= len(array):
         return array
     return np.concatenate([array, np.zeros(max(rows, 2 * len(array)) - len(array))])
-
-
-def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """One checkpoint of the totals of two that have no token in common."""
-    positions = np.concatenate([one.positions, other.positions])
-    order = np.argsort(positions)
-    total = np.concatenate([one.total, other.total])[order]
-    log_decay = np.concatenate([one.log_decay, other.log_decay])[order]
-    return AttentionCheckpoint(positions[order], total, log_decay)
 
 
 def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:

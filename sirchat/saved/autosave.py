@@ -100,12 +100,11 @@ class Autosave:
         turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
-        if turns or len(saved.rows) or len(passages.rows) or flags or kept != size:
+        is_longer = turns or len(saved.rows) or len(passages.rows)
+        if is_longer or flags or kept != size or not _is_same_state(head, before):
             store.append(turns, saved.rows, head, passages, kept, flags)
-        elif _is_same_state(head, before):  # saved keys and values stay valid
+        else:  # saved keys and values stay valid
             store.check_place()
-        else:
-            store.save_state(head)
         if start < size.rows:
             self._look_at_all_evicted()
         self._head = head
@@ -127,7 +126,7 @@ class Autosave:
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
         self._head = self._make_head(saved, stamp)
-        self._store.save_state(self._head)
+        self._store.append([], saved.rows, self._head)
         make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
 

@@ -48,7 +48,6 @@ _SIGNS = re.compile(r"[+#*&@$%]")
 _WRITTEN = "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
 
 _TIMEOUT = 20.0  # seconds to wait while another process writes the index
-_BATCH = 500  # chats in a transaction: others wait for it, and Ctrl-C loses its work
 _JUST_NOW = 100_000_000  # ns: within this time, a file may change without a new time
 _UNKNOWN = -1  # stands for a file's size: read the file again at the next search
 _OF_DAMAGE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -88,11 +87,10 @@ def chats_in(folder: Path) -> list[Indexed]:
     return _with_index(folder, _chats)
 
 
-def find_matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
+def find_matches(folder: Path, words: str, most: int) -> Matches:
     """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
 
-    At most `most` get a snippet. `notice` gets a message before many chats are read. Raises
-    SessionError if the index can't be used.
+    At most `most` get a snippet. Raises SessionError if the index can't be used.
     """
     query = _query(words)
 
@@ -111,7 +109,7 @@ def find_matches(folder: Path, words: str, most: int, notice: Callable[[str], ob
         plain = [snippet.replace(_GAP, "") for snippet in snippets]
         return Matches([ident for _, ident in chats], plain, every)
 
-    return _with_index(folder, search, notice)
+    return _with_index(folder, search)
 
 
 def saved_text(path: Path) -> str:
@@ -160,11 +158,7 @@ def _chats(connection: sqlite3.Connection) -> list[Indexed]:
     return [Indexed(*record) for record in connection.execute("SELECT id, name, family FROM chats")]
 
 
-def _with_index(
-    folder: Path,
-    use: Callable[[sqlite3.Connection], _Result],
-    notice: Callable[[str], object] = lambda text: None,
-) -> _Result:
+def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
     """Bring the index of `folder` up to date, and call `use` with it.
 
     A damaged index is deleted, and `use` is called with a new one.
@@ -174,18 +168,20 @@ def _with_index(
             _create(nothing)
             return use(nothing)
     path = folder / NAME
+
+    def up_to_date() -> _Result:
+        with _opened(path) as connection:
+            _bring_up_to_date(connection, folder)
+            return use(connection)
+
     with as_session_errors(path):
         try:
-            with _opened(path) as connection:
-                _bring_up_to_date(connection, folder, notice)
-                return use(connection)
+            return up_to_date()
         except sqlite3.DatabaseError as error:
             if result_code(error) not in _OF_DAMAGE:
                 raise
             _delete(path)
-        with _opened(path) as connection:
-            _bring_up_to_date(connection, folder, notice)
-            return use(connection)
+            return up_to_date()
 
 
 def _delete(index: Path) -> None:
@@ -227,25 +223,19 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
         yield
 
 
-def _bring_up_to_date(
-    connection: sqlite3.Connection, folder: Path, notice: Callable[[str], object]
-) -> None:
+def _bring_up_to_date(connection: sqlite3.Connection, folder: Path) -> None:
     present = set(_states(folder))
     known = set(connection.execute("SELECT id, changed, size FROM chats"))
+    if present == known:
+        return
     stale = sorted(present - known)
     gone = {ident for ident, *_ in known - present} - {ident for ident, *_ in stale}
-    if len(stale) > _BATCH:
-        notice(f"reading {len(stale):,} saved chats, so that later searches are fast")
     is_removed = False
-    if gone:
-        with _writing(connection):
-            for ident in gone:
-                is_removed |= _remove(connection, ident)
-    for start in range(0, len(stale), _BATCH):
-        with _writing(connection):
-            for ident, changed, size in stale[start : start + _BATCH]:
-                path = folder / f"{ident}{SUFFIX}"
-                is_removed |= _update(connection, path, changed, size)
+    with _writing(connection):
+        for ident in gone:
+            is_removed |= _remove(connection, ident)
+        for ident, changed, size in stale:
+            is_removed |= _update(connection, folder / f"{ident}{SUFFIX}", changed, size)
     if is_removed:
         _overwrite_removed(connection)
 

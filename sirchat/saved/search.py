@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -44,20 +43,17 @@ class Found(NamedTuple):
     hint: str
 
 
-def search_sessions(
-    folder: Path, words: str, notice: Callable[[str], object] = lambda text: None
-) -> Found:
+def search_sessions(folder: Path, words: str) -> Found:
     """Find the saved chats with all `words`: the best (bm25) first, of equals the newest.
 
-    `notice` gets a message before long work. Raises UsageError if `words` has no word, and
-    SessionError if the index can't be used.
+    Raises UsageError if `words` has no word, and SessionError if the index can't be used.
     """
     if not has_words(words):
         raise UsageError(
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    ids, snippets, chats = find_matches(folder, words, MOST, notice)
+    ids, snippets, chats = find_matches(folder, words, MOST)
     hits = []
     for ident, snippet in zip(ids, snippets, strict=False):
         with suppress(SessionError):  # the chat was removed, or damaged, just now

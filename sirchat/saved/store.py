@@ -256,14 +256,6 @@ class SessionStore:
         if is_cut:
             remove_from_index(self.path)
 
-    def save_state(self, head: Head) -> None:
-        """Replace the head, which has the state, and nothing else.
-
-        Raises ValueError if tokens were read since ledger rows were last saved.
-        """
-        with self._transaction():
-            self._put([], np.zeros(0), head, _NO_PASSAGES, _EVERYTHING)
-
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
         with self._transaction():

@@ -276,7 +276,7 @@ class SavedChat:
         if words == "last" or is_prefix_of_id(folder, words):
             return words
         try:
-            result = search_sessions(folder, words, self._screen.note)
+            result = search_sessions(folder, words)
         except SirchatError as error:  # no word to search for, or no index: it may be a name
             try:
                 return find_session(folder, words).stem
@@ -303,7 +303,7 @@ class SavedChat:
                 line = Text(f"  {ROLE_NAMES[role]}: {said}")
                 line.highlight_words(words.split(), "bold underline", case_sensitive=False)
                 texts.append(line)
-        result = search_sessions(sessions_dir(), words, screen.note)
+        result = search_sessions(sessions_dir(), words)
         hits = [hit for hit in result.hits if hit.session.id != self._saving.id]
         if not texts and not hits:
             raise SessionError(f"no message and no saved chat has all of {format_value(words)}")

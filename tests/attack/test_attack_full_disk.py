@@ -94,14 +94,14 @@ def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_en
     monkeypatch.setattr(index, "_TIMEOUT", 0.01)
     chat = Chat()
     chat.say(*SAYINGS[:2])
-    assert len(search_sessions(folder, "words", str).hits) == 1
+    assert len(search_sessions(folder, "words").hits) == 1
     with closing(connect(folder / index.NAME)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(SessionError, match=r"index is in use by another process \(try again"):
-            search_sessions(folder, "words", str)
+            search_sessions(folder, "words")
         chat.do("/undo")
         assert not (folder / index.NAME).exists(), "the text must not stay in it"
-    assert len(search_sessions(folder, "words", str).hits) == 1
+    assert len(search_sessions(folder, "words").hits) == 1
     assert is_saved(chat)
 
 
@@ -114,7 +114,7 @@ def test_a_clock_that_goes_back_loses_no_chat(
         chat.say(words)
         for path in folder.iterdir():
             os.utime(path, (4e9 - 3600 * hours,) * 2)
-    assert len(search_sessions(folder, "words", str).hits) == 1
+    assert len(search_sessions(folder, "words").hits) == 1
     assert is_saved(chat)
 
 

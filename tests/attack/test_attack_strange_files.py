@@ -131,7 +131,7 @@ def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
     for act in (SessionStore.open, remove_session):
         with pytest.raises(SessionError):
             act(strange)
-    search_sessions(folder, "words", str)
+    search_sessions(folder, "words")
 
 
 def _as_transcript(path: Path, make: Callable[[Path], None]) -> None:
