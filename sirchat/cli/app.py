@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -294,8 +295,9 @@ def _fail(message: str, code: int) -> None:
 def _with_last_chat(arguments: list[str]) -> list[str]:
     """The arguments; a `--resume` without a value, before a command's name, is `--resume=last`."""
     names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
-    at = next((n for n, one in enumerate(arguments) if one == "--resume" or one in names), -1)
-    before, rest = arguments[:at], arguments[at:]
-    if rest[:1] == ["--resume"] and (rest[1:2] or ["-"])[0].startswith("-"):
-        return [*before, "--resume=last", *rest[1:]]
-    return arguments
+    front = list(takewhile(lambda argument: argument not in names, arguments))
+    for at, argument in enumerate(front):
+        has_value = at + 1 < len(front) and not front[at + 1].startswith("-")
+        if argument == "--resume" and not has_value:
+            front[at] = "--resume=last"
+    return front + arguments[len(front) :]

@@ -321,14 +321,13 @@ def tutorial(
     The exit code is then 1 if a step has an unexpected result.
     """
     profile = profile_from_flags({}, loads_model=False)
-    with (
-        show_while_importing("loading tiny"),
-        without_garbage_collection(),
-        interruptible_imports(),
-    ):
+    from sirchat.ui.screen import Screen
+    from sirchat.ui.status import loading_bar
+
+    screen = Screen(theme=profile.theme)
+    with loading_bar(screen, "tiny"), without_garbage_collection(), interruptible_imports():
         from sirchat.chat.session import Session
         from sirchat.models.load import load_model
-        from sirchat.ui.screen import Screen
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
@@ -337,27 +336,8 @@ def tutorial(
         return Session(model, Profile(save=False, theme=profile.theme, **SETTINGS))
 
     waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()
-    if not run_tutorial(opened, Screen(theme=profile.theme), waits=waits) and not waits:
+    if not run_tutorial(opened, screen, waits=waits) and not waits:
         raise typer.Exit(1)
-
-
-@contextmanager
-def show_while_importing(what: str) -> Iterator[None]:
-    """Context manager: show the text `what` in the terminal while libraries are imported."""
-    err = sys.stderr
-    if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        yield
-        return
-    columns = 80
-    with suppress(OSError):  # not a stream of the operating system
-        columns = os.get_terminal_size(err.fileno()).columns
-    try:  # Ctrl-C may come as soon as the text is seen
-        err.write(displayable_line(what)[: columns - 1] + "\r")
-        err.flush()
-        yield
-    finally:
-        err.write("\x1b[2K")
-        err.flush()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from sirchat.memory.ledger import Flag, State
 from sirchat.saved.saved_state import make_head, passages_of, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
 from sirchat.saved.segments import FEWEST, TEXT
-from sirchat.saved.session_list import make_room, remove_session, reveals_text
+from sirchat.saved.session_list import branch_of, make_room, remove_session, reveals_text
 from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
@@ -144,15 +144,10 @@ class Autosave:
         if self._store is not None:
             self._store.close()
 
-    def begin(self, branch_of: SessionStore | None = None) -> None:
-        """Create the session's file by a first save; after an error, there is no file.
-
-        What the chat in `branch_of` has held after each save is copied, too.
-        """
+    def begin(self) -> None:
+        """Create the session's file by a first save; after an error, there is no file."""
         try:
             self.save()
-            if branch_of is not None and self._store is not None:
-                self._store.copy_held(branch_of)
         except BaseException:
             if self._store is not None and self.id:
                 store, self._store = self._store, None
@@ -162,11 +157,9 @@ class Autosave:
             raise
 
     def branch(self, name: str) -> Autosave:
-        """Copy the whole chat to a new file called `name`; returns its `Autosave`."""
-        copy = Autosave(self._session, folder=self._folder)
-        copy.name, copy._family = name, self.family
-        copy.begin(branch_of=self._store)
-        return copy
+        """Copy what is saved to a new file called `name`; returns its `Autosave`."""
+        assert self._store is not None
+        return Autosave(self._session, branch_of(self._store, name), self._folder)
 
     def keep_file_after_reset(self) -> None:
         """After a reset, go on in this file; without this call, `save` begins a new one."""

@@ -107,6 +107,10 @@ class SavedSegments:
         while limit is not None and sum(size for _, size in self._files.values()) > limit:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
 
+    def know_as(self, other: SavedSegments) -> None:
+        """Know of this folder, a copy of that of `other`, what is known of that one."""
+        self._files, self._is_written = dict(other._files), other._is_written.copy()
+
     def truncate(self, seen: int) -> None:
         """Delete the files that have tokens from position `seen` on."""
         for number, (positions, _) in list(self._files.items()):

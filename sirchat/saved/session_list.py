@@ -193,17 +193,22 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
     with SessionStore.read(path) as saved:
-        copy = new_file(folder, SUFFIX)
-        try:
-            saved.copy_to(copy)
-            _copy_key_values(path, copy)
-            store = SessionStore.open(copy)
-            store.branch(name, path.stem)
-            return store
-        except BaseException:
-            with suppress(SessionError):
-                remove_session(copy)
-            raise
+        return branch_of(saved, name)
+
+
+def branch_of(store: SessionStore, name: str) -> SessionStore:
+    """Copy what is saved in `store` to a branch called `name`; returns its open store."""
+    copy = new_file(store.path.parent, SUFFIX)
+    try:
+        store.copy_to(copy)
+        _copy_key_values(store.path, copy)
+        branch = SessionStore.open(copy)
+        branch.become_branch(name, store)
+        return branch
+    except BaseException:
+        with suppress(SessionError):
+            remove_session(copy)
+        raise
 
 
 def check_name(folder: Path, text: str, own: str) -> str:

@@ -263,25 +263,19 @@ class SessionStore:
         self.name = name
         remove_from_index(self.path)
 
-    def branch(self, name: str, origin: str) -> None:
-        """Mark this copy of the session `origin` (an id) as a branch called `name`."""
-        meta = {"family": origin, **self.meta}
+    def become_branch(self, name: str, origin: SessionStore) -> None:
+        """Mark this copy of `origin` as a branch called `name`."""
+        meta = {"family": origin.id, **self.meta}
         with self._transaction():
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name
+        self.segments.know_as(origin.segments)
 
     def copy_to(self, path: Path) -> None:
         """Copy what is saved to the empty file `path`."""
         with as_session_errors(path), closing(connect(path)) as copy:
             self._connection.backup(copy)
-
-    def copy_held(self, other: SessionStore) -> None:
-        """Take from another file of this chat what was held after the turns before the last."""
-        query = "SELECT turn, positions FROM held WHERE turn < ?"
-        with self._transaction():
-            for record in other._all(query, self.size.turns - 1):
-                put(self._connection, "held", *record)
 
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):

@@ -174,29 +174,29 @@ def test_full_segments_are_private_files_deleted_with_the_archive(tmp_path: Path
     assert not folder.exists()
 
 
-def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
-    archive = Archive(folder=tmp_path / "a")
-    archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
-    archive.remove(np.array([17]))
-    (path,) = (tmp_path / "a").iterdir()
-    assert (load_file(path)["0"][:, 16] == 0).all()
-    assert (load_file(path)["0"][:, 15] == 16).all()
-    archive.close()
-
-
-def test_the_end_of_a_segment_is_overwritten_on_disk_each_time_some_of_it_is_removed(
+def test_what_is_removed_is_in_no_file_and_its_place_at_the_end_is_used_again(
     tmp_path: Path,
 ) -> None:
     with closing(Archive(folder=tmp_path / "a")) as archive:
+
+        def numbers() -> list[float]:
+            (path,) = (tmp_path / "a").iterdir()
+            return load_file(path)["0"][0, :, 0].tolist()
+
         archive.add(rows(list(range(1, 2 * SEGMENT_ROWS + 6))))
+        archive.remove(np.arange(SEGMENT_ROWS + 1, 2 * SEGMENT_ROWS + 6))
         sizes = archive.bytes_by_device()
         for start in (SEGMENT_ROWS - 8, SEGMENT_ROWS - 16):
             archive.remove(np.arange(start, SEGMENT_ROWS + 1))
-            numbers = load_file(min((tmp_path / "a").iterdir()))["0"][0, :, 0].tolist()
-            assert numbers == [*range(1, start), *[0] * (SEGMENT_ROWS - start + 1)]
+            assert numbers() == [*range(1, start), *[0] * (SEGMENT_ROWS - start + 1)]
         assert archive.bytes_by_device() == sizes
         archive.remove(np.arange(1, SEGMENT_ROWS + 1))
-        assert len(list((tmp_path / "a").iterdir())) == 1
+        archive.add(rows(list(range(SEGMENT_ROWS))))
+        archive.truncate(SEGMENT_ROWS - 9)
+        assert not list((tmp_path / "a").iterdir())  # the segment is open again
+        archive.add(rows([1000, 1001, 1002, *range(2000, 2006)]))
+        assert numbers()[-9:] == [1000, 1001, 1002, *range(2000, 2006)]
+        check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
 
 
 def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
@@ -213,16 +213,6 @@ def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
         assert not list((tmp_path / "a").iterdir())
         assert archive.bytes_by_device() == {"cpu": archive.nbytes}
         check_fetched(archive, [16, 18])
-
-
-def test_a_full_segment_that_has_room_again_after_an_undo_gets_a_new_file(tmp_path: Path) -> None:
-    with closing(Archive(folder=tmp_path / "a")) as archive:
-        archive.add(rows(list(range(SEGMENT_ROWS))))
-        archive.truncate(SEGMENT_ROWS - 9)
-        assert not list((tmp_path / "a").iterdir())  # nothing that was removed is still there
-        archive.add(rows([1000, 1001, 1002, *range(2000, 2006)]))
-        assert len(list((tmp_path / "a").iterdir())) == 1
-        check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
 
 
 @pytest.mark.parametrize("is_file", [True, False])

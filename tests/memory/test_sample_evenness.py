@@ -25,7 +25,6 @@ SEED = 7
 STREAM, BUDGET, SINKS = 20_000, 1604, 4
 CHUNK = (BUDGET - SINKS) // 4
 ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
-UNEVEN_ROUNDS = [60, 5000, 30, 30, 7000, 90, 10, 1234, 17, 3000, 5] + [51] * 70
 
 
 @pytest.mark.slow
@@ -38,19 +37,6 @@ def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) ->
 def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
     """The same measurement finds the bias of `random`, with a quarter of the streams."""
     assert evenness(policy_class("random")(), SHORT_ROUNDS, seeds=10) < 1e-6
-
-
-@pytest.mark.parametrize("rounds", [UNEVEN_ROUNDS, SHORT_ROUNDS], ids=["uneven", "short"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_sample_of_fixed_size_is_uniform_however_long_the_rounds(
-    rounds: list[int], seed: int
-) -> None:
-    """It holds the largest keys of the whole stream, and keys do not depend on positions."""
-    size = CHUNK - 20
-    held, end = read_stream(Reservoir(sample=size), rounds, seed)
-    keys = uniform(seed, Purpose.ARRIVAL, np.arange(end))
-    keys[:SINKS] = -1
-    assert set(keys.argsort()[-size:]) <= set(held)
 
 
 def test_the_largest_keys_lie_evenly_in_the_stream() -> None:

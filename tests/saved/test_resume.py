@@ -180,6 +180,7 @@ def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
     assert _with_last_chat(["--resume"]) == ["--resume=last"]
     assert _with_last_chat(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
     assert _with_last_chat(["--resume", "x"]) == ["--resume", "x"]
+    assert _with_last_chat(["--resume", "ask", "x"]) == ["--resume=last", "ask", "x"]
     assert _with_last_chat(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
     assert _with_last_chat([]) == []
 

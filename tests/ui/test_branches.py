@@ -110,7 +110,7 @@ def test_where_the_branch_can_not_be_written_the_chat_goes_on(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("sirchat.saved.autosave.SessionStore.append", full)
+    monkeypatch.setattr("sirchat.saved.store.SessionStore.copy_to", full)
     with pytest.raises(OSError, match="no space"):
         chat.do("/branch one")
     monkeypatch.undo()

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from fake_terminal import FakeTerminal, show_reply
-from sirchat.cli.chat import show_while_importing
 from sirchat.ui.interrupt import interruptible_imports, whole_output
 from sirchat.ui.keys import TerminalKeys
 from sirchat.ui.typed_input import Keyboard
@@ -308,25 +307,6 @@ def test_the_second_signal_ends_a_program_whose_terminal_takes_no_output() -> No
         assert len(ended) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_ctrl_c_as_soon_as_the_loading_is_seen_leaves_no_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Pressed(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def flush(self) -> None:
-            if not self.getvalue().endswith("\x1b[2K"):
-                raise KeyboardInterrupt
-
-    terminal = Pressed()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(KeyboardInterrupt), show_while_importing("loading tiny"):
-        pass
-    assert terminal.getvalue() == "loading tiny\r\x1b[2K"
 
 
 def test_an_interrupt_that_an_import_swallows_is_raised_after_it() -> None:
