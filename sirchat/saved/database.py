@@ -22,7 +22,7 @@ from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 
 SUFFIX = ".sqlite"  # of a session's file
 APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 7  # of the tables, as SQLite's user version
+FORMAT = 7  # of the tables, as SQLite's user version; 6 is converted when opened
 # All tables of a session's file; a file with other tables, or views, is damaged. The last column of
 # each is the `record_sum` of the others.
 TABLES = {
@@ -37,6 +37,8 @@ TABLES = {
     turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB, sum INTEGER)""",
     "held": "CREATE TABLE held (turn INTEGER PRIMARY KEY, positions BLOB NOT NULL, sum INTEGER)",
 }
+_OLDER_TURNS = """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NULL,
+    text TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER, sum INTEGER)"""
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
 
@@ -92,21 +94,26 @@ def is_session(connection: sqlite3.Connection) -> bool:
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
-def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError if the file is another user's, no session, newer, or has wrong tables."""
+def check_format(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file has the format before the present; raises SessionError if it is no session.
+
+    So it does if the file is another user's, has any other format, or wrong tables.
+    """
     if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
         raise SessionError(f"{path} belongs to another user", hint="a copy of it would be yours")
     if not is_session(connection):
         raise not_a_session(path)
     version = int(_pragma(connection, "user_version"))
-    if version != FORMAT:
+    if version not in (FORMAT - 1, FORMAT):
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads format {FORMAT}",
+            f"{path} has format {version}, but this sirchat reads {FORMAT - 1} and {FORMAT}",
             hint=f"install {'a newer' if version > FORMAT else 'an older'} version of sirchat",
         )
-    tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    if sorted(str(sql) for (sql,) in tables) != sorted(TABLES.values()):
+    tables = TABLES if version == FORMAT else TABLES | {"turns": _OLDER_TURNS}
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+    if sorted(_words(sql) for (sql,) in found) != sorted(map(_words, tables.values())):
         raise DamagedSessionError(path)
+    return version < FORMAT
 
 
 def check_contents(connection: sqlite3.Connection, path: Path) -> None:
@@ -223,3 +230,7 @@ def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
 
 def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _words(sql: object) -> list[str]:
+    return str(sql).split()  # blanks and line breaks differ between formats

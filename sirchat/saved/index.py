@@ -292,9 +292,9 @@ def _read(path: Path) -> tuple[str, str, str]:
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
-                check_format(connection, path)
+                thinking = "''" if check_format(connection, path) else "thinking"
                 about = dict(connection.execute("SELECT name, value FROM about"))
-                turns = connection.execute("SELECT thinking, text FROM turns ORDER BY turn")
+                turns = connection.execute(f"SELECT {thinking}, text FROM turns ORDER BY turn")
                 text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
             return str(json.loads(about.get("name", '""'))), str(family), text

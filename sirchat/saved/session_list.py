@@ -41,12 +41,7 @@ LENGTH = 40  # characters of a session's name
 MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
 _FIRST_LINE = 80  # characters
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-# A damaged head is no reason to leave a chat out of the list.
-_SUMMARIES = (
-    "SELECT value FROM head, json_each(CASE WHEN json_valid(fields) THEN fields ELSE '{}' END, "
-    "'$.conversation.summaries')"
-)
-_USERS = f"SELECT text FROM turns WHERE role = 'user' AND turn NOT IN ({_SUMMARIES}) ORDER BY turn"
+_USERS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
 _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
@@ -357,11 +352,11 @@ def _summaries(
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        check_format(connection, path)
+        users = _USERS.format("" if check_format(connection, path) else " AND NOT is_summary")
         about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
-        first = connection.execute(f"{_USERS} LIMIT 1").fetchone()
-        last = connection.execute(f"{_USERS} DESC LIMIT 1").fetchone()
+        first = connection.execute(f"{users} LIMIT 1").fetchone()
+        last = connection.execute(f"{users} DESC LIMIT 1").fetchone()
     meta = dict(about["meta"])
     return SavedSession(
         id=path.stem,

@@ -42,6 +42,7 @@ from sirchat.saved.database import (
 )
 from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.older_format import convert
 from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import RoleName
 
@@ -162,12 +163,17 @@ class SessionStore:
         """
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
-            check_format(connection, path)
+            before, is_older = path.stat(), check_format(connection, path)
             check_contents(connection, path)
+            if is_older:
+                convert(connection)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()
             store._finish_erasing()
+            if is_older:  # the chat is no newer than it was
+                with suppress(OSError):  # another user's file
+                    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
 
     @classmethod
@@ -190,8 +196,10 @@ class SessionStore:
                 before = _last_written(path)
                 saved.backup(copy)
                 if before and before == _last_written(path):
-                    check_format(copy, path)
+                    is_older = check_format(copy, path)
                     check_contents(copy, path)
+                    if is_older:
+                        convert(copy)
                     return cls(path, copy)
             copy.close()
             time.sleep(_PAUSE)  # the other process was writing

@@ -1,13 +1,15 @@
 """Chats that were saved before go on as they did then.
 
-`golden/saved-chats` has two chats with evictions, recall and pins, in the present format, and their
-search index. That of `tiny` has a name, a summary and two system prompts, and its program was
-killed; that of `babbler` has keys and values.
+`golden/saved-chats` has two chats with evictions, recall and pins, in the format before the
+present, and their search index. That of `tiny` has a name, a summary and two system prompts, and
+its program was killed; that of `babbler` has keys and values. The folder `turns` has a chat with
+reasoning, a turn left out, and sentences torn by `/erase`.
 """
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import pytest
 
 from chatting import answer, babbler, tiny
 from sirchat.chat.session import Session
+from sirchat.errors import SessionError
 from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
+from sirchat.saved.database import locked
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import search_sessions
@@ -91,4 +95,37 @@ def test_older_chats_are_found_by_their_names_and_words_and_removed_with_all_tex
     assert search_sessions(folder, "cafe").hits[0].session.id == CHATS["tiny"]["id"]
     for ident in ids:
         remove_session(folder / f"{ident}.sqlite")
-    assert not any(b"breakfast" in file.read_bytes() for file in folder.iterdir())
+    assert not any(b"breakfast" in file.read_bytes() for file in folder.iterdir() if file.is_file())
+
+
+def test_what_an_older_file_said_of_its_turns_elsewhere_stands_with_them(folder: Path) -> None:
+    path = folder / "turns" / "chat.sqlite"
+    listed = list_sessions(path.parent).sessions[0]
+    assert (listed.first, listed.turns) == ("My name is Anna.", 4)
+    for _ in range(2):
+        with SessionStore.read(path) as store:
+            turns = store.turns()
+    assert turns[1].thinking == "She says </think> and think\\> and <think>."
+    assert turns[1].text == "Nice to meet you, Anna."
+    assert [turn.is_left_out for turn in turns] == [False, False, False, True]
+    assert turns[2].torn == ("The code of the door is .",)
+    assert [turn.is_summary for turn in turns] == [False] * 4
+
+
+def test_of_an_older_chat_that_is_open_elsewhere_a_copy_is_read(folder: Path) -> None:
+    path = folder / "turns" / "chat.sqlite"
+    before = path.read_bytes()
+    with locked(path), SessionStore.read(path) as copy:
+        assert copy.turns()[1].text == "Nice to meet you, Anna."
+    assert path.read_bytes() == before
+
+
+def test_a_format_that_is_neither_is_refused(folder: Path) -> None:
+    path = folder / "turns" / "chat.sqlite"
+    for version, age in ((5, "an older"), (8, "a newer")):
+        with sqlite3.connect(path) as file:
+            file.execute(f"PRAGMA user_version={version}")
+        file.close()
+        with pytest.raises(SessionError, match=f"has format {version}") as refused:
+            SessionStore.open(path)
+        assert f"install {age} version" in str(refused.value.hint)

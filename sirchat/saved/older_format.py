@@ -1,0 +1,52 @@
+"""Converts files of format 6, the one before the present.
+
+There, a reply's reasoning stands in tags before its text, and the head, not the turns, says which
+turns are summaries, are left out, or have torn sentences.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from typing import Any
+
+from sirchat.saved.database import FORMAT, TABLES, put
+from sirchat.text.transcript import CLOSE, OPEN
+
+# A reply with reasoning, in which the end of each `think>` is escaped.
+_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
+_ESCAPED_TAG = re.compile(r"think\\(\\*)>")
+
+
+def convert(connection: sqlite3.Connection) -> None:
+    """Give a file of format 6 the present one; raises an error of `UNDECODABLE` if it is damaged.
+
+    Text that is no longer in the tables is overwritten.
+    """
+    connection.execute("PRAGMA secure_delete=ON")
+    chat = _convert_head(connection)
+    turns = connection.execute("SELECT turn, role, text, finish, time FROM turns").fetchall()
+    connection.execute("DROP TABLE turns")
+    connection.execute(TABLES["turns"])
+    for number, role, written, finish, began in turns:
+        match = _TAGGED.fullmatch(written) if role == "assistant" else None
+        thinking, text = match.groups() if match else ("", written)
+        texts = role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking)
+        flags = int(number in chat["summaries"]), int(number in chat["left_out"])
+        torn = json.dumps([sentence for turn, sentence in chat["torn"] if turn == number])
+        put(connection, "turns", number, *texts, began, *flags, torn)
+    connection.execute(f"PRAGMA user_version={FORMAT}")
+
+
+def _convert_head(connection: sqlite3.Connection) -> dict[str, list[Any]]:
+    """Take what now stands with the turns out of the head; returns it."""
+    chat: dict[str, list[Any]] = {"summaries": [], "left_out": [], "torn": []}
+    for number, *state, written, _ in connection.execute("SELECT * FROM head").fetchall():
+        fields = {"passages": 0, "encoder": 0, "pins": [], **json.loads(written)}
+        fields["pins"] = [[*pin, False][:4] for pin in fields["pins"]]  # older ones name no rules
+        fields["conversation"] = {"asked": [], "unpinned": [], **fields["conversation"]}
+        chat |= {name: fields["conversation"].pop(name, []) for name in chat}
+        connection.execute("DELETE FROM head")
+        put(connection, "head", number, *state, json.dumps(fields))
+    return chat
