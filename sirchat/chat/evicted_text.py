@@ -33,7 +33,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
-    parts, start = [(0, "system", [*session.tokens(snapshot.own_text)])], 0
+    parts, start = [(0, "system", [*session.tokens(range(*snapshot.own_text))])], 0
     for turn in snapshot.turns:
         span, start = range(start, start + turn.tokens), start + turn.tokens
         if turn.held < turn.tokens:

@@ -76,7 +76,8 @@ class Snapshot:
     # Of the held tokens, how many each wrote: `user`, `assistant`, `system` or `template`; of
     # these, those of a `summary` and `recalled` ones are counted apart.
     held_by: Mapping[str, int] = field(default_factory=dict)
-    own_text: range = range(0)  # positions of the text of `prompt`, without the template's marks
+    # First position of the text of `prompt`, without the template's marks, and the one after it
+    own_text: tuple[int, int] = (0, 0)
     prompt: int = 0  # first tokens, which are a system prompt that the chat template itself adds
 
     @property
@@ -132,7 +133,7 @@ def take_snapshot(
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks, roles),
         recalled_turns=recalled_turns,
         held_by=_held_by(ledger, held, roles, own[1]),
-        own_text=own[0],
+        own_text=(own[0].start, own[0].stop),
         prompt=own[1],
     )
 

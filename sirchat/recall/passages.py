@@ -47,7 +47,10 @@ class Passages:
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
-        self.torn = torn_sentences(ledger, self._texts)
+        if not len(self.torn):
+            self.torn = torn_sentences(ledger, self._texts)
+        self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
+        self.torn[ledger.torn] = True
         runs = list(_runs(ledger, self._until, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
@@ -69,6 +72,7 @@ class Passages:
         if seen < self._until:
             count = int(np.searchsorted(self.rows["end"], seen, side="right"))
             self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
+        self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
@@ -115,6 +119,7 @@ class Passages:
         self.rows = np.asarray(state["rows"]).astype(PASSAGE)
         self.vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._until = int(state["until"][0])
+        self.torn = np.zeros(0, bool)  # not known yet
 
     def _append(self, rows: NDArray[np.void], vectors: NDArray[np.float16]) -> None:
         known, dims = len(self.rows), vectors.shape[1]

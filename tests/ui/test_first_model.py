@@ -35,7 +35,7 @@ def test_one_key_takes_a_real_model_and_the_next_chat_has_it(own_home: Path) -> 
         chat.wait("Press a key")
         assert "tiny is a toy of 5 million parameters" in chat.text
         (key,) = re.findall(r"(\d): babbler", chat.text)
-        chat.child.send("x" + key)  # an x is no choice
+        chat.child.send("x\r" + key)  # an x is no choice, but begins a line
         chat.wait("babbler is now your default model")
         chat.wait_prompt()
         assert "Press a key" not in chat.text

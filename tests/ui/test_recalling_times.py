@@ -51,7 +51,7 @@ def test_what_was_said_at_a_time_is_restored_for_the_next_message() -> None:
     chat.say("What is my name?")
     assert "Anna" in chat.session.turns[-1].text
     assert "My name is Anna." not in held(chat)
-    assert "you said nothing at this time: last month" in refusal(chat, "/recall last month")
+    assert "you said nothing at this time: 40 days ago" in refusal(chat, "/recall 40 days ago")
 
 
 def test_first_and_last_mean_places_and_words_stay_words() -> None:
