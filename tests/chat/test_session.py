@@ -189,9 +189,11 @@ def test_window_pins_no_system_prompt_and_refuses_none() -> None:
 
 
 def test_the_same_seed_gives_the_same_conversation() -> None:
-    def run(seed: int) -> list[str]:
-        chat = session(babbler(), temperature=1.0, seed=seed, max_new_tokens=30)
-        return [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+    def run(seed: int) -> list[Any]:
+        drawn: dict[str, Any] = {"policy": "random", "temperature": 1.0, "seed": seed}
+        chat = session(babbler(), budget=48, max_new_tokens=30, **drawn)
+        said = [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+        return [*said, chat.ledger.held_positions.tolist()]
 
     assert run(1) == run(1)
     assert run(1) != run(2)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine_steps import generate, prefill, some_ids
+from engine_steps import generate, prefill
 from families import BigramModel
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, Stopped, TurnRef
 from sirchat.memory.ledger import Role
-from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.entropy import Entropy
 
 
@@ -35,21 +34,6 @@ def test_generation_ends_at_its_length() -> None:
     assert generate(engine, 3)[-1] == Stopped("length")
     assert generate(engine, 0) == [Stopped("length")]
     assert [type(record) for record in generate(engine, 2)] == [*[GeneratedToken] * 2, Stopped]
-
-
-def test_the_same_seed_draws_the_same_conversation() -> None:
-    def conversation(seed: int) -> list[int]:
-        engine = Engine(
-            BigramModel(), CacheSettings(policy_class("random")(), budget=40), seed=seed
-        )
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
-        for turn in range(0, 6, 2):
-            prefill(engine, some_ids(25, turn), turn)
-            generate(engine, 15, turn + 1, sampler=sampler)
-        ids: list[int] = engine.ledger.column("token_id").tolist()
-        return [*ids, *engine.ledger.held_positions.tolist()]
-
-    assert conversation(1) == conversation(1) != conversation(2)
 
 
 def test_only_recent_words_count_as_said_before_and_never_the_templates() -> None:

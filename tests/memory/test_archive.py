@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -154,39 +153,6 @@ def test_fetching_rows_that_are_not_stored_is_an_error(positions: list[int]) -> 
         archive.fetch(np.array(positions))
 
 
-def test_a_removed_row_is_overwritten() -> None:
-    archive = Archive()
-    archive.add(rows([5, 6, 7]))
-    archive.remove(np.array([6]))
-    (segment,) = archive._segments.values()
-    assert not any((tensor[:, 1] != 0).any() for tensor in segment.tensors)
-    assert segment.positions[:3].tolist() == [5, -1, 7]
-
-
-def test_full_segments_are_private_files_deleted_with_the_archive(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    archive = Archive(folder=folder)
-    archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
-    archive._files.wait()
-    assert len(list(folder.iterdir())) == 3
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
-    assert folder.stat().st_mode & 0o777 == 0o700
-    check_fetched(archive, [3, SEGMENT_ROWS, 3 * SEGMENT_ROWS + 4])
-    archive.close()
-    assert not folder.exists()
-
-
-def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
-    archive = Archive(folder=tmp_path / "a")
-    archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
-    archive.remove(np.array([17]))
-    archive._files.wait()
-    (path,) = (tmp_path / "a").iterdir()
-    assert (load_file(path)["0"][:, 16] == 0).all()
-    assert (load_file(path)["0"][:, 15] == 16).all()
-    archive.close()
-
-
 def test_the_end_of_a_segment_is_overwritten_on_disk_each_time_some_of_it_is_removed(
     tmp_path: Path,
 ) -> None:
@@ -249,23 +215,6 @@ def test_rows_added_while_a_segment_is_written_are_in_it(
         archive._files.wait()
         assert len(list((tmp_path / "a").iterdir())) == 1
         check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
-
-
-@pytest.mark.parametrize("is_file", [True, False])
-def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_lost(
-    tmp_path: Path, is_file: bool
-) -> None:
-    if is_file:
-        (tmp_path / "a").write_text("a file")
-    elif os.geteuid() == 0:
-        pytest.skip("root writes everywhere")
-    else:
-        tmp_path.chmod(0o500)
-    archive = Archive(folder=tmp_path / "a" / "b")
-    archive.add(rows(list(range(SEGMENT_ROWS))))
-    archive._files.wait()
-    assert str(tmp_path) in (archive.disk_error or "")
-    check_fetched(archive, [0, 5])
 
 
 # In a chat.

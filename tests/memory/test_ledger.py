@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,40 +127,6 @@ def test_a_long_stream_keeps_its_rows_and_costs_forty_bytes_a_token() -> None:
     assert ledger.held_positions.tolist() == list(range(count - 50, count))
     table = vars(ledger)["_rows"]
     assert table.nbytes <= 40 * count
-
-
-def test_arrival_keys_depend_on_seed_and_position_alone() -> None:
-    at_once, one_by_one, other = Ledger(5), Ledger(5), Ledger(6)
-    append_rows(at_once, [1.0] * 40)
-    append_rows(other, [1.0] * 40)
-    for i in range(40):
-        append_rows(one_by_one, [2.0], ids=[i])
-        keep_rows(one_by_one, [0])
-    keys = at_once.column("arrival_key").tolist()
-    assert keys == one_by_one.column("arrival_key").tolist()
-    assert not set(keys) & set(other.column("arrival_key").tolist())
-
-
-@pytest.mark.parametrize(
-    ("first", "ranks"), [([math.nan, 0.5, 2.5], [2.5, 0.5, 2.5]), ([math.nan], [4.0])]
-)
-def test_a_first_token_ranks_as_its_chunks_maximum_and_alone_by_unknown_surprisal(
-    first: list[float], ranks: list[float]
-) -> None:
-    ledger = Ledger(unknown_surprisal=4.0)
-    append_rows(ledger, first)
-    ledger.set_first_surprisal(len(first))
-    append_rows(ledger, [9.0])
-    assert np.isnan(ledger.column("surprisal")[0])
-    assert ledger.surprisal_of(ledger.held_positions).tolist() == [*ranks, 9.0]
-
-
-def test_decay_applies_to_the_closed_round_and_not_to_the_next() -> None:
-    ledger = Ledger()
-    for _ in range(3):
-        append_rows(ledger, [8.0])
-        ledger.apply_decay(0.5)
-    assert np.exp(ledger.log_decayed_surprisal_of(np.arange(3))) == pytest.approx([1.0, 2.0, 4.0])
 
 
 def append(ledger: Ledger, rows: list[dict[str, Any]], turn: int) -> None:
