@@ -119,8 +119,7 @@ def undo(chat: Session) -> Undone:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [None, "You are Tiny."])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("system", "temperature"), [("You are Tiny.", 0.0), (None, 1.0)])
 def test_a_turn_undone_and_said_again_is_as_if_said_once(
     system: str | None, temperature: float
 ) -> None:
