@@ -103,12 +103,8 @@ class User:
     def _acknowledged(self, chat: ForkedCommand) -> bool:
         """Whether the chat comes to a line that is typed now: it has saved all before."""
         self.counts["lines"] += 1
-        mark = f"done{self.counts['lines']}x"
-        chat.send(f"/{mark}\r")
-        end = time.monotonic() + 60
-        while f"there is no command /{mark}".encode() not in chat.shown:
-            if not chat.read(0.05) and (not chat.is_alive or time.monotonic() > end):
-                raise Wrong(f"no answer: {chat.shown[-1500:]!r}")
+        if not chat.comes_to(f"done{self.counts['lines']}x", 60):
+            raise Wrong(f"no answer: {chat.shown[-1500:]!r}")
         return True
 
     def _end(self, draw: Random, chat: ForkedCommand, *, is_loaded: bool) -> None:

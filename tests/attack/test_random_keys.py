@@ -86,12 +86,7 @@ def _finds_prompt(chat: ForkedCommand, seed: int) -> bool:
         tries += 1
         chat.send("\x03" * (tries % 3))
         _read_on(chat, 0.3)
-        mark = f"there is no command /done{seed}x{tries}"
-        chat.send(mark.rpartition(" ")[2] + "\r")
-        wait = time.monotonic() + 3
-        while time.monotonic() < wait and mark.encode() not in chat.shown and chat.is_alive:
-            chat.read(0.05)
-        if mark.encode() in chat.shown:
+        if chat.comes_to(f"done{seed}x{tries}", 3):
             return True
         if not chat.is_alive and _LOADED not in chat.shown:
             return False

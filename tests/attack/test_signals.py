@@ -80,7 +80,7 @@ class Attack:
                 if number == signal.SIGINT and draw.random() < 0.4:
                     _wait_a_moment(draw, chat)
                     self._send(chat, number, "chat", draw)
-                if draw.random() < 0.5 and _is_done_so_far(chat, n):
+                if draw.random() < 0.5 and chat.comes_to(f"done{n}x", 20):
                     finished = said.copy()
             _wait_a_moment(draw, chat)
             replies = len(_STATUS.findall(chat.shown)) if number != signal.SIGKILL else 0
@@ -177,17 +177,6 @@ def _wait_a_moment(draw: random.Random, command: ForkedCommand) -> None:
         while not command.read(0.05) and command.is_alive and time.monotonic() < end:
             pass
     time.sleep(draw.choice((0, 0.002, 0.05, 0.3)) * draw.random())
-
-
-def _is_done_so_far(chat: ForkedCommand, n: int) -> bool:
-    """Whether the chat has come to a command that is typed now."""
-    mark = f"there is no command /done{n}x"
-    chat.send(f"/done{n}x\r")
-    end = time.monotonic() + 20
-    while mark.encode() not in chat.shown:
-        if not chat.read(0.05) and (not chat.is_alive or time.monotonic() > end):
-            return False
-    return True
 
 
 def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(

@@ -25,7 +25,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
 WORDS = "Anna Rome green violin harbour baker Tuesday lunch my name is the city river"
-MANY = int(os.environ.get("SIRCHAT_ATTACK", "12"))
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "4"))
 POLICIES = ("full", "salience", "entropy", "sink", "reservoir", "h2o")
 
 Message = tuple[str, str]

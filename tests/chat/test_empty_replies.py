@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from by_heart import ANSWER, QUESTION, SHAPES, THOUGHT, tokenizer
-from chatting import session, smallest, tiny
+from chatting import babbler, notices, session, smallest, tiny
 from command import run
-from sirchat.chat.events import Delta, Evicted, Notice, TurnDone
-from sirchat.chat.session import Session
+from saved_chats import Chat, resumed
+from sirchat.chat.events import Delta, Evicted, Notice, TurnDone, to_json
 from sirchat.engine.sampling import Continued, Sampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.paths import sessions_dir
+from sirchat.saved.session_list import list_sessions
+from sirchat.text.template import Template
+from sirchat.ui.status import describe_turn
 from speaking import saying
 
 IT = tiny().tokenizer
-
-
-def notices(chat: Session, text: str = "Hello.") -> list[str]:
-    return [event.text for event in chat.ask(text) if isinstance(event, Notice)]
 
 
 def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
@@ -44,13 +45,13 @@ def test_an_empty_reply_says_why(
 ) -> None:
     ids = IT.encode(text, add_special_tokens=False)
     says(monkeypatch, [*ids, IT.convert_tokens_to_ids(end)])
-    told = notices(session(tiny()))
+    told = notices(session(tiny()).ask("Hello."))
     assert [one[: len(why)] for one in told] == [why] * bool(why)
 
 
 def test_a_reply_that_is_all_reasoning_says_what_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "pick", saying("<think>I wonder, and wonder, and wonder."))
-    (why,) = notices(session(tiny(), max_new_tokens=6))
+    (why,) = notices(session(tiny(), max_new_tokens=6).ask("Hello."))
     assert why == (
         "the reply has no answer: all of the 6 tokens that --max-new-tokens allows were reasoning"
     )
@@ -142,3 +143,64 @@ def test_a_model_that_goes_on_as_the_user_is_stopped() -> None:
         *_, reply = (event for event in chat.ask(QUESTION) if isinstance(event, TurnDone))
     assert (reply.text, reply.thinking, reply.finish) == (ANSWER, THOUGHT, "stop")
     assert chat.snapshot().rows[-1].text == ANSWER[-1]
+
+
+TOKENIZER, DECLARED = babbler().tokenizer, babbler().module.generation_config.eos_token_id
+CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(DECLARED))
+END = TOKENIZER.eos_token_id
+WORDS = TOKENIZER.encode("some words", add_special_tokens=False)
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the model generates next, and then the end of the reply."""
+    ids: list[int] = []
+
+    def pick(self: Sampler, *arguments: object) -> int:
+        return next(left)
+
+    def endless() -> Iterator[int]:
+        while True:
+            yield ids.pop(0) if ids else END
+
+    left = endless()
+    monkeypatch.setattr(Sampler, "pick", pick)
+    return ids
+
+
+@pytest.mark.parametrize("control", CONTROL)
+def test_a_control_token_ends_the_reply_and_is_neither_shown_nor_held(
+    generated: list[int], control: int
+) -> None:
+    usual = session(babbler())
+    generated += [*WORDS, END]
+    *_, ended = (event for event in usual.ask("Hello") if isinstance(event, TurnDone))
+    assert ended.finish == "stop"
+    generated += [*WORDS, control]
+    chat = session(babbler())
+    events = list(chat.ask("Hello"))
+    shown = "".join(event.text for event in events if isinstance(event, Delta))
+    (reply,) = (
+        event for event in events if isinstance(event, TurnDone) and event.role == "assistant"
+    )
+    assert shown.strip() == reply.text.strip() == "some words"
+    ids = [[row.id for row in each.tokens(range(each.seen))] for each in (chat, usual)]
+    assert ids[0] == ids[1]
+    assert to_json(reply)["finish"] == "control"
+    assert describe_turn(reply, chat.budget).endswith("ended at a control token")
+
+
+def test_stats_count_replies_ended_by_control_tokens_also_after_a_resume(
+    generated: list[int], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+    chat = Chat()
+    chat.say("Hello")
+    assert "control token" not in chat.do("/stats")
+    generated += [*WORDS, CONTROL[0]]
+    chat.say("Hello again")
+    chat.saved_chat.close()
+    assert "1 replies ended at a control token, which is not shown" in chat.do("/stats")
+    (saved,) = list_sessions(sessions_dir()).sessions
+    again, _ = resumed(sessions_dir(), saved.id)
+    assert [turn.finish for turn in again.turns] == ["read", "stop", "read", "control"]

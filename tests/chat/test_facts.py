@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatting import session, tiny
+from attacking import MANY
+from chatting import session, smollm2, tiny
 from drawing import NONE, lines
 from sirchat.chat import statements
 from sirchat.chat.session import Session
 from sirchat.chat.statements import Said, StatedFact
 from sirchat.chat.summary import left_out_of
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
@@ -245,7 +245,7 @@ def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
 
 @pytest.mark.real
 def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced() -> None:
-    chat = session(load_model("smollm2"), pin_instructions=False)
+    chat = session(smollm2(), pin_instructions=False)
     told = ["I live in Rome.", "My sister Emma is a dentist.", "I live in Oslo now."]
     for text in (told[0], "Tell me a joke.", told[1], "What is democracy?", told[2]):
         list(chat.read_user(text))
@@ -257,14 +257,17 @@ def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced(
 
 @pytest.mark.real
 def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None:
-    model, marked = load_model("smollm2"), dict[str, int]()
-    for kind, pairs in (("true", CORRECTIONS), ("unlike", UNLIKE)):
-        marked[kind] = 0
-        for older, newer in pairs:
-            chat = session(model, pin_instructions=False)
+    """Of a few, or with `SIRCHAT_ATTACK` of all; one correction may be missed."""
+
+    def marked(pairs: list[tuple[str, str]]) -> int:
+        count = 0
+        for older, newer in pairs if MANY else pairs[:4]:
+            chat = session(smollm2(), pin_instructions=False)
             list(chat.read_user(older))
             list(chat.read_reply("Okay."))
             list(chat.read_user(newer))
-            marked[kind] += chat.facts()[0].newer_text == newer
-    assert marked["true"] >= 8
-    assert marked["unlike"] == 0
+            count += chat.facts()[0].newer_text == newer
+        return count
+
+    assert marked(CORRECTIONS) >= (8 if MANY else 3)
+    assert marked(UNLIKE) == 0

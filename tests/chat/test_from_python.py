@@ -1,4 +1,4 @@
-"""The names that `import sirchat` offers, and the example that shows how to use them."""
+"""The names that `import sirchat` offers, and the examples of READMEs that use them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import sirchat
+from sirchat.models.load import load_model
 
 README = Path(sirchat.__file__).parent / "chat" / "README.md"
 
@@ -35,3 +37,34 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Anna" in reply
     assert isinstance(held, list)
     assert "Anna" in "".join(held)
+
+
+MEMORY = Path(__file__).parents[2] / "sirchat" / "memory" / "README.md"
+
+
+def test_the_example_runs_and_holds_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", MEMORY.read_text("utf-8"), re.M | re.S)
+    (example,) = (one for one in examples if ".generate(" in one)
+    names: dict[str, object] = {}
+    exec(example, names)
+    text, _, held = capsys.readouterr().out.rstrip().rpartition(" ")
+    assert held == "64"
+    assert text.count("Tell me a story.") == 10
+    assert len(text.rpartition("<|assistant|>")[2]) > 10
+
+
+def test_with_room_for_all_generate_says_what_it_says_without_the_cache() -> None:
+    model = load_model("tiny", device="cpu", for_hub=True)
+    ids = torch.tensor([[1, 5, 40, 300, 17, 9]])
+    cache, seen = model.new_cache(64), 0
+    cache.absolute_positions = True
+
+    def hold(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        cache.commit(read.shape[1] - seen)
+        seen = read.shape[1]
+        return scores
+
+    options = {"max_new_tokens": 20, "do_sample": False}
+    held = model.module.generate(ids, past_key_values=cache, logits_processor=[hold], **options)
+    assert torch.equal(held, model.module.generate(ids, **options))

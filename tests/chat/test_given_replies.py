@@ -19,7 +19,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.text.transcript import split_tagged, tagged
 from template_shapes import HEADERS, with_template
 
-MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
+MANY = int(os.environ.get("SIRCHAT_ATTACK", "1"))
 _TEXTS = ("Hello.", "a  b\n\n- c", "Ağaç, ığdır 12?", "x")
 _REPLIES = (*_TEXTS, "Fine.", "<think>\nThey ask.\n</think>\n\nI am Anna.", "<think>Hm.</think>No")
 _KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -1,4 +1,4 @@
-"""A reply that was cut goes on as if it had not been; one that repeats itself is cut."""
+"""Turns taken back and said again; replies that go on, or are cut as they repeat themselves."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler, session, tiny
+from chatting import answer, babbler, session, tiny
 from held_rows import state
-from sirchat.chat.events import Delta, Notice, TurnDone
+from sirchat.chat.events import Delta, Notice, TurnDone, Undone
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
-from sirchat.chat.state import CUT
+from sirchat.chat.state import CUT, undo_depth
 from sirchat.engine.sampling import Sampler
-from sirchat.errors import UsageError
+from sirchat.errors import ContextFullError, UndoError, UsageError
 
 SAID = ("red " * 30, "green and red " * 20, "red and blue " * 10)
 
@@ -107,3 +107,112 @@ def test_a_reply_that_repeats_itself_ends_and_can_go_on(monkeypatch: pytest.Monk
 def test_replies_may_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, _ = repeating(monkeypatch, " He is a cat.", max_new_tokens=120, stop_loops=False)
     assert chat.turns[-1].finish == "length"
+
+
+SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
+
+
+def undo(chat: Session) -> Undone:
+    (event,) = chat.undo()
+    assert isinstance(event, Undone)
+    return event
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("system", "temperature"), [("You are Tiny.", 0.0), (None, 1.0)])
+def test_a_turn_undone_and_said_again_is_as_if_said_once(
+    system: str | None, temperature: float
+) -> None:
+    chat = session(babbler(), system=system, temperature=temperature, decay=0.9, **SMALL)
+    sayings = ["red " * 20, "green " * 20, "blue " * 20, "black " * 20]
+    states, replies = [state(chat)], []
+    for text in sayings:
+        replies.append(answer(list(chat.ask(text))))
+        states.append(state(chat))
+    for n in (3, 2, 1, 0):
+        assert undo(chat).text == sayings[n]
+        assert state(chat) == states[n]
+    assert [answer(list(chat.ask(text))) for text in sayings] == replies
+    assert state(chat) == states[-1]
+
+
+def test_undo_names_the_turn_and_keeps_the_settings() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("one " * 30))
+    seen = chat.seen
+    list(chat.ask("two " * 30))
+    chat.switch("/policy", policy="sink", budget=64)
+    event = undo(chat)
+    assert (event.turn, event.text, event.seen) == (2, "two " * 30, seen)
+    assert (chat.profile.policy, chat.profile.budget) == ("sink", 64)
+    assert chat.resident <= 64
+    list(chat.ask("three"))
+
+
+def test_undo_and_retry_without_a_message_are_refused() -> None:
+    chat = session(babbler(), **SMALL)
+    with pytest.raises(UndoError, match="no message"):
+        chat.undo()
+    with pytest.raises(UndoError):
+        list(chat.retry())
+    list(chat.ask("one"))
+    undo(chat)
+    with pytest.raises(UndoError):
+        chat.undo()
+    list(chat.ask("one"))
+    chat.reset()
+    with pytest.raises(UndoError):
+        chat.undo()
+
+
+def test_without_an_archive_one_turn_is_undone_and_the_hint_says_how_to_have_more() -> None:
+    chat = session(babbler(), archive="off", **SMALL)
+    for text in ("one " * 30, "two " * 30, "three " * 30):
+        before = state(chat)
+        list(chat.ask(text))
+    undo(chat)
+    assert state(chat) == before
+    with pytest.raises(UndoError, match="archive"):
+        chat.undo()
+    assert state(chat) == before
+
+
+def test_a_refused_turn_is_not_undone() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=8)
+    list(chat.ask("one"))
+    with pytest.raises(ContextFullError):
+        list(chat.ask("word " * 5000))
+    assert undo(chat).text == "one"
+
+
+def test_a_stopped_reply_is_undone_exactly() -> None:
+    chat = session(babbler(), **SMALL)
+    list(chat.ask("one " * 20))
+    before = state(chat)
+    stops = iter([*[False] * 7, *[True] * 99])
+    list(chat.ask("two " * 20, lambda: next(stops)))
+    undo(chat)
+    assert state(chat) == before
+
+
+def test_retry_samples_another_reply_but_a_greedy_one_is_the_same() -> None:
+    drawn = session(babbler(), temperature=1.0, **SMALL)
+    first = answer(list(drawn.ask("one " * 20)))
+    others = [answer(list(drawn.retry())) for _ in range(3)]
+    assert len({first, *others}) == 4
+    undo(drawn)
+    assert answer(list(drawn.ask("one " * 20))) == first
+    greedy = session(babbler(), **SMALL)
+    first = answer(list(greedy.ask("one " * 20)))
+    events = list(greedy.retry())
+    assert answer(events) == first
+    assert [type(event) for event in events if isinstance(event, Undone | TurnDone)] == [
+        Undone,
+        TurnDone,
+        TurnDone,
+    ]
+
+
+def test_fewer_turns_can_be_undone_where_each_needs_a_large_state() -> None:
+    assert [undo_depth(True, size) for size in (0, 1000, 100 << 20, 1 << 40)] == [64, 64, 2, 1]
+    assert undo_depth(False, 0) == 1, "without an archive, only the last turn"

@@ -10,15 +10,14 @@ import pytest
 import yaml
 
 import sirchat.lab.training
-from chatting import babbler, session
+from chatting import babbler, notices, session, smollm2
 from saved_chats import Chat
-from sirchat.chat.events import Event, Evicted, Notice, Restored, TurnDone
+from sirchat.chat.events import Evicted, Notice, Restored, TurnDone
 from sirchat.chat.rereading import read_whole, rewind
 from sirchat.chat.retry import retry_under
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.models.load import load_model
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
@@ -33,12 +32,8 @@ def chat_of(**settings: Any) -> Session:
     return session(telling(), **given)
 
 
-def notes(events: list[Event]) -> list[str]:
-    return [event.text for event in events if isinstance(event, Notice)]
-
-
 def ask(chat: Session, text: str) -> list[str]:
-    return notes(list(chat.ask(text)))
+    return notices(list(chat.ask(text)))
 
 
 def pinned(chat: Session) -> str:
@@ -177,7 +172,7 @@ def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resume
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
         again = again if again.undo_points else read_whole(again)
-    assert not notes(list(again.retry()))
+    assert not notices(list(again.retry()))
     assert not pinned(again)
 
 
@@ -251,30 +246,11 @@ def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -
     assert pinned(chat).startswith(RULE)
 
 
-def test_a_preference_that_was_unpinned_is_not_pinned_by_another_try() -> None:
-    chat = plain_chat()
-    ask(chat, "As you know, I prefer tea to coffee, what else is there?")
-    assert pinned(chat) == "I prefer tea to coffee"
-    chat.pin("last", pinned=False)
-    list(chat.retry())
-    assert not pinned(chat)
-
-
 def test_rules_in_turns_with_given_replies_are_pinned() -> None:
     chat = plain_chat()
     list(chat.read_question(RULE, before="assistant"))
     list(chat.read_reply("Fine."))
     assert pinned(chat) == RULE
-
-
-def test_a_resumed_chat_still_knows_its_rules(folder: Path) -> None:
-    chat = Chat(babbler(), policy="sink", budget=160)
-    chat.say(RULE, "Hello.")
-    chat.saved_chat.close()
-    again = session(babbler(), policy="sink", budget=160)
-    with SessionStore.open(find_session(folder, "last")) as store:
-        resume_session(again, store)
-    assert [one.text for one in again.facts()] == [RULE]
 
 
 def test_letting_go_moves_no_token_and_leaves_what_was_recalled() -> None:
@@ -348,7 +324,7 @@ def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() ->
     for number in range(20):
         ask(chat, f"Always use the word x{number}.")
     before = [one.text for one in chat.facts()]
-    lines = notes(chat.switch("test", budget=160))
+    lines = notices(chat.switch("test", budget=160))
     now = [one.text for one in chat.facts()]
     assert now == before[-len(now) :]
     assert 0 < sum(one.tokens for one in chat.facts()) <= 40
@@ -366,12 +342,6 @@ def test_rules_side_by_side_are_listed_one_by_one_and_no_part_of_one_is_let_go()
     chat.pin("metric", pinned=False)
     assert not chat.facts(), "what is left is the user's"
     assert "emojis" in pinned(chat)
-
-
-def test_words_that_no_rule_has_find_none() -> None:
-    chat = plain_chat()
-    ask(chat, RULE)
-    assert chat.facts("zebra") == []
 
 
 def test_an_interrupted_message_sets_no_rule() -> None:
@@ -449,7 +419,7 @@ def test_of_a_preference_what_is_preferred_is_found(said: str, wanted: str | Non
 
 @pytest.mark.real
 def test_a_real_model_keeps_the_rule() -> None:
-    chat = session(load_model("smollm2"), policy="salience", budget=128, max_new_tokens=24)
+    chat = session(smollm2(), policy="salience", budget=128, max_new_tokens=24)
     assert ask(chat, RULE) == [LINE]
     for text in ("What is a fox?", "Tell me about the sea.", "Write a long story about a fox."):
         assert not ask(chat, text)

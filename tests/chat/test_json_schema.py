@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from chatting import session, tiny
+from chatting import notices, session, tiny
 from command import refused, run
 from fake_terminal import FakeTerminal
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat, completions, refusal
-from sirchat.chat.events import Called, Event, Notice
+from sirchat.chat.events import Called
 from sirchat.chat.retry import go_on
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
@@ -52,10 +52,6 @@ def test_a_file_that_is_no_schema_is_not_set(file: str, tmp_path: Path, own_home
     bad = write_schema(tmp_path / "bad.json", {"type": "strin"})
     assert refusal(chat, f"/set json_schema {bad}").endswith("Invalid type: strin")
     assert chat.session.profile.json_schema == "off"
-
-
-def notices(events: list[Event]) -> list[str]:
-    return [event.text for event in events if isinstance(event, Notice)]
 
 
 NOT_KEPT = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]'

@@ -1,23 +1,25 @@
-"""Pins, and where a token stands."""
+"""Pins, where a token stands, and what its score is made of."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session, tiny
+from chatting import answer, babbler, notices, session, tiny
+from drawing import NONE
+from recorder import drawn
 from saved_chats import Chat
 from sirchat.chat.events import Notice, Pinned, Restored
 from sirchat.chat.rereading import read_whole, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.errors import SettingError, UsageError
-from sirchat.memory.policies import policy_class, policy_names
+from sirchat.ui.tables import draw_token_ranks
 from template_shapes import tool_tiny
 
-POLICIES = {name: policy_class(name) for name in policy_names()}
-HONOURING = [name for name, cls in POLICIES.items() if cls.bounded and cls.honours_pins]
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 FACT = "The code is 7351."
 
@@ -37,20 +39,6 @@ def held_text(chat: Session) -> str:
 
 def text_of(chat: Session, target: str) -> str:
     return "".join(token.row.text for token in chat.why(target))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", HONOURING)
-def test_every_policy_keeps_pins(policy: str) -> None:
-    chat = session(babbler(), policy="entropy", **SMALL)
-    list(chat.ask(FACT))
-    chat.pin("7351")
-    chat.switch("/policy", policy=policy)
-    for n in range(4):
-        list(chat.ask(f"{n} more words " * 12))
-        assert "7351" in held_text(chat)
-    chat.switch("/budget", budget=48, recent=8)
-    assert "7351" in held_text(chat)
 
 
 def test_pin_restores_evicted_tokens() -> None:
@@ -104,15 +92,6 @@ def test_undo_pins_again_what_was_unpinned_since() -> None:
     chat.pin("7351", pinned=False)
     chat.undo()
     assert chat.snapshot() == before
-
-
-def test_retry_keeps_pins() -> None:
-    chat = full_of_talk()
-    chat.pin("7351")
-    list(chat.retry())
-    assert all(
-        (token.state, token.row.flags) == ("held", ("pinned",)) for token in chat.why("7351")
-    )
 
 
 OSLO = "I live in Oslo."
@@ -173,7 +152,7 @@ def test_a_retry_says_which_pins_no_longer_have_room() -> None:
     list(chat.ask("word " * 90))
     chat.pin("last")
     chat.toolbox = Toolbox([clock])  # the system prompt with the tools is pinned
-    notes = [event.text for event in chat.retry() if isinstance(event, Notice)]
+    notes = notices(chat.retry())
     assert "word" not in pinned_text(chat)
     assert any("what you had pinned in this message is not pinned again: " in one for one in notes)
 
@@ -274,3 +253,69 @@ def test_of_words_that_both_said_yours_are_pinned_and_the_messages_are_counted()
     assert (1, " Anna") in pinned()
     assert "2 tokens no longer pinned" in chat.do("/unpin Anna")
     assert "Anna" not in "".join(text for _, text in pinned())
+
+
+def told(**settings: Any) -> Session:
+    """A chat under `salience`, with more said than its budget holds."""
+    chat = session(policy="salience", budget=64, recent=8, **settings)
+    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
+        list(chat.ask(text))
+    return chat
+
+
+def test_why_reports_the_factors_of_a_score() -> None:
+    chat = told()
+    everything = [chat.why(f"turn {number}") for number in range(8)]
+    rows = [token for turn in everything for token in turn if token.row.surprisal is not None]
+    assert {tuple(token.factors) for token in rows} == {("word", "template", "neighbours")}
+    for token in rows:
+        nats = max(token.row.surprisal or 0, 1e-9)
+        factors = math.prod(token.factors.values()) * nats * token.decayed_to
+        assert token.row.score == pytest.approx(factors)
+    held = sorted(
+        (token for token in rows if token.state == "held"), key=lambda token: token.rank or 0
+    )
+    assert [token.row.score for token in held] == sorted(
+        [token.row.rank_key for token in held], reverse=True
+    )
+    assert chat.snapshot().unit == "nats"
+
+
+@pytest.mark.parametrize("settings", [{}, {"recall": "mips", "recall_n": 12}], ids=str)
+def test_why_scores_held_and_recalled_tokens_as_the_policy_does(settings: dict[str, Any]) -> None:
+    """Evicted tokens of a turn do not change the scores of its held ones."""
+    chat = told(**settings)
+    if settings:
+        list(chat.read_user("Tell me a joke about my tree."))
+        assert chat.snapshot().recalled
+    scores = {row.position: row.score for row in chat.snapshot().rows}
+    everything = [token for number in range(8) for token in chat.why(f"turn {number}")]
+    assert {token.state for token in everything} == {"held", "archived"}
+    held = {token.row.position: token.row.score for token in everything if token.state == "held"}
+    assert held == pytest.approx({position: scores[position] for position in held})
+
+
+def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
+    off = dict.fromkeys(("whole_words", "template", "neighbours"), False)
+    chat = told(decay=0.5, policy_options=off)
+    for token in chat.why("turn 4"):
+        assert token.factors == {}
+        assert token.row.score == pytest.approx(
+            max(token.row.surprisal or 0, 1e-9) * token.decayed_to
+        )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_no_number_is_cut_where_the_terminal_is_narrow(width: int) -> None:
+    chat = session(tiny(), policy="salience", budget=64)
+    list(chat.ask("My name is Anna."))
+    list(chat.ask("Tell me a joke."))
+    token_ranks = [
+        replace(token, row=replace(token.row, score=5140.0), threshold=5150.0)
+        for token in chat.why("Anna")
+    ]
+    shown = drawn(draw_token_ranks(token_ranks, NONE, width), width)
+    for number in ("5,140", "5,150", f"{token_ranks[0].row.surprisal:.2f}"):
+        assert number in shown, shown
+    assert "surprisal" in shown
+    assert "needs" in shown

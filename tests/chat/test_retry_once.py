@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session, tiny
+from chatting import answer, babbler, notices, session, tiny
 from held_rows import contents, same, state
-from sirchat.chat.events import Notice, TurnDone
+from sirchat.chat.events import TurnDone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.state import reply_at_end
@@ -32,7 +32,7 @@ def told(*texts: str, **settings: Any) -> Session:
 def retried(chat: Session, words: str) -> tuple[str, list[str]]:
     """The new reply, and the notes that are shown with it."""
     events = list(retry(chat, parse_retry(words), lambda: False))
-    return answer(events), [event.text for event in events if isinstance(event, Notice)]
+    return answer(events), notices(events)
 
 
 def test_retry_full_answers_with_everything_once() -> None:

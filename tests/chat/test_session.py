@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, fail_reading, hub_tokenizer, ids_of, session, tiny
+from chatting import answer, babbler, fail_reading, ids_of, notices, session, tiny
 from sirchat.chat.events import (
     Delta,
     Erased,
@@ -29,25 +28,6 @@ from sirchat.errors import ContextFullError, SettingError
 
 def _turns(events: list[Event]) -> list[TurnDone]:
     return [event for event in events if isinstance(event, TurnDone)]
-
-
-def test_the_stream_of_ids_is_the_template_rendered_at_once() -> None:
-    chat = session(max_new_tokens=30, system="You are a helpful assistant.")
-    messages = [{"role": "system", "content": "You are a helpful assistant."}]
-    for text in ("Hello there!", "I like green tea.", "Good night."):
-        said = answer(list(chat.ask(text)))
-        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
-    whole = hub_tokenizer().apply_chat_template(messages, return_dict=False)
-    assert ids_of(chat) == whole
-
-
-def test_reading_a_reply_gives_the_same_ids_as_saying_it() -> None:
-    said, read = session(max_new_tokens=30), session()
-    for text in ("Hello there!", "I live in Oslo."):
-        reply = answer(list(said.ask(text)))
-        list(read.read_user(text))
-        list(read.read_reply(reply))
-    assert ids_of(read) == ids_of(said)
 
 
 def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
@@ -175,9 +155,9 @@ def test_a_setting_without_effect_says_so(
     policy: str, setting: dict[str, Any], used: dict[str, Any]
 ) -> None:
     chat = session(babbler(), policy=policy)
-    notices = [e.text for e in chat.switch("/set", **setting) if isinstance(e, Notice)]
-    assert notices == [f"{next(iter(setting))} has no effect under policy {policy}"]
-    assert not [e for e in chat.switch("/set", **used) if isinstance(e, Notice)]
+    told = notices(chat.switch("/set", **setting))
+    assert told == [f"{next(iter(setting))} has no effect under policy {policy}"]
+    assert not notices(chat.switch("/set", **used))
     with pytest.raises(SettingError, match="is a setting, not a policy option"):
         session(babbler(), policy_options={"recent": 3})
 
@@ -189,9 +169,11 @@ def test_window_pins_no_system_prompt_and_refuses_none() -> None:
 
 
 def test_the_same_seed_gives_the_same_conversation() -> None:
-    def run(seed: int) -> list[str]:
-        chat = session(babbler(), temperature=1.0, seed=seed, max_new_tokens=30)
-        return [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+    def run(seed: int) -> list[Any]:
+        drawn: dict[str, Any] = {"policy": "random", "temperature": 1.0, "seed": seed}
+        chat = session(babbler(), budget=48, max_new_tokens=30, **drawn)
+        said = [answer(list(chat.ask(text))) for text in ("Hello.", "And you?")]
+        return [*said, chat.ledger.held_positions.tolist()]
 
     assert run(1) == run(1)
     assert run(1) != run(2)
@@ -261,18 +243,6 @@ def test_lone_surrogates_are_replaced() -> None:
     assert chat.turns[0].text == "left \ufffd right"
     list(chat.ask("a whole \U0001f600"))
     assert chat.turns[2].text == "a whole \U0001f600"
-
-
-@pytest.mark.slow
-def test_replies_to_junk_have_no_control_tokens() -> None:
-    chat = session(tiny(), max_new_tokens=60, temperature=3.0, budget=256)
-    control = set(chat.model.tokenizer.added_tokens_decoder)
-    rng = random.Random(0)
-    for _ in range(10):
-        list(chat.ask("".join(rng.choice("abc xyz{}[]0123?!") for _ in range(rng.randint(1, 40)))))
-    said = [row.id for row in chat.tokens(range(chat.seen)) if row.role == "assistant"]
-    assert len(said) > 150
-    assert not control & set(said)
 
 
 def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() -> None:

@@ -55,6 +55,8 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
         known = [s for p in tokens if (s := count.tokens[p].surprisal) is not None]
         assert (share.role, share.tokens) == (role, end - start)
         assert share.held == len(set(tokens) - count.gone)
+        said = [row for row in view.rows if row.turn == share.index and row.role != "template"]
+        assert share.held_said == len(said)
         assert share.surprisal == pytest.approx(sum(known) / len(known))
         start = end
     assert view.histogram is not None
@@ -140,17 +142,6 @@ def test_words_evicted_next_are_whole_and_not_the_templates(policy: str) -> None
     for word, role in named:
         spoken = " ".join(turn.text for turn in chat.turns if turn.role == role)
         assert word in {said.strip(",.?!()") for said in spoken.split()}
-
-
-def test_held_tokens_of_a_message_are_counted_without_the_templates() -> None:
-    chat = session(tiny(), policy="sink", budget=64, recent=8, sinks=4, max_new_tokens=30)
-    for _ in range(4):
-        list(chat.ask("My brother Paul works as a baker in Hamburg near the harbour."))
-    view = chat.snapshot()
-    for turn in view.turns:
-        rows = [r for r in view.rows if r.turn == turn.index]
-        assert turn.held == len(rows)
-        assert turn.held_said == sum(row.role != "template" for row in rows)
 
 
 def test_a_fresh_conversation_has_a_snapshot_in_which_nothing_is_evicted_next() -> None:

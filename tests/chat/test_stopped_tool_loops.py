@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 
 from chatting import ids_of, session
+from saved_chats import saved_and_resumed
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.rereading import copied, read_whole, rewind
 from sirchat.chat.session import Session
-from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import open_saved_file
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import _markdown, export_chat
 from sirchat.ui.replay import ReplayOptions, replay
@@ -44,7 +41,8 @@ def call(**arguments: object) -> str:
 
 
 def calling(policy: str = "salience") -> Session:
-    return session(tool_tiny(), policy=policy, budget=520, recall="words", max_new_tokens=200)
+    some: dict[str, Any] = {"budget": 520, "recall": "words", "max_new_tokens": 200}
+    return session(tool_tiny(), policy=policy, save_kv="on", **some)
 
 
 def replies(random: Random) -> list[str]:
@@ -83,18 +81,6 @@ def stopped_at(events: Iterator[Event], number: int, *, in_replies: bool) -> Non
     events.close()  # type: ignore[attr-defined]
 
 
-def saved_and_resumed(chat: Session) -> Session:
-    saving = Autosave(chat)
-    saving.save()
-    saving.save_kv()
-    saving.close()
-    again = calling()
-    store, _ = open_saved_file(sessions_dir(), "last")
-    resume_session(again, store)
-    store.close()
-    return again
-
-
 @pytest.mark.parametrize("seed", range(12, 12 + CASES))  # 12: within a result
 def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -108,7 +94,7 @@ def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
         list(chat.ask("Hello there.", tools=[weather]))
         before = state_of(chat)
         stopped_at(chat.ask(ASKED, tools=[weather]), number, in_replies=in_replies)
-    again = saved_and_resumed(saved)
+    again = saved_and_resumed(saved, calling())
     # What was recalled for the message is no longer held.
     assert {**state_of(again), "held": []} == {**state_of(kept), "held": []}
     for chat in (kept, again):

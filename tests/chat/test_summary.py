@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler, session, tiny
+from chatting import babbler, notices, session, tiny
 from sirchat.chat.events import Notice
 from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, undo_summaries
 from sirchat.chat.rereading import read_whole
@@ -102,7 +102,7 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
     chat = told()
     before, turn = state(chat), len(chat.turns)
     events = list(pin_summary(chat, "Halvorsen: 42 Mill Lane."))
-    notes = [event.text for event in events if isinstance(event, Notice)]
+    notes = notices(events)
     assert notes == [f"the summary is turn {turn}, which is now pinned; /undo removes it"]
     assert [each.role for each in chat.turns[turn:]] == ["user", "assistant"]
     assert chat.turns[turn].text == PREFIX + "Halvorsen: 42 Mill Lane."

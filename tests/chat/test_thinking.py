@@ -12,17 +12,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
 from by_heart import THOUGHT as THOUGHT_OF_FRANCE
-from chatting import ids_of, session, smallest, tiny
-from sirchat.chat.events import Delta, Evicted, Notice
+from chatting import ids_of, notices, session, smallest, tiny
+from saved_chats import saved_and_resumed
+from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.state import Reply
 from sirchat.engine.sampling import Sampler
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
-from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import find_session
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 from speaking import saying
 from template_shapes import template, with_template
@@ -85,17 +82,10 @@ def test_tokens_of_the_template_stay() -> None:
     assert template == [r.text for r in plain.snapshot().rows if r.role == "template"]
 
 
-def test_reasoning_stays_evicted_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+@pytest.mark.usefixtures("own_home")
+def test_reasoning_stays_evicted_after_a_resume() -> None:
     chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
-    saving = Autosave(chat)
-    saving.save()
-    saving.close()
-    again = session(tiny(), budget=256, evict_thinking=True)
-    with SessionStore.open(find_session(sessions_dir(), "last")) as store:
-        resume_session(again, store)
+    again = saved_and_resumed(chat, session(tiny(), budget=256, evict_thinking=True))
     again.switch("/budget", budget=300)
     assert _held(again) == _held(chat)
     assert "called" not in _held(again)
@@ -230,12 +220,11 @@ def test_reasoning_is_switched_by_the_variables_of_the_template(
 )
 def test_what_a_template_can_not_switch_is_said(source: str, reasoning: str, said: str) -> None:
     chat = _switchable(source)
-    events = chat.switch("/set", reasoning=reasoning)
-    notices = [event.text for event in events if isinstance(event, Notice)]
-    assert len(notices) == bool(said)
-    assert said in "".join(notices)
-    opening = [event.text for event in chat.opening_events() if isinstance(event, Notice)]
-    assert [text for text in opening if "reasoning" in text] == notices
+    told = notices(chat.switch("/set", reasoning=reasoning))
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+    opening = notices(chat.opening_events())
+    assert [text for text in opening if "reasoning" in text] == told
 
 
 def test_a_reply_that_the_template_opens_with_reasoning_has_none_if_that_is_off() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatting import hub_tokenizer, ids_of, session, tiny
-from sirchat.chat.events import Called, Delta, Event, Notice, Returned
+from chatting import hub_tokenizer, ids_of, notices, session, tiny
+from sirchat.chat.events import Called, Delta, Event, Returned
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.types import ContinuationScore
@@ -196,7 +196,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     script(monkeypatch, [call(city="Oslo"), "Cold.", "Bye."])
     chat = session(tiny(), policy="full", max_new_tokens=90, system="Be kind.")
     events = ask(chat, tool=weather)
-    assert [e.text for e in events if isinstance(e, Notice)] == [
+    assert notices(events) == [
         "the model's chat template takes no tools; a text tells of them instead"
     ]
     assert [turn.role for turn in chat.turns[-3:]] == ["assistant", "tool", "assistant"]
@@ -217,7 +217,7 @@ def test_a_line_says_once_that_calls_of_this_template_would_not_be_found(
     chat = session(wrap_model("tiny", tiny().module, own), policy="full", max_new_tokens=20)
     chat.toolbox = Toolbox([weather])
     script(monkeypatch, ["Hello.", "Bye."])
-    told = [[e.text for e in chat.ask(text) if isinstance(e, Notice)] for text in ("Hi.", "Bye.")]
+    told = [notices(chat.ask(text)) for text in ("Hi.", "Bye.")]
     assert told[1] == []
     (line,) = told[0]
     assert line.startswith("the model's chat template writes calls of tools in a form that can't")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from chatting import session, tiny
+from chatting import notices, session, tiny
 from families import loaded
-from sirchat.chat.events import Event, Notice
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
@@ -48,20 +47,6 @@ FAMILIES = {  # tokens that are read; windows count held rows, so these texts st
 }
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=24))
-def test_the_mask_is_equation_4_entry_by_entry(is_anchor: list[bool]) -> None:
-    found = anchor_mask(torch.tensor([is_anchor]))[0, 0]
-    sequence = [sum(is_anchor[:i]) for i in range(len(is_anchor))]
-    for i in range(len(is_anchor)):
-        for j in range(len(is_anchor)):
-            earlier = sequence[j] < sequence[i]  # w_j in S_(<= k - 1)
-            if (not is_anchor[i] and not is_anchor[j] and earlier) or (is_anchor[i] and earlier):
-                expected = False
-            else:
-                expected = i >= j
-            assert found[i, j] == expected, (i, j)
-
-
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
     lots = torch.Generator().manual_seed(0)
@@ -76,7 +61,7 @@ def test_blocks_of_flex_attention_are_the_same_mask(sinks: int) -> None:
 
 
 @given(st.data())
-def test_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
+def test_the_mask_is_equation_4_with_documents_sinks_and_what_is_kept(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 20))
     bits = st.lists(st.booleans(), min_size=length, max_size=length)
     is_anchor, is_kept, begins = (data.draw(bits) for _ in range(3))
@@ -318,9 +303,6 @@ def test_a_config_says_what_the_anchors_are() -> None:
 
 
 def test_a_model_without_training_is_warned_of() -> None:
-    def notices(events: Iterable[Event]) -> list[str]:
-        return [one.text for one in events if isinstance(one, Notice)]
-
     chat = session(policy="anchor")
     assert any("not trained" in text for text in notices(chat.opening_events()))
     assert not any("not trained" in text for text in notices(session().opening_events()))

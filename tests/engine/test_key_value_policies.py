@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,18 @@ def test_the_shortest_or_most_distinctive_keys_of_all_that_was_read_stay() -> No
         wanted = scores.mean((0, 1))[4:].topk(16, largest=False).indices + 4
         engine.evictor.switch(bounded(policy, budget=20))
         assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
+
+
+def test_values_have_their_norms_archived_or_not_and_what_is_gone_has_the_median() -> None:
+    engine = talked(bounded(Sink()))
+    values = torch.stack([engine.cache.layer_values(at)[0] for at in range(4)])  # [L, H, n, D]
+    wanted = values.abs().sum(-1).mean((0, 1)).double().numpy()
+    engine.evictor.switch(bounded(Sink(), budget=20))
+    engine.evictor.erase(np.array([5, 58]))  # of an archived and of a held row
+    found = engine.store.statistics(np.arange(60), ["value_norm"])["value_norm"].numpy()
+    known = np.delete(np.arange(60), [5, 58])
+    assert found[known] == pytest.approx(wanted[known], rel=1e-5)
+    assert found[[5, 58]] == pytest.approx([median_low(wanted[known].tolist())] * 2, rel=1e-5)
 
 
 def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ import torch
 from families import loaded
 from held_rows import contents, same
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
+from sirchat.engine.types import CacheSettings, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class, policy_names
-from sirchat.memory.policies.sink import Sink
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
 PLENTY = 10**9
@@ -46,24 +45,13 @@ def talk(engine: Engine, turn: int, count: int = 40) -> None:
     [*(("llama", one) for one in BOUNDED), ("deepseek-mla", "h2o"), ("gemma2", "h2o")],
 )
 def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, one: str) -> None:
+    """Over all other policies, with less and with more room, and with room for everything."""
     engine = talked(memory(one), family, rounds=4)
     before = contents(engine)
-    for other in set(BOUNDED) - {one}:
-        engine.evictor.switch(memory(other))
-        engine.evictor.switch(memory(one))
-        assert same(contents(engine), before), other
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_gives_the_same_logits(dtype: torch.dtype) -> None:
-    straight, switched = (talked(memory("reservoir"), dtype=dtype) for _ in range(2))
-    for policy, budget in (("sink", 32), ("entropy", 200), ("window", 48), ("reservoir", 64)):
-        switched.evictor.switch(memory(policy, budget))
-    for engine in (straight, switched):
-        talk(engine, 9, count=7)
-    assert straight.logits is not None
-    assert switched.logits is not None
-    assert torch.equal(straight.logits, switched.logits)
+    for number, other in enumerate(BOUNDED):
+        engine.evictor.switch(memory(other, (24, 64, 200)[number % 3]))
+    engine.evictor.switch(memory(one))
+    assert same(contents(engine), before)
 
 
 @pytest.mark.slow
@@ -81,32 +69,6 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
     view = replace(view, **stats)
     assert engine.ledger.held_positions.tolist() == engine.settings.policy.keep(view, 150).tolist()
     assert sum(len(r.positions) for r in records if isinstance(r, RestoredRows)) >= 86
-
-
-def test_all_read_evicted_and_brought_back_is_as_if_nothing_had_left() -> None:
-    roomy = talked(memory("sink", 250))
-    full = contents(roomy)
-    roomy.evictor.switch(memory("sink", 24))
-    assert roomy.resident == 24
-    assert not np.isin(np.arange(30, 100), roomy.ledger.held_positions).any()
-    records = roomy.evictor.switch(memory("sink", 260))
-    assert [type(record) for record in records] == [RestoredRows]
-    assert same(contents(roomy), full)
-
-
-def test_switching_everything_back_on_uses_the_keys_as_first_written() -> None:
-    """Against a plain loop: every key is turned from where it was written to its present slot."""
-    engine = talked(memory("entropy", 48))
-    engine.evictor.switch(memory("sink", 120))
-    rows = torch.arange(engine.resident)
-    first = engine.cache.first_written(rows, engine.ledger.held_positions)
-    for layer, rotation in enumerate(loaded("llama").rotations):
-        assert rotation.key is not None
-        key = first.tensors[2 * layer]
-        for slot, old in enumerate(first.written_at.tolist()):
-            cos, sin = rotation.key.cos_sin(torch.tensor([old]), torch.tensor([slot]))
-            moved = rotation.key.apply(key[:, slot : slot + 1], cos, sin)
-            torch.testing.assert_close(engine.cache.layer_keys(layer)[0, :, slot], moved[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -177,27 +139,3 @@ def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
     assert logits is not None
     assert engine.logits is not None
     assert torch.equal(engine.logits, logits)
-
-
-def test_what_was_undone_does_not_come_back_on_a_switch() -> None:
-    engine = talked(memory("sink", 64))
-    checkpoint = engine.checkpoint()
-    seen = engine.ledger.seen
-    talk(engine, 7, count=90)
-    engine.undo(checkpoint)
-    engine.evictor.switch(memory("sink", 300))
-    assert engine.ledger.held_positions.tolist() == list(range(seen))
-
-
-def test_a_switch_tells_what_left_and_what_came() -> None:
-    engine = talked(memory("sink", 64))
-    before = set(engine.ledger.held_positions.tolist())
-    records = engine.evictor.switch(replace(memory(), policy=policy_class("entropy")()))
-    gone = {p for r in records if isinstance(r, EvictedRows) for p in r.positions.tolist()}
-    came = {p for r in records if isinstance(r, RestoredRows) for p in r.positions.tolist()}
-    assert (before - gone) | came == set(engine.ledger.held_positions.tolist())
-    assert gone <= before
-    assert not came & before
-    assert came
-    assert isinstance(engine.settings.policy, policy_class("entropy"))
-    assert not isinstance(engine.settings.policy, Sink)

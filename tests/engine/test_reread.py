@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chatting import babbler, session
+from chatting import babbler, notices, session
 from held_rows import contents, same
-from sirchat.chat.events import Notice, Recalled
+from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError
 from sirchat.memory.ledger import Flag, State
@@ -36,10 +36,6 @@ def reopened(chat: Session) -> Session:
     again = Session(chat.model, chat.profile)
     again.load(chat.save(), deepcopy(chat.state), None)
     return again
-
-
-def notices(events: list[Any]) -> list[str]:
-    return [event.text for event in events if isinstance(event, Notice)]
 
 
 def lost_of(chat: Session) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import random
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from chatting import babbler, session
-from sirchat.chat.events import Notice
+from chatting import babbler, notices, session, tiny
 from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import UndoError
 from sirchat.memory.archive import SEGMENT_ROWS, Archive
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
-from sirchat.memory.ledger import Role
+from sirchat.memory.ledger import Flag, Role, State
 from sirchat.memory.placement import Placement
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
@@ -153,27 +154,6 @@ def test_fetching_rows_that_are_not_stored_is_an_error(positions: list[int]) -> 
         archive.fetch(np.array(positions))
 
 
-def test_a_removed_row_is_overwritten() -> None:
-    archive = Archive()
-    archive.add(rows([5, 6, 7]))
-    archive.remove(np.array([6]))
-    (segment,) = archive._segments.values()
-    assert not any((tensor[:, 1] != 0).any() for tensor in segment.tensors)
-    assert segment.positions[:3].tolist() == [5, -1, 7]
-
-
-def test_full_segments_are_private_files_deleted_with_the_archive(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    archive = Archive(folder=folder)
-    archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
-    assert len(list(folder.iterdir())) == 3
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
-    assert folder.stat().st_mode & 0o777 == 0o700
-    check_fetched(archive, [3, SEGMENT_ROWS, 3 * SEGMENT_ROWS + 4])
-    archive.close()
-    assert not folder.exists()
-
-
 def test_what_is_removed_is_in_no_file_and_its_place_at_the_end_is_used_again(
     tmp_path: Path,
 ) -> None:
@@ -215,33 +195,17 @@ def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
         check_fetched(archive, [16, 18])
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_lost(
-    tmp_path: Path, is_file: bool
-) -> None:
-    if is_file:
-        (tmp_path / "a").write_text("a file")
-    elif os.geteuid() == 0:
-        pytest.skip("root writes everywhere")
-    else:
-        tmp_path.chmod(0o500)
-    archive = Archive(folder=tmp_path / "a" / "b")
-    archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert str(tmp_path) in (archive.disk_error or "")
-    check_fetched(archive, [0, 5])
-
-
 # In a chat.
 
 
 def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
     """A chat of about 350 tokens for each turn, and the texts of its notices."""
     chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
-    notices = []
+    told = []
     for n in range(turns):
         events = list(chat.ask(f"{n} word " * 110))
-        notices += [event.text for event in events if isinstance(event, Notice)]
-    return chat, notices
+        told += notices(events)
+    return chat, told
 
 
 @pytest.mark.parametrize("can_write", [True, False])
@@ -250,8 +214,8 @@ def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram_where_it_stays_if_
 ) -> None:
     if not can_write:
         (own_home / "data").write_text("a file where a folder should be")
-    (ram, _), (disk, notices) = long_chat(), long_chat(archive="disk")
-    assert ["can't be written to disk" in text for text in notices] == [True] * (not can_write)
+    (ram, _), (disk, told) = long_chat(), long_chat(archive="disk")
+    assert ["can't be written to disk" in text for text in told] == [True] * (not can_write)
     assert any(own_home.rglob("*.safetensors")) == can_write
     for chat in (ram, disk):
         list(chat.switch("/budget", budget=2000))
@@ -275,9 +239,9 @@ def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(own_home: Path)
 
 
 def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
-    chat, notices = long_chat(archive_limit="150kB")
-    assert [text for text in notices if "archive is full" in text] == notices
-    assert len(notices) == 1
+    chat, told = long_chat(archive_limit="150kB")
+    assert [text for text in told if "archive is full" in text] == told
+    assert len(told) == 1
     assert chat.engine.store.archive.nbytes <= 150_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
@@ -295,19 +259,19 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sirchat.memory.archive.save_file", full)
-    notices = []
+    told = []
     for chat in chats:
         if recall == "off":
             chat.switch("/set", policy="random", budget=128)
         events = list(chat.read_user("What was the word? " * 20))
         chat.switch("/set", budget=100)
         events += chat.ask("And now? " * 20)
-        notices += [one.text for one in events if isinstance(one, Notice)]
+        told += notices(events)
     ledgers = [chat.ledger for chat in chats]
     is_read = [one.column("role") != Role.ASSISTANT for one in ledgers]  # replies may differ
     ids = [one.column("token_id")[mask] for one, mask in zip(ledgers, is_read, strict=True)]
     assert ids[0].tolist() == ids[1].tolist()
-    assert [one for one in notices if "memory: No space left" in one], notices
+    assert [one for one in told if "memory: No space left" in one], told
     assert chats[0].ledger.archived_count == chats[1].ledger.archived_count
 
 
@@ -335,3 +299,30 @@ def test_memory_that_is_full_while_tokens_move_leaves_all_where_they_were(
     gone, _ = store.place(chosen)
     assert store.archive.has(gone).all()
     assert all(part.abs().sum() > 0 for part in store.archive.fetch(gone).tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "recall"), [("200KiB", "cosine"), ("64MiB", "off")])
+def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
+    limit: str, recall: Literal["cosine", "off"]
+) -> None:
+    draw = random.Random(limit + recall)
+    chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
+    for n in range(14):
+        list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
+        list(chat.read_reply("Yes. " * draw.randint(1, 9)))
+        match draw.randrange(5):
+            case 0:
+                chat.switch("test", budget=draw.choice((80, 160)))
+            case 1:
+                chat.switch("test", recall=draw.choice(("cosine", "off")))
+            case 2:
+                with suppress(UndoError):  # what the turn pushed out may be gone
+                    chat.undo()
+            case 3:
+                chat.switch("test", system=f"You are number {n}.")
+        ledger = chat.ledger
+        is_gone = ledger.column("state") == State.GONE
+        is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
+        expected = np.flatnonzero(~(is_gone | is_excluded))
+        assert chat.engine.store.reachable().tolist() == expected.tolist()

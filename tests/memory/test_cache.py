@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.hub_cache import HubCache
 from sirchat.memory.rope import Rotation, match_rotation
 
 HEADS, HEAD_DIM = 2, 8
@@ -67,15 +66,6 @@ def test_slot_i_holds_row_i_as_first_written_and_rotated_once(
         check(cache, rows, layers)
 
 
-def test_attention_reads_the_new_rows_before_they_are_committed() -> None:
-    cache = HubCache(LAYERS, capacity=8)
-    for length in (3, 4):
-        seen = cache.layers[0].update(*random_rows(length))
-        assert [t.shape[2] for t in seen] == [length, length]
-        assert cache.length == cache.get_seq_length() == 0
-        assert cache.get_mask_sizes(5, 0) == (5, 0)
-
-
 def test_appending_never_copies_what_is_held() -> None:
     cache = BoundedCache(LAYERS, capacity=16)
     write(cache, 4)
@@ -85,18 +75,6 @@ def test_appending_never_copies_what_is_held() -> None:
     cache.commit(12)
     cache.keep(torch.arange(0, 16, 2))
     assert (cache.layer_keys(0).data_ptr(), cache.nbytes) == before
-
-
-def test_memory_is_the_capacity_and_half_again_with_rotated_keys() -> None:
-    cache = BoundedCache([LayerRotation(WHOLE)], capacity=16)
-    assert cache.nbytes == 0
-    write(cache, 1)
-    row = HEADS * HEAD_DIM * 4  # float32
-    assert cache.nbytes == 16 * (2 * row + row)
-    cache.grow_to(20)
-    assert cache.nbytes == 20 * (2 * row + row)
-    cache.grow_to(10)
-    assert cache.capacity == 20
 
 
 @pytest.mark.parametrize("extra", [1, 3])

@@ -1,21 +1,23 @@
-"""The ledger: every token ever read, and which of them are held."""
+"""The ledger: every token ever read, which of them are held, and the newest ones' vectors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from chatting import session
 from held_rows import append_rows, keep_rows
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.memory.policies.scores import automatic_decay
+from sirchat.memory.token_vectors import TokenVectors
 
 token = st.fixed_dictionaries(
     {
@@ -130,40 +132,6 @@ def test_a_long_stream_keeps_its_rows_and_costs_forty_bytes_a_token() -> None:
     assert table.nbytes <= 40 * count
 
 
-def test_arrival_keys_depend_on_seed_and_position_alone() -> None:
-    at_once, one_by_one, other = Ledger(5), Ledger(5), Ledger(6)
-    append_rows(at_once, [1.0] * 40)
-    append_rows(other, [1.0] * 40)
-    for i in range(40):
-        append_rows(one_by_one, [2.0], ids=[i])
-        keep_rows(one_by_one, [0])
-    keys = at_once.column("arrival_key").tolist()
-    assert keys == one_by_one.column("arrival_key").tolist()
-    assert not set(keys) & set(other.column("arrival_key").tolist())
-
-
-@pytest.mark.parametrize(
-    ("first", "ranks"), [([math.nan, 0.5, 2.5], [2.5, 0.5, 2.5]), ([math.nan], [4.0])]
-)
-def test_a_first_token_ranks_as_its_chunks_maximum_and_alone_by_unknown_surprisal(
-    first: list[float], ranks: list[float]
-) -> None:
-    ledger = Ledger(unknown_surprisal=4.0)
-    append_rows(ledger, first)
-    ledger.set_first_surprisal(len(first))
-    append_rows(ledger, [9.0])
-    assert np.isnan(ledger.column("surprisal")[0])
-    assert ledger.surprisal_of(ledger.held_positions).tolist() == [*ranks, 9.0]
-
-
-def test_decay_applies_to_the_closed_round_and_not_to_the_next() -> None:
-    ledger = Ledger()
-    for _ in range(3):
-        append_rows(ledger, [8.0])
-        ledger.apply_decay(0.5)
-    assert np.exp(ledger.log_decayed_surprisal_of(np.arange(3))) == pytest.approx([1.0, 2.0, 4.0])
-
-
 def append(ledger: Ledger, rows: list[dict[str, Any]], turn: int) -> None:
     ledger.append(
         [row["token_id"] for row in rows],
@@ -250,3 +218,72 @@ def columns(talk: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
     rounds = [number for number, one in enumerate(talk, 1) for _ in one]
     surprisal = [score for one in talk for score in one]
     return np.array(surprisal, np.float32), np.array(rounds, np.int32)
+
+
+vector_steps = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 90)),
+    st.tuples(st.just("skip"), st.integers(1, 5)),  # read while nothing was wanted
+    st.tuples(st.just("drop"), st.integers(0, 300)),
+    st.tuples(st.just("truncate"), st.integers(0, 300)),
+    st.tuples(st.just("erase"), st.integers(0, 300)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(vector_steps, max_size=12), st.data())
+def test_a_mean_is_that_of_a_list_with_an_entry_for_each_token(
+    played: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    vectors, known = TokenVectors(), list[Tensor | None]()
+    for what, number in played:
+        if what == "append":
+            numbers = torch.rand(number, 3)
+            if known and known[-1] is None:  # a gap: those before it are forgotten
+                known = [None] * len(known)
+            vectors.append(len(known), numbers)
+            known += numbers.unbind()
+        elif what == "skip":
+            known += [None] * number
+        elif what == "drop":
+            vectors.drop_before(number)
+            known[:number] = [None] * min(number, len(known))
+        elif what == "truncate":
+            known = known[:number]
+            vectors.truncate(len(known))
+        elif number < len(known):
+            vectors.erase(np.arange(number, min(number + 3, len(known))))
+            known[number : number + 3] = [
+                None if one is None else one * torch.nan for one in known[number : number + 3]
+            ]
+        start = data.draw(st.integers(0, len(known)))
+        end = data.draw(st.integers(start, len(known)))
+        wanted = [one for one in known[start:end] if one is not None and not one.isnan().any()]
+        found = vectors.mean(start, end)
+        if start < end and len(wanted) == end - start:
+            assert found is not None
+            torch.testing.assert_close(found, torch.stack(wanted).mean(0))
+        else:
+            assert found is None
+
+
+def test_undo_and_erasing_reach_them_through_the_ledger() -> None:
+    ledger = Ledger()
+    for start in (0, 4):
+        roles = [Role.USER] * 4
+        ledger.append([5] * 4, [1.0] * 4, turn=start, round=start, roles=roles, flags=[0] * 4)
+        ledger.token_vectors.append(start, torch.rand(4, 3))
+    keep_rows(ledger, range(4))
+    ledger.erase(np.array([5]))
+    assert ledger.token_vectors.mean(4, 6) is None
+    assert ledger.token_vectors.mean(6, 8) is not None
+    ledger.truncate(4, 0.0)
+    assert ledger.token_vectors.mean(0, 4) is not None
+    assert ledger.token_vectors.mean(4, 5) is None
+
+
+def test_what_was_dropped_takes_no_memory() -> None:
+    vectors = TokenVectors()
+    for start in range(0, 10_000, 100):
+        vectors.append(start, torch.rand(100, 3))
+        vectors.drop_before(start + 100)
+        assert len(vectors._rows) <= 100

@@ -132,29 +132,6 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
                 assert all(torch.equal(one.cpu(), other) for one, other in views)
 
 
-def test_a_tensors_buffer_is_a_part_of_the_pool_and_looks_like_one_of_its_own() -> None:
-    cache, apart = (new_cache(layers, torch.device("cpu")) for layers in (LAYERS, [*LAYERS, OTHER]))
-    for size in (CAPACITY, 2 * CAPACITY):
-        for one in (cache, apart):
-            one.grow_to(size)
-            write(one, 4, seed=size)
-        assert cache.pool is not None
-        assert cache.pool.is_contiguous()
-        assert cache.nbytes == cache.pool.nbytes
-        for ours, theirs in zip(cache._tensors, apart._tensors, strict=False):
-            assert ours.buffer is not None
-            assert theirs.buffer is not None
-            assert ours.buffer.is_contiguous()
-            assert ours.buffer.stride() == theirs.buffer.stride()
-            assert ours.buffer.shape == theirs.buffer.shape
-        keys, values = (tensor.buffer for tensor in cache.row_layers[1].tensors)
-        assert keys is not None
-        assert values is not None
-        assert torch.equal(cache.pool[1, :, :, :4], torch.cat([keys, values])[:, 0, :, :4])
-        cache.pool.zero_()
-        assert not keys.any()
-
-
 @pytest.mark.parametrize(
     ("layers", "shapes"),
     [
@@ -196,22 +173,6 @@ def test_layers_that_differ_have_buffers_apart(
             turn = tensor.rotation.cos_sin(kept, torch.arange(3))
             expected = tensor.rotation.apply(expected, *turn).bfloat16()
         assert torch.equal(view, expected)
-
-
-def test_layers_on_different_devices_have_buffers_apart() -> None:
-    """Also if only the first rows tell where they are."""
-    rows = random_rows(3, 0)
-    with simulated_devices():
-        for devices in (None, DEVICES):
-            cache = BoundedCache([NEAR, NEAR], CAPACITY, devices=devices)
-            for layer, device in zip(cache.layers, DEVICES, strict=True):
-                layer.update(*[rows.to(device)] * 2)
-            cache.commit(3)
-            assert cache.pool is None
-            assert cache.devices == DEVICES
-            cache.keep(torch.tensor([1, 2]))
-            for tensor in cache.first_written(torch.arange(2), np.arange(2)).tensors:
-                assert torch.equal(tensor.cpu(), rows[0, :, 1:])
 
 
 @contextmanager

@@ -67,29 +67,6 @@ def test_reading_in_pieces_gives_the_logits_of_one_pass(name: str) -> None:
     torch.testing.assert_close(torch.cat(logits), read(name, whole, IDS), rtol=1e-4, atol=1e-4)
 
 
-@hybrids
-def test_a_pass_that_is_not_committed_leaves_no_trace(name: str) -> None:
-    disturbed, plain = new_cache(name), new_cache(name)
-    write(name, disturbed, IDS[9:])
-    for start, end in ((0, 12), (12, 13), (13, 30)):
-        got = read(name, disturbed, IDS[start:end])
-        assert torch.equal(got, read(name, plain, IDS[start:end]))
-        write(name, disturbed, IDS[:5])
-        write(name, disturbed, IDS[:1])
-
-
-@hybrids
-def test_a_state_that_was_kept_is_restored_bit_for_bit(name: str) -> None:
-    kv_cache = new_cache(name)
-    read(name, kv_cache, IDS[:12])
-    before = kv_cache.state
-    first = read(name, kv_cache, IDS[12:20]), read(name, kv_cache, IDS[20:21])
-    kv_cache.keep(torch.arange(12))
-    kv_cache.state = before
-    again = read(name, kv_cache, IDS[12:20]), read(name, kv_cache, IDS[20:21])
-    assert all(map(torch.equal, first, again))
-
-
 def test_eviction_leaves_the_state_as_it_is() -> None:
     kv_cache = new_cache("lfm2")
     read("lfm2", kv_cache, IDS)

@@ -141,21 +141,6 @@ def test_a_held_token_is_stored_as_the_cache_has_it_when_it_is_evicted_again() -
     assert all(map(torch.equal, again.tensors, rounded.tensors))
 
 
-def test_another_archive_of_the_same_tokens_has_the_same_numbers_and_tiers() -> None:
-    archive, exact = filled(8, 2.5)
-    other, tiers = Archive(archive.limit), archive.tiers(~archive.has(np.arange(8 * SEGMENT_ROWS)))
-    assert tiers is not None
-    other.restore_tiers(tiers)
-    at = archive.positions
-    other.add(exact.take(at))
-    assert in_tiers(other) == in_tiers(archive)
-    assert all(map(torch.equal, other.fetch(at).tensors, archive.fetch(at).tensors))
-    third = Archive()
-    third.copy_from(archive)
-    assert in_tiers(third) == in_tiers(archive)
-    assert all(map(torch.equal, third.fetch(at).tensors, archive.fetch(at).tensors))
-
-
 def test_what_is_removed_is_overwritten_in_every_tier() -> None:
     archive, _ = filled(8, 2.5)
     first = np.array([at[5] for at in in_tiers(archive).values()])

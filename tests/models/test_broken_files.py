@@ -170,17 +170,6 @@ NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
             for key in ("num_hidden_layers", "vocab_size", "head_dim")
         ),
         *(
-            (*("config", "rope_parameters", {"rope_type": "default", "rope_theta": theta}), why)
-            for theta, why in (
-                *((0.0, "has rope_theta 0.0;"), (-5.0, "has rope_theta -5.0;")),
-                *((float("nan"), "has rope_theta NaN;"), (1e300, "must have a number above 0")),
-            )
-        ),
-        *(
-            ("config", "rope_parameters", {"rope_theta": 1e4, "factor": by, **YARN}, "has factor")
-            for by in (1e308, 0.0, -1.0)
-        ),
-        *(
             (
                 "config",
                 "rope_parameters",
@@ -200,7 +189,6 @@ NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
             ),
             "has attention_factor -1.0;",
         ),
-        *(("config", "rms_norm_eps", no, "has rms_norm_eps") for no in (float("nan"), -1.0, 1e30)),
         *(
             ("generation_config", "eos_token_id", ends, "eos_token_id: .*; it must be an id")
             for ends in NO_IDS

@@ -13,20 +13,13 @@ from typing import Any
 import pytest
 
 from native_library import built_library, has_library
-from recall_rounds import memory, say
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
-from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
-from sirchat.memory.policies import policy_class
 from sirchat.models import compiling, products, shape
 from sirchat.models.compiling import compiled_in_words, make_library, use_compiled
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.load import load_model, load_model_of
 from sirchat.models.model import LoadedModel
-from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.processor import own_rows
 from sirchat.models.products import library_name
@@ -280,45 +273,3 @@ def test_what_killed_processes_and_older_versions_left_is_deleted(copying: Path)
     newest = {f"step-{age:02}.so" for age in range(7)}
     left = {path.name for path in compiled_dir().iterdir()}
     assert left == {"making-young", library_name(), *newest}
-
-
-def test_a_session_of_evictions_switches_recall_and_undo_is_the_same_with_it(
-    copying: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = list[int]()
-    run = NativeStep.__call__
-
-    def counted(self: NativeStep, tokens: Any) -> Any:
-        calls.append(len(tokens))
-        return run(self, tokens)
-
-    def conversation(model: LoadedModel) -> list[Any]:
-        settings = CacheSettings(policy_class("entropy")(), budget=64, archive=2**24)
-        engine, events = Engine(model, settings), list[Any]()
-        sampler = Sampler(Sampling(temperature=1.0))
-        for turn in range(12):
-            if turn == 3:
-                sink = CacheSettings(policy_class("sink")(), budget=48, archive=2**24)
-                engine.evictor.switch(sink)
-            if turn == 6:
-                engine.evictor.switch(memory("salience"))
-            point = engine.checkpoint()
-            for again in range(2 if turn == 9 else 1):
-                if again:
-                    engine.undo(point)
-                say(engine, model, turn)
-                for record in Generation(
-                    engine, sampler, TurnRef(turn, turn), stop_ids=frozenset(), max_new_tokens=40
-                ):
-                    if isinstance(record, GeneratedToken):
-                        events.append(record.id)
-                    elif isinstance(record, EvictedRows):
-                        events.append(record.positions.tolist())
-        return events
-
-    wanted, model = conversation(small()), small()
-    use_compiled(model, "on")
-    monkeypatch.setattr(NativeStep, "__call__", counted)
-    assert conversation(model) == wanted
-    assert sum(isinstance(event, list) for event in wanted) >= 30
-    assert len(calls) == 13 * 40

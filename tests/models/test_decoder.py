@@ -6,7 +6,6 @@ The oracle is transformers' own model and tokenizer of the same file.
 from __future__ import annotations
 
 import random
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ pytest.importorskip("gguf")
 
 from transformers import AutoConfig
 
-from chatting import answer, session, tiny
+from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
 from random_encoders import random_encoder
@@ -140,25 +139,6 @@ def test_single_tokens_have_the_logits_of_a_chunk_alone_and_together(
     for found in (torch.stack(alone), together):
         error = 2e-5 if quantize == "none" else 0.02 * float(found.norm(dim=1).max())
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-5, atol=error)
-
-
-@pytest.mark.parametrize("case", ["qwen2", "gemma3"])
-def test_a_chat_under_a_budget_is_resumed_by_either(case: str, folder: Path) -> None:
-    told = []
-    for first, second in (pair(file_of(case, folder)), pair(file_of(case, folder))[::-1]):
-        chat = session(first, budget=64, max_new_tokens=12)
-        told.append(answer(list(chat.ask("hello world, hello " * 20))))
-        assert chat.resident <= 64 < chat.seen
-        kept = chat.save(), deepcopy(chat.state)
-        for rows in (
-            None,
-            chat.engine.store.copy_key_values(),
-        ):  # without rows they are computed again
-            resumed = session(second, budget=64, max_new_tokens=12)
-            resumed.load(*kept, rows)
-            told.append(answer(list(resumed.ask("hello"))))
-        assert answer(list(chat.ask("hello"))) == told[-1]
-    assert told[:3] == told[3:]
 
 
 class Weights:

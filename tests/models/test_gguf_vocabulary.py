@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
-from chatting import tiny
-from sirchat.chat.events import Notice
+from chatting import notices, tiny
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
@@ -212,7 +211,7 @@ def test_without_a_known_split_the_vocabulary_tells_the_family_or_the_user_is_to
         opened = Session(replace(tiny()), Profile()).opening_events()
     finally:
         tokenizer.notices = []
-    told = [event.text for event in opened if isinstance(event, Notice)]
+    told = notices(opened)
     assert [text for text in told if f"tokenizer.ggml.pre is {pre}" in text] == told[:1]
 
 

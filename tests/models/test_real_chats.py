@@ -11,6 +11,8 @@ import os
 import random
 import re
 import shutil
+from copy import copy
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -54,6 +56,7 @@ _TEXTS = (
 _REPLIES = (*_TEXTS, "<think>\nAnna asks.\n</think>\n\nHello, Anna.", "Yes.</think>", "1")
 
 
+@cache
 def _tokenizer(folder: Path, name: str) -> Any:
     source, own = _CHATS[name]
     target = Path(mkdtemp())
@@ -96,7 +99,7 @@ def whole(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> l
     return ids
 
 
-@pytest.mark.parametrize("seed", range(MANY or 2))
+@pytest.mark.parametrize("seed", range(MANY or 1))
 def test_a_chat_is_read_as_the_whole_conversation_would_be(model: LoadedModel, seed: int) -> None:
     draw = random.Random(seed)
     system, tokenizer = draw.choice(_SYSTEMS), model.tokenizer
@@ -122,7 +125,7 @@ def test_every_template_with_a_switch_gives_the_ids_of_transformers(
     own = json.loads(about.read_text("utf-8")).get("chat_template") if name in REAL else None
     if name in REAL and "enable_thinking" not in (own or ""):
         pytest.skip("its template has no switch")
-    tokenizer = _tokenizer(data, "qwen3")
+    tokenizer = copy(_tokenizer(data, "qwen3"))
     tokenizer.chat_template = own or template(name)
     made, asked = Template(tokenizer).with_reasoning(reasoning), user("Hello.")
     assert made.switches.thinking == "enable_thinking"

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, session, smollm2
 from sirchat.chat.session import Session
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 
 TALK = ("What a rainy week.", "The bus was late again.", "It is cold in here.")
@@ -54,7 +53,7 @@ def test_what_was_said_then_is_found_and_nothing_of_other_days() -> None:
 
 @pytest.mark.real
 def test_a_real_model_tells_a_question_from_a_statement() -> None:
-    chat = chat_of_days(load_model("smollm2"), "meaning")
+    chat = chat_of_days(smollm2(), "meaning")
     assert set(found(chat, "What did I tell you yesterday?")) >= {TOLD[1], *TALK}
     assert TOLD[1] not in found(chat, "I met her yesterday at the station.")
     assert found(chat, "What broke in the kitchen yesterday?")[0] == TOLD[1]

@@ -10,7 +10,7 @@ import torch
 
 from chatting import babbler, session
 from random_encoders import random_encoder
-from saved_chats import Chat
+from saved_chats import Chat, saved_and_resumed
 from sentence_encoders import SIZE, write_sentence_encoder
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
@@ -19,9 +19,6 @@ from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.recall.recall import NewTurn
-from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.store import SessionStore
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +60,8 @@ def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceE
     other = replace(usual, sentence_encoder=own)
     assert usual.passage_encoder.check_sum != other.passage_encoder.check_sum
     chat = session(usual, max_new_tokens=8, recall="meaning")
-    saving = Autosave(chat)
     list(chat.ask("My name is Anna. I live in Rome."))
-    saving.save()
-    saving.close_without_saving()
-    assert saving._store is not None
-    with SessionStore.open(saving._store.path) as store:
-        again = session(other, recall="meaning")
-        resume_session(again, store)
+    again = saved_and_resumed(chat, session(other, recall="meaning"))
     again.recall.update()
     passages = again.recall.search.passages
     expected = own.vectors(passages.texts(again.ledger)).numpy()
@@ -81,14 +72,9 @@ def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceE
 def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> None:
     model = babbler()
     chat = session(model, max_new_tokens=8, recall="meaning")
-    saving = Autosave(chat)
     list(chat.ask("My sister Anna lives in Rome. I drive a red car."))
-    saving.save()
-    saving.close_without_saving()
-    assert saving._store is not None
-    with SessionStore.open(saving._store.path) as store:
-        again = session(with_question(model), max_new_tokens=8, recall="meaning")
-        resume_session(again, store)
+    learned = session(with_question(model), max_new_tokens=8, recall="meaning")
+    again = saved_and_resumed(chat, learned)
     list(again.ask("It rains."))
     again.recall.update()
     passages = again.recall.search.passages

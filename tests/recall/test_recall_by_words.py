@@ -84,16 +84,6 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     assert same(contents(one.engine), then)
 
 
-def test_the_policy_has_all_of_the_budget_while_recall_needs_nothing() -> None:
-    one = roomy()
-    while one.seen + 40 < 256:
-        list(one.read_user("My name is Anna."))
-        assert one.resident == one.seen
-    list(one.read_user("Tell me a joke. " * 20))
-    list(one.read_reply("No."))
-    assert one.resident == 256
-
-
 STORY = "The fox which came from the hills and went about at night saw a light. "
 
 
@@ -115,30 +105,6 @@ def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     assert TOLD in text
     (turn,) = one.recall.turns
     assert TOLD in turn.text
-
-
-def test_what_the_user_said_comes_before_what_the_model_made_up() -> None:
-    one = roomy()
-    tell(one, "My surname is Quixbert.", *["What a rainy day it is.", "I like soup."] * 3)
-    list(one.read_user("Zebras?"))
-    list(one.read_reply("Your surname is Ashton."))
-    one.turns[-1].finish = "stop"  # as if the model had written it
-    tell(one, *["What a rainy day it is.", "I like soup."] * 6)
-    list(one.read_user("What is my surname?"))
-    assert one.recall.found is not None
-    texts = one.recall.search.passages.texts(one.ledger)
-    chosen = [texts[number].strip() for number in one.recall.found.passages]
-    assert chosen[0] == "My surname is Quixbert."
-    assert "Your surname is Ashton." not in chosen
-
-
-def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
-    one = chat("words")
-    assert "bert" in ask(one, "Quixbert")
-    one.undo()
-    one.erase("Quixbert")
-    came = ask(one, "Quixbert")
-    assert "bert" not in came
 
 
 @pytest.mark.parametrize("retriever", [*BY_WORDS, "cosine"])

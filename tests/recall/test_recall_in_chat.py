@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
-import torch
 
-from chatting import answer, session
-from families import HELD, LATENT, loaded
-from recall_rounds import memory, some_ids, talked
+from chatting import answer, babbler, notices, session
+from families import LATENT
+from held_rows import contents, same
+from recall_rounds import memory, talked
+from session_files import columns
 from sirchat.chat.events import Delta, Event, Notice, Recalled, TurnDone
+from sirchat.chat.session import Session
 from sirchat.chat.turn import OpenTurn
 from sirchat.memory.archive import Archive
-from sirchat.models.attention_hook import CallCounter, observed_by
 
 UNHEARD = {"falcon", *LATENT}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(HELD) - UNHEARD))
-def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
-    model = loaded(family)
-    ids = some_ids(3, 9)
-    usual = model.forward(ids, model.new_cache(16))
-    counter = CallCounter()
-    with observed_by(model.module, counter):
-        heard = model.forward(ids, model.new_cache(16))
-    torch.testing.assert_close(heard, usual, rtol=1e-5, atol=1e-5)
-    assert counter.calls == dict.fromkeys(range(len(model.rotations)), 1)
-    assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
 
 
 @pytest.mark.parametrize("family", sorted(UNHEARD))
@@ -98,10 +86,6 @@ def test_what_stepped_aside_is_back_if_the_end_of_a_given_reply_is_not_read() ->
     assert not chat.engine.store.has_recall
 
 
-def notices(events: Iterable[Event]) -> list[str]:
-    return [one.text for one in events if isinstance(one, Notice)]
-
-
 def test_who_asks_for_more_than_the_budget_has_room_for_is_told() -> None:
     told = [
         "budget 96 leaves room to restore only 84 tokens, not recall_n = 200; "
@@ -124,3 +108,100 @@ def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget(
     assert chat.recall.scores
     chat.switch("/system", system="Speak like a sailor.")
     assert chat.resident <= 40
+
+
+FACT = "Our zebra is called Quixbert."
+
+
+def recalling(*texts: str, **settings: Any) -> Session:
+    """A chat in which recall has restored the fact."""
+    usual: dict[str, Any] = {"policy": "sink", "budget": 160, "max_new_tokens": 20}
+    chat = session(babbler(), **usual, recall="words", recall_n=40, **settings)
+    for text in (*texts, *["other words " * 20] * 3, "Which zebra?"):
+        list(chat.ask(text))
+    assert chat.recall.scores
+    return chat
+
+
+def assert_held_for_two_turns(chat: Session, positions: np.ndarray) -> None:
+    for text in ("Hello there.", "And now?"):
+        assert np.isin(positions, chat.ledger.held_positions).all()
+        list(chat.ask(text))
+    assert np.isin(positions, chat.ledger.held_positions).all()
+
+
+def test_what_is_pinned_while_recalled_stays_after_an_undo_that_keeps_pins() -> None:
+    chat = recalling(FACT)
+    recalled = np.asarray(list(chat.recall.scores))
+    list(chat.ask("A zebra?"))
+    chat.pin(recalled)
+    chat.undo(keep_pins=True)
+    assert_held_for_two_turns(chat, recalled)
+
+
+def test_a_system_prompt_that_is_pinned_while_recalled_is_held_whole_from_then_on() -> None:
+    chat = recalling(system=FACT, pin_system=False)
+    prompt = np.asarray(chat.state.system)
+    assert not np.isin(prompt, chat.ledger.held_positions).all()
+    chat.switch("/set", pin_system=True)
+    assert_held_for_two_turns(chat, prompt)
+
+
+STORY = "Once a fox met a gate, which was old. It slept before the gate which led to a town. " * 14
+QUESTION = "At which gate does my flight leave? " + "Flight seven, gate four, at noon. " * 5
+
+
+def told(recall_n: int | str = 64) -> Session:
+    """A chat with a long reply that shares words with the `QUESTION`, after a fact that fits it."""
+    chat = session(babbler(), budget=256, recall="words", recall_n=recall_n, max_new_tokens=8)
+    list(chat.read_user("My flight seven leaves at noon for Oslo. Write a long story about a fox."))
+    list(chat.read_reply(STORY))
+    return chat
+
+
+# A number brings passages of the story back, too; `auto` only what fits better than they do.
+@pytest.mark.parametrize("recall_n", [64, "auto"])
+def test_the_message_just_written_is_held_beside_what_it_recalls(recall_n: int | str) -> None:
+    chat = told(recall_n)
+    events, held = list[Event](), list[int]()
+    for event in chat.ask(QUESTION):
+        events.append(event)
+        held.append(chat.ledger.held_of_turn(2))
+    (came,) = [event for event in events if isinstance(event, Recalled)]
+    read, replied = [event for event in events if isinstance(event, TurnDone)]
+    text = "".join(row.text for row in chat.tokens(came.positions))
+    assert "for Oslo." in text
+    assert ("met a gate" in text) == (recall_n == 64)
+    assert read.tokens_in > 80
+    assert read.recalled == replied.recalled == len(came.positions)
+    assert held[events.index(read)] == held[-2] == read.tokens_in
+    assert replied.resident <= 256
+
+
+def test_no_part_of_the_budget_stands_empty_between_rounds() -> None:
+    chat = told()
+    for text in (QUESTION, "Tell me a joke.", "Where is the gate?"):
+        asked = chat.ask(text)
+        while not isinstance(next(asked), Delta):
+            pass
+        ended = chat.engine.store.placement
+        list(asked)
+        assert chat.resident > 256 - 16, "but for the block that a reply evicts"
+        assert chat.snapshot().recalled == 0
+        found = chat.recall.found
+        assert found is not None
+        assert set(ended.wanted.tolist()) >= set(ended.recalled.tolist()) == set(chat.recall.scores)
+        assert found.passages, "what it was answered from is still known"
+
+
+def test_attention_is_paid_to_what_was_recalled_and_nothing_changes() -> None:
+    chat = told()
+    list(chat.ask(QUESTION))
+    before, rows = contents(chat.engine), columns(chat.ledger.rows())
+    paid = chat.attention_paid(len(chat.turns) - 1)
+    assert paid.shares is not None
+    assert paid.held is not None
+    assert paid.recalled == set(chat.recall.scores) <= paid.held
+    assert set(paid.shares) & paid.recalled
+    assert same(contents(chat.engine), before)
+    assert columns(chat.ledger.rows()) == rows

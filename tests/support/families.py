@@ -21,6 +21,12 @@ _CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")
 HELD: dict[str, tuple[str, dict[str, Any]]] = _CONFIGS["held"]
 HYBRIDS: dict[str, dict[str, Any]] = _CONFIGS["hybrids"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = _CONFIGS["refused"]
+# Those whose attention differs most: windows, sinks, soft caps, parts and pairs that are rotated,
+# layers without a rotation, compressed keys, experts.
+TELLING = (
+    *("llama", "qwen3-moe", "mistral-sliding", "gemma2", "gemma3", "gpt-neox", "gpt-oss", "cohere"),
+    *("deepseek-mla", "smollm3-nope", "llama4"),
+)
 # Those of the families in `HELD` with compressed keys.
 LATENT = {"deepseek-mla", "deepseek-v2", "minicpm3", "longcat-flash", "youtu", "axk1"}
 

@@ -138,7 +138,7 @@ def check_family(family: str) -> FamilyCheck:
         return FamilyCheck(family, "not built", note)
     try:
         model = wrap_model("it", module, None)
-        worst, shifted = _largest_difference(model)
+        worst, shifted = largest_difference(model)
         limits = list(_limits(model))
     except ModelError as error:
         return FamilyCheck(family, "refused", _in_short(error))
@@ -167,7 +167,7 @@ def _limits(model: LoadedModel) -> Iterator[str]:
         yield "compressed keys"
 
 
-def _largest_difference(model: LoadedModel) -> tuple[float, float]:
+def largest_difference(model: LoadedModel) -> tuple[float, float]:
     """Compare the engine's keys, values and logits with those of the model without the engine."""
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)

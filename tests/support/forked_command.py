@@ -157,6 +157,15 @@ class ForkedCommand:
                 self.send("\x1b[30;1R")
         return got
 
+    def comes_to(self, mark: str, seconds: float) -> bool:
+        """Type a command that is none; whether a chat, done with all before, answers in time."""
+        self.send(f"/{mark}\r")
+        end = time.monotonic() + seconds
+        while f"there is no command /{mark}".encode() not in self.shown:
+            if not self.read(0.05) and (not self.is_alive or time.monotonic() > end):
+                return False
+        return True
+
     def ended(self, within: float) -> int | None:
         """Its exit code, or -signal; None if it takes more processor time than `within` seconds.
 

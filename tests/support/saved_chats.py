@@ -14,6 +14,8 @@ from chatting import babbler, session
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
+from sirchat.paths import sessions_dir
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
@@ -87,6 +89,16 @@ def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)
         return again, store.kv.load(head.fields["kv"]) is not None
+
+
+def saved_and_resumed(chat: Session, again: Session) -> Session:
+    """A chat that is saved and closed goes on in another session, which is returned."""
+    saving = Autosave(chat)
+    saving.save()
+    saving.close()
+    with SessionStore.open(find_session(sessions_dir(), "last")) as store:
+        resume_session(again, store)
+    return again
 
 
 def refusal(chat: Chat, line: str) -> str:

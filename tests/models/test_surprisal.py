@@ -1,17 +1,26 @@
-"""Surprisal without all logits at once: equal to what the logits say, for every model."""
+"""Surprisal is what the model predicted, however it is computed, and whatever is held."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from families import HELD, build, loaded
+from attacking import MANY
+from engine_steps import generate, prefill, some_ids
+from families import HELD, TELLING, BigramModel, build, loaded
 from simulated_devices import DEVICES, move, simulated_devices
+from sirchat.engine.engine import Engine
+from sirchat.engine.types import CacheSettings, GeneratedToken
+from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.devices import has_vnni
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
@@ -25,7 +34,7 @@ def both_ways(model: LoadedModel, ids: list[int]) -> tuple[PassResult, PassResul
     return found, PassResult.of_logits(model.forward(ids, model.new_cache(len(ids))), ids)
 
 
-@pytest.mark.parametrize("family", HELD)
+@pytest.mark.parametrize("family", HELD if MANY else TELLING)
 def test_a_reading_says_what_the_logits_say(family: str) -> None:
     for ids in (IDS, IDS[:2], IDS[:1]):
         found, wanted = both_ways(loaded(family), ids)
@@ -122,3 +131,54 @@ def test_elsewhere_too_only_some_rows_have_all_their_logits_in_memory() -> None:
             found = surprisal_at(head, on_device, ids)
         torch.testing.assert_close(found.cpu(), wanted)
         assert live.most < 4 * 256 * vocabulary
+
+
+@pytest.mark.parametrize("rows_per_pass", [1, 7, 10**6])
+def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
+    model = loaded("llama")
+    engine = Engine(model, CacheSettings(Entropy(), budget=256))
+    engine.reader.rows_per_pass = rows_per_pass
+    shown: list[float] = []
+    for turn in (0, 2):
+        prefill(engine, some_ids(45, turn), turn)
+        records = generate(engine, 15, turn + 1)
+        shown += [record.surprisal for record in records if isinstance(record, GeneratedToken)]
+        engine.decay_at_round_end()
+    ids = torch.tensor(engine.ledger.column("token_id").tolist())
+    with torch.inference_mode():
+        logits = model.module(ids[None], use_cache=False).logits[0]
+    expected = -logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    got = engine.ledger.column("surprisal")
+    assert np.isnan(got[0])
+    np.testing.assert_allclose(got[1:], expected, atol=1e-4)
+    assert shown == [*got[45:60].tolist(), *got[105:120].tolist()]
+
+
+@pytest.mark.slow
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(16, 80))
+@settings(max_examples=30)
+def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
+    turns: list[int], budget: int
+) -> None:
+    """In a bigram model the surprisal of a token is known, whatever is held."""
+    model = BigramModel()
+    engine = Engine(model, CacheSettings(Entropy(), budget))
+    for turn, count in enumerate(turns):
+        prefill(engine, some_ids(count, turn, model.vocab_size), 2 * turn)
+        generate(engine, 10, 2 * turn + 1)
+    ids = torch.tensor(engine.ledger.column("token_id"), dtype=torch.int64)
+    expected = -model.table.log_softmax(-1)[ids[:-1], ids[1:]]
+    np.testing.assert_allclose(engine.ledger.column("surprisal")[1:], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows_per_pass", [1, 2, 10**6])
+@pytest.mark.parametrize("count", [1, 2, 9, 200])
+def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
+    model = BigramModel()
+    engine = Engine(model, CacheSettings(Entropy(), budget=64, sinks=0))  # chunks of 16
+    engine.reader.rows_per_pass = rows_per_pass
+    prefill(engine, some_ids(count))
+    nats = engine.ledger.column("surprisal")
+    assert np.isnan(nats[0])
+    expected = max(nats[1:16].tolist(), default=math.log(model.vocab_size))
+    assert engine.ledger.surprisal_of(np.array([0])).tolist() == [expected]
