@@ -45,21 +45,14 @@ def open_engine(model: LoadedModel, setting: Profile) -> Engine:
     return build_engine(model, settings, setting.seed)
 
 
-def read_ids(
-    engine: Engine,
-    ids: Sequence[int],
-    number: int,
-    to_come: int = 0,
-    roles: Sequence[Role] | None = None,
-) -> None:
-    """Let an engine read token ids [n] as round `number`, with room for `to_come` more ids.
+def read_ids(engine: Engine, ids: Sequence[int], number: int) -> None:
+    """Let an engine read token ids [n] of the user as round `number`.
 
-    `roles` [n] are the roles of the ids; by default all have the role of the user. Raises
-    ContextFullError if the policy evicts nothing and the ids do not fit.
+    Raises ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
-    list(engine.evictor.make_room_for_turn(len(ids), to_come, turn))
-    list(engine.prefill(ids, roles or [Role.USER] * len(ids), turn))
+    list(engine.evictor.make_room_for_turn(len(ids), 0, turn))
+    list(engine.prefill(ids, [Role.USER] * len(ids), turn))
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
@@ -68,11 +61,6 @@ def whole_round(template: Template, user: str, reply: str, *, first: bool = Fals
     `first` says whether the round is the first of the conversation.
     """
     user_turn = template.opening(user)[1] if first else template.user(user)
-    return followed_by_reply(template, user_turn, reply)
-
-
-def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
-    """The token ids, with their roles, of a round: a user turn, the reply and closing tokens."""
     user_turn = template.followed_by(user_turn, "assistant")
     reply_turn, closing = template.assistant(reply, user_turn.header), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
