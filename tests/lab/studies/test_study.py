@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -112,15 +111,11 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
     head = provenance(tiny(), "test", "sirchat eval test --limit 2")
     write_report(REPORT, head, tmp_path, "test")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["test-2.csv", "test.csv", "test.json", "test.md"]
+    assert names == ["test.json", "test.md"]
     record = json.loads((tmp_path / "test.json").read_text("utf-8"))
     assert record == json.loads(json.dumps(record_of(REPORT, head)))
     first = record["tables"]["First"]["rows"][0]
     assert (first[0], first[1]["value"], first[2]) == ("a | b", 0.5, 1200)
-    with (tmp_path / "test.csv").open() as file:
-        header, row = csv.reader(file)
-    assert header == ["setting", "right", "right low", "right high", "tokens"]
-    assert (row[0], float(row[1]), float(row[2])) == ("a | b", 0.5, first[1]["low"])
     text = (tmp_path / "test.md").read_text("utf-8")
     assert text == markdown(REPORT, head)
     assert "`sirchat eval test --limit 2`" in text
@@ -139,15 +134,12 @@ def test_a_report_says_whether_the_step_was_compiled() -> None:
     )
 
 
-def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(tmp_path: Path) -> None:
+def test_a_share_or_mean_of_nothing_is_a_dash_and_null_in_json() -> None:
     empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
     report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
     head = provenance(tiny(), "test", "")
     assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
     assert "| x | - | - | - | - |" in markdown(report, head)
-    write_report(report, head, tmp_path, "t")
-    with (tmp_path / "t.csv").open() as file:
-        assert list(csv.reader(file))[1] == ["x", *[""] * 10]
     assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
 
 
