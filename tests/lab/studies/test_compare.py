@@ -349,11 +349,16 @@ def test_the_table_comes_first_and_of_a_long_text_the_beginning_unless_all_is_wa
     assert "--whole" not in captured.get()
 
 
+def write_talk(file: Path, talk: Sequence[tuple[str, str]]) -> None:
+    roles = ("user", "assistant")
+    turns = [{"role": r, "content": t} for pair in talk for r, t in zip(roles, pair, strict=True)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
+
+
 @pytest.mark.slow
 def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
-    turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
-    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
+    write_talk(file, TALK)
     words = ("compare", str(file), "--policies", "sink,entropy", "--budgets", "32,40")
     done = run(*words, "--recent", "8", "--json", "--html", str(page))
     assert done.returncode == 0, done.stderr
@@ -370,11 +375,6 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert [one["differs_at"] for one in sink["turns"]] == [one.differs_at for one in result.rounds]
     assert [len(column) for column in sink["tokens"].values()] == [len(result.tokens)] * 7
     assert sink["turns"][-1]["cache_bytes"] == 32 * 6 * 2 * 64 * 4 * 3  # two keys and a value
-    shown = run(*words[:2], "--policies", "sink", "--budget", "32")
-    assert "1. USER: My name is Anna" in shown.stdout
-    assert "shows all" not in run(*words[:2], "--policies", "sink", "--whole").stdout
-    assert "\x1b" not in shown.stdout
-    assert re.search(r"^sink 32 +32 ", shown.stdout, re.M)
 
 
 @pytest.mark.slow
@@ -382,15 +382,19 @@ def test_the_command_writes_tables_and_plots_into_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, out = tmp_path / "talk.jsonl", tmp_path / "new" / "compared"
-    turns = [{"role": r, "content": t} for pair in TALK for r, t in zip(ROLES, pair, strict=True)]
-    file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
-    words = ("compare", str(file), "--policies", "sink", "--budgets", "32,40", "--out", str(out))
+    write_talk(file, TALK[:3])
+    settings = ("--policies", "sink", "--budgets", "32,40", "--max-new-tokens", "4")
+    words = ("compare", str(file), *settings, "--whole", "--out", str(out))
     with monkeypatch.context() as hidden:
         hidden.setitem(sys.modules, "matplotlib", None)
         done = run(*words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("sirchat: no plots: ")
     assert "pip install 'sirchat[plots]'" in done.stderr
+    assert "1. USER: My name is Anna" in done.stdout
+    assert "shows all" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert re.search(r"^sink 32 +32 ", done.stdout, re.M)
     record = json.loads((out / "compare.json").read_text("utf-8"))
     assert (out / "compare.json").stat().st_mode & 0o777 == 0o600  # it quotes a conversation
     names = ["full", "sink 32", "sink 40"]
@@ -423,9 +427,6 @@ def test_the_tokens_of_a_system_prompt_count_to_the_first_round() -> None:
     assert mean_divergence(result).value == pytest.approx(result.nats)
 
 
-ROLES = ("user", "assistant")
-
-
 def test_where_nothing_was_evicted_a_note_says_that_nothing_could_differ() -> None:
     assert has_evicted(found())
     roomy = compare(tiny(), (FULL, SINK.model_copy(update={"budget": 512})), transcript(TALK[:2]))
@@ -442,7 +443,7 @@ def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     command = (WARM, "-m", "sirchat", *words)
     with Terminal(*command, home=tmp_path, columns=200) as terminal:
         terminal.wait("comparing")
-        time.sleep(1)
+        time.sleep(0.3)
         terminal.send("\x03")
         assert terminal.ended() == 130
     (record,) = re.findall(r'id="record">(.*?)</script>', page.read_text("utf-8"))
