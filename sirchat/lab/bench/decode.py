@@ -297,17 +297,8 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time how one plain forward pass reads ids; yields seconds per token, forever."""
-    from transformers import DynamicCache
-
-    prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
-        argument = cache_argument(model.module, DynamicCache(config=model.module.config))
-
-        def block(argument: Any = argument) -> None:
-            with torch.inference_mode():
-                model.module(input_ids=prompt, logits_to_keep=1, **argument)
-
-        yield measure_seconds(block, model) / options.cache
+        yield measure_seconds(partial(bare_read, model, options.cache), model) / options.cache
 
 
 def reply_times(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,19 +105,6 @@ def setting_names(settings: Sequence[Profile]) -> list[str]:
         if key not in _NAMED and any(getattr(s, key) != getattr(settings[0], key) for s in settings)
     ]
     return [_name(setting, differ) for setting in settings]
-
-
-def switched_names(settings: Sequence[Profile], switches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names as of `setting_names`, and of all but the first those after each of the switches."""
-    now, names = [*settings], setting_names(settings)
-    last = [*names]
-    for new in switches:
-        others = {name: value for name, value in new.items() if not name.startswith("policy")}
-        now = [one.model_copy(update=new if at else others) for at, one in enumerate(now)]
-        for at, name in enumerate(setting_names(now)):
-            names[at] += f", then {name}" if at and name != last[at] else ""
-            last[at] = name
-    return names
 
 
 _NAMED = ("policy", "budget", "decay", "policy_options")

@@ -167,12 +167,7 @@ def question(number: int, category: int = 4, **values: Any) -> Record:
 
 
 def conversation(*questions: Record) -> Record:
-    return {
-        "fits": True,
-        "tokens": 100,
-        "seconds": {"reading": 1.0, "asking": 1.0},
-        "questions": list(questions),
-    }
+    return {"fits": True, "tokens": 100, "questions": list(questions)}
 
 
 def test_adversarial_questions_count_only_in_their_own_column() -> None:

@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed
 from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
-from sirchat.lab.studies.report import setting_names, switched_names
+from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
@@ -297,10 +297,8 @@ def compare(
     if done < len(transcript.rounds):
         notes[f"stopped after {done} of {len(transcript.rounds)} user turns"] = None
     transcript = replace(transcript, rounds=transcript.rounds[:done])
-    switches = chain.from_iterable(one.switches for one in transcript.rounds)
-    names = switched_names(settings, [switch.settings for switch in switches])
-    found = (replace(one.result(), name=name) for one, name in zip(sessions, names, strict=True))
-    return Comparison(file, transcript, own, tuple(found), tuple(notes))
+    found = tuple(one.result() for one in sessions)
+    return Comparison(file, transcript, own, found, tuple(notes))
 
 
 def _run_round(
