@@ -21,7 +21,7 @@ from sirchat.lab.studies.choice import Question, Scoring, choose
 from sirchat.lab.studies.intervals import share_over_seeds
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
-from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
+from sirchat.lab.studies.report import Estimate, Record, Report, Table
 from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, without
 
 _SOURCES = {
@@ -134,14 +134,10 @@ class MultipleChoice(Grid):
         groups = list(dict.fromkeys(group for one in found.values() for group in one["right"]))
         if self.task == GAME:
             groups.append("all")
-        sink = next((one for one in findings if one.name.startswith("sink")), None)
-        columns = ["setting", *(_COLUMNS.get(group, group) for group in groups)]
-        columns += [f"{_COLUMNS.get(group, group)} - {sink.name}" for group in groups if sink]
-        rows: list[tuple[Value, ...]] = []
-        for one in findings:
-            shares: list[Value] = [_right(one, group) for group in groups]
-            gaps = [_right(one, g).value - _right(sink, g).value for g in groups if sink]
-            rows.append((one.name, *shares, *gaps))
+        columns = ("setting", *(_COLUMNS.get(group, group) for group in groups))
+        rows: list[tuple[Value, ...]] = [
+            (one.name, *(_right(one, group) for group in groups)) for one in findings
+        ]
         whole = [one for cell, one in zip(self.cells(), findings, strict=True) if not cell.shots]
         tokens = [each["tokens"] for one in whole for each in one.records] or [0]
         header = (
@@ -150,7 +146,7 @@ class MultipleChoice(Grid):
             f"scoring {self.scoring}",
             f"data {self.data}" if self.data else "generated data",
         )
-        table = Table(self.name, tuple(columns), tuple(rows))
+        table = Table(self.name, columns, tuple(rows))
         tables = (table, *self._paper_tables())
         return Report(header, tables, self.parameters())
 

@@ -119,9 +119,6 @@ def test_the_command_prints_the_share_of_rounds_won_against_each_player() -> Non
     assert record["command"].endswith(" ".join(flags) + " --json")
     table, published = record["tables"].values()
     assert table["columns"][1:5] == published["columns"][1:] == [*PLAYERS, "all"]
-    one, other = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
-    assert other["all - sink 64"] == 0.0
-    gap = one["all"]["value"] - other["all"]["value"]
-    assert one["all - sink 64"] == pytest.approx(gap)
+    one, _ = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
     each = [one[player]["value"] for player in PLAYERS]
     assert one["all"]["value"] == pytest.approx(statistics.fmean(each))
