@@ -14,7 +14,7 @@ import pytest
 from chatting import babbler, tiny
 from command import hostile_modules, run
 from gguf_file import write_gguf
-from warm_python import fresh_once
+from warm_python import fresh_once, warm_program
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:
@@ -98,12 +98,14 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     hostile_modules(tmp_path)  # only now: warm programs have begun elsewhere
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sirchat.lab.bench.start.sys", run_by_worker)
-    model = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0")
+    chatting = SimpleNamespace(**vars(sys) | {"executable": warm_program(tmp_path / "warm")})
+    monkeypatch.setattr("sirchat.lab.bench.start_prompt.sys", chatting)
+    model = write_gguf(tmp_path / "babbler.gguf", babbler(), "Q8_0")
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
     python.chmod(0o700)
     flags = ["start", "--model", str(model), "--llama-cpp", str(python), "--tokens", "50,100"]
-    found = results(*flags, "--rounds", "1")
+    found = results(*flags, "--rounds", "1", "--compile", "off")
     units = ["s", "s", "s", "s", "MiB", "MiB", "s", "s", "ms", "MiB", "s", "s", "s", "ms", "ms"]
     assert [r["unit"] for r in found] == units
     loads, found = found[:2], found[2:]

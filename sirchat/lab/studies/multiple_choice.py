@@ -21,7 +21,7 @@ from sirchat.lab.studies.choice import Question, Scoring, choose
 from sirchat.lab.studies.intervals import share_over_seeds
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
-from sirchat.lab.studies.report import Estimate, Record, Report, Table
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, without
 
 _SOURCES = {
