@@ -161,7 +161,7 @@ def test_the_record_says_what_was_held_when_it_answered(
     )
     model = tiny()
     setting = Profile(policy="entropy", budget=96, recall="words", temperature=0, max_new_tokens=4)
-    one = study(talk, setting, questions=(TOLD, "paraphrase", "two-step"), facts=2, lengths=(330,))
+    one = study(talk, setting, questions=(TOLD, "two-step"), facts=2, lengths=(330,))
     session, own = Session(model, setting), Session(model, setting)
     for unit in one.units():
         session.reset()
