@@ -119,7 +119,6 @@ EXAMPLES: dict[str, str] = {
     "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
     "bench start": "sirchat bench start --model smollm2",
     "bench gpu": "sirchat bench gpu --json gpu.json",
-    "bench make-model": "sirchat bench make-model 1b 1b.gguf",
     "train": "sirchat train anchor --help",
     "train encoder": "sirchat train encoder --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",

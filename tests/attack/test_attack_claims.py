@@ -27,7 +27,7 @@ _STANDS_FOR = {
     "SHAPE": "1b", "NAME=VALUE": "FILE=x",
 }  # fmt: skip
 
-_ENDLESS = ("serve", "tutorial", "train", "pull", "make-model")
+_ENDLESS = ("serve", "tutorial", "train", "pull")
 
 
 def documents() -> list[Path]:

@@ -1,10 +1,9 @@
-"""A study whose worker is killed once, for what runs studies in several processes."""
+"""A study one of whose units kills its process or raises an error, for processes of studies."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 from sirchat.errors import SettingError
 from sirchat.lab.studies.report import Record, Report
@@ -13,27 +12,26 @@ from sirchat.models.model import LoadedModel
 
 
 class Fatal(Study):
-    """A study whose third unit kills its worker once, and whose last unit may raise an error."""
+    """A study whose third unit kills its worker, or raises an error."""
 
     name = "fatal"
 
-    def __init__(self, marker: str, refuse: bool) -> None:
-        self._marker, self._refuse = Path(marker), refuse
+    def __init__(self, *, dies: bool) -> None:
+        self._dies = dies
 
     def parameters(self) -> Record:
         return {}
 
     def keys(self) -> list[str]:
-        return [str(number) for number in range(6)]
+        return [str(number) for number in range(4)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
         def work(key: str) -> Record:
-            if key == "2" and not self._marker.exists():
-                self._marker.touch()
+            if key != "2":
+                return {"square": int(key) ** 2}
+            if self._dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if key == "5" and self._refuse:
-                raise SettingError("the sixth is refused")
-            return {"square": int(key) ** 2}
+            raise SettingError("the third is refused")
 
         return work
 

@@ -6,10 +6,9 @@ All of sirchat's features are on; the plain loop only picks the next id.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from sirchat.chat.model_defaults import SOUND
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
-from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.lab.bench.peers import LlamaCpp
@@ -83,41 +81,9 @@ def prefill(engine: Engine, ids: list[int]) -> None:
         pass
 
 
-def _generate(
-    engine: Engine, sampler: Sampler, count: int, lookup: PromptLookup | None = None
-) -> None:
-    for _ in Generation(
-        engine, sampler, _TURN, stop_ids=frozenset(), max_new_tokens=count, lookup=lookup
-    ):
+def _generate(engine: Engine, sampler: Sampler, count: int) -> None:
+    for _ in Generation(engine, sampler, _TURN, stop_ids=frozenset(), max_new_tokens=count):
         pass
-
-
-def repeated_blocks(
-    model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
-) -> Iterator[float]:
-    """Time replies that repeat a text just read; yields the seconds per token of each, forever."""
-    text = some_ids(model, options.cache // 4)
-    prefill(engine, text)
-    sampler = _Reciting(text)
-
-    while True:
-        guesses = PromptLookup() if lookup else None
-        reply = partial(_generate, engine, sampler, len(text), guesses)
-        yield measure_seconds(reply, model) / len(text)
-
-
-class _Reciting(Sampler):
-    """A sampler that ignores the logits: it picks the ids of a given text, again and again."""
-
-    is_plain = False
-
-    def __init__(self, ids: list[int]) -> None:
-        super().__init__(Sampling())
-        self._ids = cycle(ids)
-
-    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        super().pick(logits, said_ids, position)  # its result is not used: only its time counts
-        return next(self._ids)
 
 
 _COLUMNS = 1024
@@ -178,12 +144,6 @@ def bench_decode(
         yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
     sampled = partial(ours, sampling=Sampling(**SOUND))
     yield compare("decode with a chat's default sampling against greedy", sampled, ours, options)
-    yield compare(
-        "decode of a text that was just read, with lookup against without",
-        lambda: repeated_blocks(model, options, _engine(model, options), lookup=True),
-        lambda: repeated_blocks(model, options, _engine(model, options), lookup=False),
-        options,
-    )
     yield compare(f"prefill{other}", reading, lambda: _bare_prefill(plain, options), options)
     small = replace(options, cache=max(64, options.cache // 4))
     budgets = f"prefill under a budget of {small.cache:,} against one of {options.cache:,}"
@@ -297,17 +257,8 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time how one plain forward pass reads ids; yields seconds per token, forever."""
-    from transformers import DynamicCache
-
-    prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
-        argument = cache_argument(model.module, DynamicCache(config=model.module.config))
-
-        def block(argument: Any = argument) -> None:
-            with torch.inference_mode():
-                model.module(input_ids=prompt, logits_to_keep=1, **argument)
-
-        yield measure_seconds(block, model) / options.cache
+        yield measure_seconds(partial(bare_read, model, options.cache), model) / options.cache
 
 
 def reply_times(

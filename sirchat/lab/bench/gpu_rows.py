@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.profiler import profile, supported_activities
 
 from sirchat.engine.engine import Engine
@@ -62,7 +61,6 @@ _CHAT = Sampling(temperature=0.2, top_p=0.9, repetition_penalty=1.05)  # a chat'
 _GREEDY = Sampling()
 _SPREAD = 3.0  # standard deviation of a trained model's logits, about
 _ARCHIVE = 2**30  # bytes
-_UNCACHED = 2**28  # bytes that no GPU keeps in a cache of its own
 _TURN = TurnRef(turn=0, round=0)
 
 
@@ -251,46 +249,6 @@ def _over_generate(bench: Bench, name: str) -> _Values:
     yield Value("generate's first reply", bench.seconds(lambda: next(static)), "s", "compiles")
     ratio = bench.compare(partial(generated_blocks, model, bench.options), lambda: static)
     yield _over("over generate with a static cache", ratio)
-
-
-def _attention(bench: Bench) -> _Values:
-    for rows in (32, 64, 96) if bench.is_small else (1024, 4096, 32768):
-        yield from _attention_to(bench, rows)
-
-
-def _attention_to(bench: Bench, rows: int) -> _Values:
-    """Attention of one query alone, as in 8b: over so many rows in a layer, in several ways."""
-    heads, group, size = (2, 2, 16) if bench.is_small else (8, 4, 128)
-    layers = 2 if bench.is_small else max(4, _UNCACHED // (6 * heads * rows * size))
-    make = partial(torch.randn, device=bench.device)
-    pool = make(layers, 3, heads, rows, size).to(bench.dtype)
-    query = make(1, heads * group, 1, size).to(bench.dtype)
-    new, turn = make(1, (group + 2) * heads, size), torch.ones(1, size, device=bench.device)
-    place = torch.tensor([[pool.data_ptr()], [rows]], device=bench.device)
-    last = torch.tensor([rows - 1], device=bench.device)
-
-    def by_torch(mask: Tensor | None) -> None:
-        how: dict[str, Any] = {"attn_mask": mask, "enable_gqa": True}
-        for part in pool:
-            F.scaled_dot_product_attention(query, part[None, 0], part[None, 2], **how)
-
-    def by_triton() -> None:
-        attend = import_module("sirchat.models.kernels").attend
-        given = (new, None, None, 0.0, turn, turn, place, last, rows)
-        how = {"heads": heads, "scale": size**-0.5, "dtype": bench.dtype}
-        for layer in range(layers):
-            attend(*given, layer=layer, **how)
-
-    def timed(label: str, work: Callable[[], None]) -> _Values:
-        taken = bench.seconds(bench.captured(work), 20) / layers
-        limit = 2 * heads * rows * size * bench.dtype.itemsize / bench.bandwidth
-        yield Value(label, 1e6 * taken, "µs", f"{taken / limit:.2f} x reading its rows once")
-
-    sees = torch.ones(1, rows, dtype=torch.bool, device=bench.device)
-    ways = {"torch": partial(by_torch, None), "torch, mask": partial(by_torch, sees)}
-    for way, work in (ways | {"Triton": by_triton}).items():
-        label = f"{way}: a layer of {rows:,} rows"
-        yield from _tried(label, partial(timed, label, work))
 
 
 def _sampling(bench: Bench) -> _Values:
@@ -545,7 +503,6 @@ ROWS = {
     **_rows(60, _decode, "1b"),
     **_rows(60, _decode, "8b", quantize="int4"),
     **_rows(100, _over_generate, "135m"),
-    "attention": Row(30, _attention),
     **_rows(50, _features, "135m", "8b"),
     "sampling": Row(40, _sampling),
     **_rows(40, _server, "8b", "135m"),

@@ -108,7 +108,7 @@ def some_ids(model: LoadedModel, count: int) -> list[int]:
     return ids
 
 
-def measure_seconds(block: Callable[[], None], model: LoadedModel) -> float:
+def measure_seconds(block: Callable[[], object], model: LoadedModel) -> float:
     """Call `block`, and return the seconds until the call and the model's device have finished."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,8 +1,7 @@
 """The `sirchat bench` commands, which measure speed and memory; `bench.yaml` has their flags."""
 
 import inspect
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -98,34 +97,6 @@ def gpu(device: str, minutes: float, only: str, json: str | None, debug: Debug =
 
     if not bench_gpu(device, minutes, only, json):
         raise SirchatError("nothing could be measured", hint="the rows' notes say why")
-
-
-@bench_app.command()
-def make_model(
-    shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],
-    path: Annotated[
-        Path, typer.Argument(help="The GGUF file to write.", dir_okay=False, metavar="PATH")
-    ],
-    type: Annotated[
-        str, typer.Option(metavar="Q4_0|Q4_1|Q4_K", help="How the matrices are stored.")
-    ] = "Q4_K",
-    debug: Debug = False,
-) -> None:
-    """Write a GGUF file with random weights, to measure models of sizes that are not bundled.
-
-    The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
-    that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
-    """
-    from sirchat.lab.bench.made_model import write_model
-    from sirchat.lab.bench.ratio import SHAPES
-
-    if shape not in SHAPES:
-        raise UsageError(
-            f"unknown shape of a model {shape!r}", hint=f"the shapes are {', '.join(SHAPES)}"
-        )
-    if path.exists():
-        raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
-    write_model(path, SHAPES[shape], type)
 
 
 def _profile(given: dict[str, Any]) -> Profile:

@@ -13,7 +13,6 @@ import lzma
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -26,17 +25,18 @@ from sirchat.chat.events import TurnDone
 from sirchat.chat.retry import trial
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.by_question import Measured, mean_difference, per_question, table_of_means
+from sirchat.lab.studies.by_question import (
+    Measured,
+    per_question,
+    table_of_differences,
+    table_of_means,
+)
 from sirchat.lab.studies.reading import read_data
 from sirchat.lab.studies.report import Record, Report, Table
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, setting_key
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
 from sirchat.recall.recall import NewTurn
-from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.session_list import list_sessions
-from sirchat.saved.store import SessionStore
 
 KINDS = (
     *("information_extraction", "knowledge_update", "temporal_reasoning"),
@@ -231,9 +231,8 @@ class Beam(Grid):
     chats: tuple[int, ...] = ()  # numbers of the chats to run; empty for all
     reply_tokens: int = 96  # largest number of tokens in a reply; 0 for no replies
     counts: tuple[int, ...] = (256, 1024, 4096)  # of tokens that recall may restore
-    kept: str | None = None  # folder in which chats that were read are kept
 
-    extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "chats", "kept")
+    extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "chats")
     without_effect = (*Grid.without_effect, *GREEDY)
     name = "beam"
 
@@ -244,7 +243,7 @@ class Beam(Grid):
                 raise SettingError(f"chats has {number}, the file has {', '.join(map(str, known))}")
 
     def parameters(self) -> Record:
-        return super().parameters() | {"data": data_name(Path(self.data)), "kept": None}
+        return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
     def _every(self) -> list[BeamChat]:
@@ -262,7 +261,7 @@ class Beam(Grid):
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         start = time.perf_counter()
         try:
-            one = self._read(session, chat, cell)
+            one = self._read(session, chat)
             tokens, seconds = session.seen, time.perf_counter() - start
             bounded = policy_class(cell.setting.policy).bounded
             restored = one.restored(self.counts) if bounded else {}
@@ -276,24 +275,13 @@ class Beam(Grid):
             return {"fits": False}
         return {"fits": True, "tokens": tokens, "seconds": seconds, "questions": found}
 
-    def _read(self, session: Session, chat: BeamChat, cell: Cell) -> ReadChat:
-        """Read a chat up to `limit` tokens, or open it as it was kept."""
-        more = {"model": session.model.name, "data": data_name(Path(self.data))}
-        key = setting_key(cell.setting, **more, run=session.profile.seed)
-        kept = None if self.kept is None else Path(self.kept) / f"{self.limit}-{chat.number}-{key}"
-        there = list_sessions(kept, 1).sessions if kept is not None and kept.is_dir() else []
-        if there:
-            with closing(SessionStore.open(there[0].path)) as store:
-                resume_session(session, store)
-        else:
-            for user, reply in chat.rounds:
-                if session.seen >= self.limit:
-                    break
-                list(session.read_question(user, before="assistant"))
-                list(session.read_reply(reply))
-            if kept is not None:
-                session.switch("eval", save_kv="on", save_kv_limit="1TiB")
-                Autosave(session, folder=kept).close()
+    def _read(self, session: Session, chat: BeamChat) -> ReadChat:
+        """Read a chat up to `limit` tokens."""
+        for user, reply in chat.rounds:
+            if session.seen >= self.limit:
+                break
+            list(session.read_question(user, before="assistant"))
+            list(session.read_reply(reply))
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -306,10 +294,12 @@ class Beam(Grid):
             "sources found: messages with the answer, of which a part is in pins and in the best "
             "passages that have so many tokens; keys: those of the rubric are in what is found",
             "right: all numbers, dates and names of the rubric are in the reply",
-            "intervals: chats and questions resampled (bootstrap)",
+            "intervals: chats resampled, or the questions of one (bootstrap)",
         )
-        asked = [_replies(findings), *([_differences(findings)] if len(findings) > 1 else [])]
-        tables = [*asked, *self._sources(findings)]
+        tables = [_replies(findings)]
+        if len(findings) > 1:
+            tables.append(table_of_differences("nats a token", findings, nats))
+        tables += self._sources(findings)
         return Report(header, tuple(tables), details=self.parameters())
 
     def _sources(self, findings: Sequence[Findings]) -> Iterator[Table]:
@@ -364,14 +354,3 @@ def _replies(findings: Sequence[Findings]) -> Table:
 def nats(one: Record) -> float | None:
     """Nats a token of the right answer; None where the right answer is that there is none."""
     return float(one["nats"]) if one["kind"] != "abstention" else None
-
-
-def _differences(findings: Sequence[Findings]) -> Table:
-    """A table of how much less the answer's nats are than under the first setting, paired."""
-    first, *others = (per_question(one, nats) for one in findings)
-    rows = [
-        (one.name, mean_difference(values, first))
-        for one, values in zip(findings[1:], others, strict=True)
-    ]
-    columns = ("setting", f"nats a token, less those of {findings[0].name}")
-    return Table("Answers", columns, tuple(rows), digits=3)

@@ -5,10 +5,10 @@ A unit's record has `fits`, and `questions`, each a record with its `number`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from sirchat.lab.studies.intervals import hierarchical_mean
+from sirchat.lab.studies.intervals import clustered_mean
 from sirchat.lab.studies.report import Estimate, Record, Table, Value
 from sirchat.lab.studies.study import Findings
 
@@ -50,11 +50,24 @@ def table_of_means(
 
 
 def mean_of(values: Values) -> Estimate:
-    """The mean, with an interval for which conversations and questions are drawn again."""
+    """The mean, with an interval for which conversations are drawn again; of one, its questions."""
     found: dict[int, list[float]] = {}
     for (place, _), value in values.items():
         found.setdefault(place, []).append(value)
-    return hierarchical_mean(list(found.values()))
+    clusters = [*found.values()] if len(found) > 1 else [[value] for value in values.values()]
+    return clustered_mean(clusters)
+
+
+def table_of_differences(
+    name: str, findings: Sequence[Findings], measured: Measured, digits: int = 3
+) -> Table:
+    """A table of how much what is measured differs from that under the first setting, paired."""
+    first, *others = (per_question(one, measured) for one in findings)
+    rows = tuple(
+        (one.name, mean_difference(values, first))
+        for one, values in zip(findings[1:], others, strict=True)
+    )
+    return Table(f"Differences of {name}", ("setting", f"less {findings[0].name}"), rows, digits)
 
 
 def mean_difference(mine: Values, theirs: Values) -> Estimate | None:

@@ -54,24 +54,15 @@ class Question:
 
 
 def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
-    """Ask a question, and return the index of the option that the model chooses."""
-    if scoring == "text":
-        return choose_text(session, question)[0]
+    """Ask a question, and return the index of the option that the model chooses.
+
+    For the scoring `text` the question must list no options; see `Question.unlisted`.
+    """
     if scoring == "reply" and len(question.replies) > 1:
         return named_option(ask(session, question.text), question.replies)
     chosen = most_likely(_scores(session, question), scoring)
     list(session.read_reply(question.replies[chosen]))
     return chosen
-
-
-def choose_text(session: Session, question: Question) -> tuple[int, int]:
-    """Ask a question without listing its options, and continue with the chosen option's text."""
-    asked = question.unlisted
-    scores = _scores(session, asked)
-    means = [sum(one.log_probabilities) / len(one.ids) for one in scores]
-    chosen = most_likely(scores, "text")
-    list(session.read_reply(asked.replies[chosen]))
-    return chosen, means.index(max(means))
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:

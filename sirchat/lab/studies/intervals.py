@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat.lab.studies.report import Estimate
 
@@ -91,26 +90,3 @@ def paired_interval(
             for one, other in zip(values, others, strict=True)
         ]
     )
-
-
-def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its 95 % interval from the hierarchical bootstrap."""
-    clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
-    values = np.concatenate(clusters) if clusters else np.empty(0)
-    if len(values) < 2:
-        return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf)
-    low, high = np.quantile(_hierarchical_sample_means(clusters), [0.025, 0.975])
-    return Estimate(float(values.mean()), float(low), float(high))
-
-
-def _hierarchical_sample_means(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The means [RESAMPLES] of all samples of the hierarchical bootstrap."""
-    rng = np.random.default_rng(0)
-    sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
-    for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):
-        for number, values in enumerate(clusters):
-            of_this = np.flatnonzero(drawn == number)
-            sums[of_this] += rng.choice(values, (len(of_this), len(values))).sum(1)
-            counts[of_this] += len(values)
-    means: NDArray[np.float64] = sums / counts
-    return means

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import string
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -23,11 +22,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sirchat.chat.events import TurnDone
+from sirchat.chat.retry import temporarily
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.lab.studies.by_question import Measured, mean_difference, per_question, table_of_means
+from sirchat.lab.studies.by_question import (
+    Measured,
+    per_question,
+    table_of_differences,
+    table_of_means,
+)
 from sirchat.lab.studies.long_talk import (
     ADVERSARIAL,
     CATEGORIES,
@@ -36,7 +41,7 @@ from sirchat.lab.studies.long_talk import (
     long_talks,
     read_talk,
 )
-from sirchat.lab.studies.report import Record, Report, Table, Value
+from sirchat.lab.studies.report import Record, Report, Table
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
@@ -85,23 +90,22 @@ class ReadTalk:
     ) -> dict[int, Record]:
         """Measure how much of the evidence that is not held each retriever would restore."""
         session, most = self.session, max(counts)
-        own = session.profile
         found: dict[int, Record] = {}
         for name in retrievers:
-            budget = max(own.budget, most + _QUESTION)
+            budget = max(session.profile.budget, most + _QUESTION)
             # The question itself may be answered from fewer tokens (focus): all n are measured.
-            session.switch("eval", budget=budget, recall=name, recall_n=most, focus="off")
-            held = session.ledger.held_positions.copy()
-            for question in questions:
-                missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
-                missing = [one for one in missing if len(one)]
-                if missing and question.category != ADVERSARIAL:
-                    back = recalled_positions(session, question_and_options(question)[0], counts)
-                    found.setdefault(question.number, {})[name] = {
-                        str(n): _restored_shares(missing, chosen) for n, chosen in back.items()
-                    }
-        unchanged = {"recall": own.recall, "recall_n": own.recall_n, "focus": own.focus}
-        session.switch("eval", budget=own.budget, **unchanged)
+            more = {"budget": budget, "recall": name, "recall_n": most, "focus": "off"}
+            with temporarily(session, "eval", more):
+                held = session.ledger.held_positions.copy()
+                for question in questions:
+                    missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
+                    missing = [one for one in missing if len(one)]
+                    if missing and question.category != ADVERSARIAL:
+                        text = question_and_options(question)[0]
+                        back = recalled_positions(session, text, counts)
+                        found.setdefault(question.number, {})[name] = {
+                            str(n): _restored_shares(missing, chosen) for n, chosen in back.items()
+                        }
         return found
 
     def _without_name(self, reply: str) -> str:
@@ -292,20 +296,15 @@ class Locomo(Grid):
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the conversation named `unit`, and ask questions about it."""
-        talk, start = self.talks[int(unit)], time.perf_counter()
+        talk = self.talks[int(unit)]
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         try:
             one = ReadTalk(session, talk, read_talk(session, talk))
-            tokens, read = session.seen, time.perf_counter()
+            tokens = session.seen
             questions = self._answers(one, bounded=policy_class(cell.setting.policy).bounded)
         except ContextFullError:
             return {"fits": False}
-        return {
-            "fits": True,
-            "tokens": tokens,
-            "seconds": {"reading": read - start, "asking": time.perf_counter() - read},
-            "questions": questions,
-        }
+        return {"fits": True, "tokens": tokens, "questions": questions}
 
     def _answers(self, one: ReadTalk, *, bounded: bool) -> list[Record]:
         questions, generate = self.questions(one.talk), self.reply_tokens > 0
@@ -319,24 +318,20 @@ class Locomo(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A report with a header and the tables that `tables_of` makes of the results."""
         findings = self.findings(found)
-        fit = [one for one in found.values() if one["fits"]]
-        tokens = [one["tokens"] for one in fit] or [0]
+        tokens = [one["tokens"] for one in found.values() if one["fits"]] or [0]
         asked = sum(len(self.questions(self.talks[int(unit)])) for unit in self.units())
         header = [
             f"seed {self.seed}",
             f"{asked} questions about {_count(self.units())} of {min(tokens):,} to "
             f"{max(tokens):,} tokens",
-            "intervals: conversations and questions resampled (bootstrap)",
+            "intervals: conversations resampled, or the questions of one (bootstrap)",
         ]
         for one in findings:
             if long := sum(not each["fits"] for each in one.records):
                 header.append(
                     f"{one.name}: {long} of {_count(one.records)} longer than the context, left out"
                 )
-        if fit:
-            seconds = sum(one["seconds"]["reading"] for one in fit)
-            header.append(f"{sum(tokens) / seconds:,.0f} tokens read a second")
-        tables = tables_of(findings, self.settings, self.retrievers, self.counts)
+        tables = tables_of(findings, self.retrievers, self.counts)
         return Report(tuple(header), tables, details=self.parameters())
 
 
@@ -355,14 +350,10 @@ def _count(conversations: Sized) -> str:
 
 def tables_of(
     findings: Sequence[Findings],
-    settings: Sequence[Profile],
     retrievers: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
-    """The tables of the study's report: answers, differences, categories and restored evidence.
-
-    `settings[n]` is the setting of `findings[n]`.
-    """
+    """The tables of the study's report: answers, differences, categories and restored evidence."""
     measured = {
         "token F1": f1,
         "nats a token": nats_a_token,
@@ -388,7 +379,7 @@ def tables_of(
     return (
         table_of_means("Answers", ("setting", *columns), answers),
         *(
-            _differences(f"{name}, less that of another row", findings, settings, columns[name])
+            table_of_differences(name, findings, columns[name])
             for name in ("nats a token", "token F1")
             if name in columns and len(findings) > 1
         ),
@@ -423,32 +414,6 @@ def nats_a_token(question: Record) -> float | None:
 def held(question: Record) -> float | None:
     """The share of the evidence that is held; None without evidence."""
     return None if question["category"] == ADVERSARIAL else question["held"]
-
-
-def _differences(
-    name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
-) -> Table:
-    """A table of the mean differences between each setting and up to three reference settings."""
-    values = [per_question(one, measured) for one in findings]
-    columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
-    for policy in ("sink", "full"):
-        others = [_row(settings, policy, one.budget) for one in settings]
-        if any(others):  # false if only row 0 matches, which has its column already
-            columns[f"less {policy}"] = others
-    rows = list[tuple[Value, ...]]()
-    for at, one in enumerate(findings):
-        against = [others[at] for others in columns.values()]
-        gaps = [
-            None if n in (None, at) else mean_difference(values[at], values[n]) for n in against
-        ]
-        rows.append((one.name, *gaps))
-    return Table(name, ("setting", *columns), tuple(rows))
-
-
-def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The index of the first setting with this policy and budget; None if there is none."""
-    rows = [at for at, one in enumerate(settings) if one.policy == policy]
-    return next((at for at in rows if policy == "full" or settings[at].budget == budget), None)
 
 
 _KINDS = {one: text for one, text in CATEGORIES.items() if one != ADVERSARIAL}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,8 @@ import numpy as np
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
-from sirchat.chat.settings import build_cache_settings, build_engine
-from sirchat.chat.state import Turn
-from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
-from sirchat.lab.studies.reading import followed_by_reply, read, read_data, read_ids
+from sirchat.lab.studies.reading import read, read_data
 from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
 
@@ -200,53 +197,22 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
-    """Read a whole conversation; returns the stream positions of each message, by its id.
+    """Read a whole conversation, as a chat does; returns the positions of each message, by its id.
 
     Raises ContextFullError if the policy evicts nothing and the conversation does not fit.
     """
-    first, *rest = rounds_of(talk)
-    read(session, first.user.text, first.reply.text)
-    begins = len(session.turns) - 2  # a system prompt may come first
-    if rest:
-        _read_on(session, rest)
+    rounds = rounds_of(talk)
+    for user, reply in rounds:
+        read(session, user.text, reply.text)
+    begins = len(session.turns) - 2 * len(rounds)  # a system prompt may come first
     said: dict[int, list[TokenRow]] = {}
     for row in session.tokens(range(session.seen)):
         if row.role in ("user", "assistant"):
             said.setdefault(row.turn, []).append(row)
     found: dict[str, Positions] = {}
-    for number, side in enumerate((side for one in (first, *rest) for side in one), begins):
+    for number, side in enumerate(chain.from_iterable(rounds), begins):
         found |= message_positions(side, said.get(number, []))
     return found
-
-
-def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
-    """Read rounds in an engine that continues the session; load its state into the session."""
-    engine, template, now = _continued(session), session.template, session.state
-    engine.ledger.token_vectors = session.ledger.token_vectors  # of which passages are made
-    turns, bounds = list(now.turns), [session.seen]
-    for number, (user, reply) in enumerate(rounds, now.round + 1):
-        asked = template.user(user.text)
-        whole = followed_by_reply(template, asked, reply.text)
-        bounds += [bounds[-1] + len(asked.ids), bounds[-1] + len(whole.ids)]
-        turns += [Turn("user", user.text), Turn("assistant", reply.text)]
-        read_ids(engine, whole.ids, number, roles=whole.roles)
-        engine.decay_at_round_end()
-    saved = engine.save()
-    for number, (start, end) in enumerate(pairwise(bounds), len(now.turns)):
-        saved.rows["turn"][start:end] = number  # in the engine, each round was one turn
-    attention = engine.ledger.attention.checkpoint(engine.store.reachable())
-    now = replace(now, turns=turns, round=now.round + len(rounds))
-    session.load(saved, now, engine.store.copy_key_values(), attention)
-    session.ledger.token_vectors = engine.ledger.token_vectors
-
-
-def _continued(session: Session) -> Engine:
-    """Create an engine in the same state as the session's engine."""
-    settings = replace(build_cache_settings(session.profile), folder=None)
-    engine = build_engine(session.model, settings, session.profile.seed)
-    attention = session.ledger.attention.checkpoint(np.arange(session.seen))
-    engine.load(session.save(), session.engine.store.copy_key_values(), attention)
-    return engine
 
 
 def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:

@@ -17,7 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, sirllm_files
-from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
+from sirchat.lab.studies.choice import Question, Scoring, choose
 from sirchat.lab.studies.intervals import share_over_seeds
 from sirchat.lab.studies.paper_tables import published
 from sirchat.lab.studies.reading import read
@@ -113,7 +113,6 @@ class MultipleChoice(Grid):
         """Run conversation `unit`; the record says which of the chosen options were right."""
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
-        by_mean: dict[str, list[bool]] = {}
         chosen: int | None = None
         for number, one in enumerate(questions):
             if chosen is not None and (before := questions[number - 1]).then:
@@ -124,16 +123,10 @@ class MultipleChoice(Grid):
                     read(session, shot.text, shot.answer)
             elif cell.shots:
                 continue
-            if self.scoring == "text":
-                chosen, best_mean = choose_text(session, one)
-                if len(one.replies) > 1:
-                    by_mean.setdefault(one.group, []).append(best_mean == one.right)
-            else:
-                chosen = choose(session, one, self.scoring)
+            chosen = choose(session, one, self.scoring)
             if len(one.replies) > 1:
                 found.setdefault(one.group, []).append(chosen == one.right)
-        means = {"right by mean": by_mean} if self.scoring == "text" else {}
-        return {"right": found, **means, "tokens": session.seen}
+        return {"right": found, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """A report on the share of right options by setting, with the paper's tables."""
@@ -141,17 +134,10 @@ class MultipleChoice(Grid):
         groups = list(dict.fromkeys(group for one in found.values() for group in one["right"]))
         if self.task == GAME:
             groups.append("all")
-        sink = next((one for one in findings if one.name.startswith("sink")), None)
-        columns = ["setting", *(_COLUMNS.get(group, group) for group in groups)]
-        columns += [f"{_COLUMNS.get(group, group)} - {sink.name}" for group in groups if sink]
-        by_mean = groups if self.scoring == "text" else []
-        columns += [f"{_COLUMNS.get(group, group)} by mean" for group in by_mean]
-        rows: list[tuple[Value, ...]] = []
-        for one in findings:
-            shares: list[Value] = [_right(one, group) for group in groups]
-            gaps = [_right(one, g).value - _right(sink, g).value for g in groups if sink]
-            means = [_right(one, group, "right by mean") for group in by_mean]
-            rows.append((one.name, *shares, *gaps, *means))
+        columns = ("setting", *(_COLUMNS.get(group, group) for group in groups))
+        rows: list[tuple[Value, ...]] = [
+            (one.name, *(_right(one, group) for group in groups)) for one in findings
+        ]
         whole = [one for cell, one in zip(self.cells(), findings, strict=True) if not cell.shots]
         tokens = [each["tokens"] for one in whole for each in one.records] or [0]
         header = (
@@ -160,7 +146,7 @@ class MultipleChoice(Grid):
             f"scoring {self.scoring}",
             f"data {self.data}" if self.data else "generated data",
         )
-        table = Table(self.name, tuple(columns), tuple(rows))
+        table = Table(self.name, columns, tuple(rows))
         tables = (table, *self._paper_tables())
         return Report(header, tables, self.parameters())
 
@@ -169,12 +155,12 @@ class MultipleChoice(Grid):
         return (published(self.task), *([published("few-shot")] if self.shots else []))
 
 
-def _right(findings: Findings, group: str, key: str = "right") -> Estimate:
+def _right(findings: Findings, group: str) -> Estimate:
     answers = [
         [
             right
             for one in records
-            for of, each in one[key].items()
+            for of, each in one["right"].items()
             if group in (of, "all")
             for right in each
         ]

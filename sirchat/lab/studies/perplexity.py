@@ -12,12 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from sirchat.chat.session import Session
+from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
+from sirchat.engine.types import TurnRef
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.intervals import mean
-from sirchat.lab.studies.reading import open_engine, read_data_text, read_ids, whole_round
 from sirchat.lab.studies.reading import read as read_round
+from sirchat.lab.studies.reading import read_data_text, whole_round
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import (
     ON_SCREEN,
@@ -29,6 +31,7 @@ from sirchat.lab.studies.study import (
     data_name,
 )
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix
+from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import plain_text_ids
 from sirchat.text.template import Template
@@ -201,11 +204,14 @@ def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
     """Read rounds of token ids under a setting; returns the surprisals [n] of all tokens, in nats.
 
-    The surprisal of the first token is NaN.
+    Nothing that is evicted is archived. The surprisal of the first token is NaN.
     """
-    engine = open_engine(model, setting)
+    settings = replace(build_cache_settings(setting), archive=0, folder=None)
+    engine = build_engine(model, settings, setting.seed)
     for number, ids in enumerate(rounds, 1):
-        read_ids(engine, ids, number)
+        turn = TurnRef(number, number)
+        list(engine.evictor.make_room_for_turn(len(ids), 0, turn))
+        list(engine.prefill(ids, [Role.USER] * len(ids), turn))
         engine.decay_at_round_end()
     return np.array(engine.ledger.column("surprisal")[: engine.ledger.seen])
 

@@ -1,24 +1,13 @@
-"""Reads conversations for a study, in a session or in an engine without one, and files of data.
-
-A session reads or answers rounds as a chat does, and its settings may be switched between rounds.
-An engine reads token ids round by round under one setting, without archive and recall.
-"""
+"""Reads conversations for a study in a session, as a chat does, and files of data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import build_cache_settings, build_engine
-from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
-from sirchat.engine.types import TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.ledger import Role
-from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import read_regular
 
@@ -39,40 +28,12 @@ def read_data_text(path: Path | str) -> str:
         raise SettingError(f"{str(path)!r} can't be read: it is not UTF-8") from None
 
 
-def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """Create an engine under a setting, without an archive: evicted tokens can't be restored."""
-    settings = replace(build_cache_settings(setting), archive=0, folder=None)
-    return build_engine(model, settings, setting.seed)
-
-
-def read_ids(
-    engine: Engine,
-    ids: Sequence[int],
-    number: int,
-    to_come: int = 0,
-    roles: Sequence[Role] | None = None,
-) -> None:
-    """Let an engine read token ids [n] as round `number`, with room for `to_come` more ids.
-
-    `roles` [n] are the roles of the ids; by default all have the role of the user. Raises
-    ContextFullError if the policy evicts nothing and the ids do not fit.
-    """
-    turn = TurnRef(number, number)
-    list(engine.evictor.make_room_for_turn(len(ids), to_come, turn))
-    list(engine.prefill(ids, roles or [Role.USER] * len(ids), turn))
-
-
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
     """The token ids, with their roles, of a round: user turn, reply and closing tokens.
 
     `first` says whether the round is the first of the conversation.
     """
     user_turn = template.opening(user)[1] if first else template.user(user)
-    return followed_by_reply(template, user_turn, reply)
-
-
-def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
-    """The token ids, with their roles, of a round: a user turn, the reply and closing tokens."""
     user_turn = template.followed_by(user_turn, "assistant")
     reply_turn, closing = template.assistant(reply, user_turn.header), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]

@@ -5,13 +5,10 @@ A report is written to the terminal, as JSON, or as files in a folder.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +107,6 @@ def setting_names(settings: Sequence[Profile]) -> list[str]:
     return [_name(setting, differ) for setting in settings]
 
 
-def switched_names(settings: Sequence[Profile], switches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names as of `setting_names`, and of all but the first those after each of the switches."""
-    now, names = [*settings], setting_names(settings)
-    last = [*names]
-    for new in switches:
-        others = {name: value for name, value in new.items() if not name.startswith("policy")}
-        now = [one.model_copy(update=new if at else others) for at, one in enumerate(now)]
-        for at, name in enumerate(setting_names(now)):
-            names[at] += f", then {name}" if at and name != last[at] else ""
-            last[at] = name
-    return names
-
-
 _NAMED = ("policy", "budget", "decay", "policy_options")
 
 
@@ -187,15 +171,13 @@ def _widths(columns: list[list[str]], room: int | None) -> list[int]:
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> None:
-    """Write a report into a folder: JSON, Markdown, and a CSV file for each table.
+    """Write a report into a folder, as JSON and as Markdown.
 
     Only their owner can read the files, which may quote a conversation.
     """
     private_dir(folder)
     record = json.dumps(record_of(report, head), indent=2)
     texts = {f"{name}.json": record + "\n", f"{name}.md": markdown(report, head)}
-    for number, table in enumerate(report.tables):
-        texts[f"{name}-{number + 1}.csv" if number else f"{name}.csv"] = _csv(table)
     for file, text in texts.items():  # a path in it need not be UTF-8
         write_private(folder / file, without_surrogates(text), replaces=True)
 
@@ -246,29 +228,3 @@ def _plain(value: Value) -> object:
     if not isinstance(value, Estimate):
         return value
     return {key: one if math.isfinite(one) else None for key, one in asdict(value).items()}
-
-
-def _csv(table: Table) -> str:
-    """A table as CSV text; a column of Estimates becomes three: number, lower and upper bound."""
-    widths = [
-        3 if any(isinstance(value, Estimate) for value in column) else 1
-        for column in zip(*table.rows, strict=True)
-    ] or [1] * len(table.columns)
-    names: Iterable[tuple[Value, ...]] = (
-        (name, f"{name} low", f"{name} high") for name in table.columns
-    )
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    for row in (names, *(map(_bounds, row) for row in table.rows)):
-        writer.writerow(
-            chain.from_iterable(cell[:width] for cell, width in zip(row, widths, strict=True))
-        )
-    return file.getvalue()
-
-
-def _bounds(value: Value) -> tuple[Value, ...]:
-    if _is_empty(value):
-        return None, None, None
-    if isinstance(value, Estimate):
-        return value.value, value.low, value.high
-    return value, None, None

@@ -177,7 +177,7 @@ class Retrieval(NumberedStudy):
     profile: Profile  # the settings that all table cells share
     task: str = "facts-12"  # the conversations, one of TASKS
     limit: int = 200  # number of conversations; every cell gets the same ones
-    bases: tuple[int, ...] = (72,)  # base budgets (without the recalled tokens), in tokens
+    base: int = 72  # the base budget (without the recalled tokens), in tokens
     counts: tuple[int, ...] = (10, 20, 50, 100, 200)  # numbers of recalled tokens
     # values to combine of the settings `recall` and `recall_weight`, if the retriever takes it
     retrievers: tuple[str, ...] = (*("mips", "cosine", "cosine-pairwise", "words"),)
@@ -189,8 +189,7 @@ class Retrieval(NumberedStudy):
         refuse_unknown("retrieval task", (self.task,), TASKS)
         for name, weight in product(self.retrievers, self.weights):
             changed_profile(self.profile, "eval", recall=name, recall_weight=weight)
-        for base in self.bases:
-            changed_profile(self.profile, "--base", budget=base)
+        changed_profile(self.profile, "--base", budget=self.base)
 
     @property
     def name(self) -> str:
@@ -234,16 +233,14 @@ class Retrieval(NumberedStudy):
         rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
             rows.setdefault(cell.row, {})[cell.count] = right(cell.key)
-        base_only = {
-            name: rows.pop(name)[0] for name in [one for one in rows if one.startswith(BASE)]
-        }
         tokens = [one["tokens"] for one in records] or [0]
         header = (
             f"seed {self.profile.seed}",
             f"{len(records)} conversations of {min(tokens):,} to {max(tokens):,} tokens",
-            f"base budget {', '.join(map(str, self.bases))}",
+            f"base budget {self.base}",
         )
-        without_recall = {name: right(name) for name in (FULL, EVERYTHING)} | base_only
+        without_recall = {name: right(name) for name in (FULL, EVERYTHING)}
+        without_recall[BASE] = rows.pop(BASE)[0]
         columns = ("tokens restored", *map(str, self.counts))
         tables = (
             Table("Without any choice", ("", "right"), tuple(without_recall.items())),
@@ -258,7 +255,6 @@ class RetrievalCell:
     """A cell of the table of the study `Retrieval`."""
 
     row: str  # name of the table row
-    base: int  # the base budget (without the recalled tokens), in tokens
     count: int  # number of tokens above the base budget
     settings: dict[str, object]  # the session settings under which the question is asked
 
@@ -276,17 +272,12 @@ def cells(study: Retrieval) -> list[RetrievalCell]:
 
     The rows `full cache` and `everything restored`, whose cache has all tokens, are not included.
     """
-    off: dict[str, object] = {"recall": "off"}
+    base, off = study.base, dict[str, object](recall="off")
     rows = {MORE: off} | dict(_recalling(study))
-    found: list[RetrievalCell] = []
-    for base in study.bases:
-        suffix = f", base {base}" if len(study.bases) > 1 else ""
-        found.append(RetrievalCell(BASE + suffix, base, 0, {"budget": base, **off}))
-        for (row, settings), n in product(rows.items(), study.counts):
-            more = {} if settings is off else {"recall_n": n}
-            found.append(
-                RetrievalCell(row + suffix, base, n, {"budget": base + n, **settings, **more})
-            )
+    found = [RetrievalCell(BASE, 0, {"budget": base, **off})]
+    for (row, settings), n in product(rows.items(), study.counts):
+        more = {} if settings is off else {"recall_n": n}
+        found.append(RetrievalCell(row, n, {"budget": base + n, **settings, **more}))
     return found
 
 
@@ -305,15 +296,13 @@ def _run(
     session.switch("eval", policy="full", recall="off")
     read_dialogue(session, one)
     found[FULL] = is_answered(session, one)
-    for base in options.bases:
-        session.switch("eval", policy="sink", budget=base, recall="off")
-        read_dialogue(session, one)
-        found["tokens"] = session.seen
-        for cell in every:
-            if cell.base == base:
-                session.switch("eval", **cell.settings)
-                found[cell.key] = is_answered(session, one)
-                session.undo()
+    session.switch("eval", policy="sink", budget=options.base, recall="off")
+    read_dialogue(session, one)
+    found["tokens"] = session.seen
+    for cell in every:
+        session.switch("eval", **cell.settings)
+        found[cell.key] = is_answered(session, one)
+        session.undo()
     session.switch("eval", policy="full", recall="off")
     found[EVERYTHING] = is_answered(session, one)
     return found

@@ -12,7 +12,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 
@@ -23,40 +23,15 @@ from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
-# The study fails if processes die this many times and no unit is finished in between
-_MOST_DEATHS = 3
-
 
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in `workers` processes, each with its own model.
 
-    Raises the error that a unit raised, and SirchatError if processes keep dying.
+    Raises the error that a unit raised, and SirchatError if a process dies.
     """
     shared = pickle.dumps((study, load))
-    left, deaths = dict.fromkeys(keys), 0
-    while left:
-        try:
-            for key, record in _run_until_one_dies(shared, list(left), workers):
-                del left[key]
-                deaths = 0
-                yield key, record
-        except BrokenProcessPool:
-            deaths += 1
-            for key in list(left)[:workers]:  # these units were running; one may be the cause
-                left[key] = left.pop(key)
-            if deaths == _MOST_DEATHS:
-                raise SirchatError(
-                    f"the processes of the study died {deaths} times",
-                    hint="use fewer --workers, which need less memory",
-                ) from None
-
-
-def _run_until_one_dies(
-    shared: bytes, keys: list[str], workers: int
-) -> Iterator[tuple[str, Record]]:
-    """Run a study's units (independent runs) in new processes; yield (key, record) of each."""
     # A fork of this process would copy locks that torch's threads hold. The fork server has no
     # threads, and imports torch once for all processes.
     server = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
@@ -65,13 +40,14 @@ def _run_until_one_dies(
     os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder is imported at their start
     pool = ProcessPoolExecutor(min(workers, len(keys)), server, initializer=_begin)
     try:
-        running: dict[Future[Record], str] = {
-            pool.submit(_run_unit, shared, key): key for key in keys
-        }
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in sorted(done, key=lambda one: one.exception() is not None):
-                yield running.pop(future), future.result()
+        running = {pool.submit(_run_unit, shared, key): key for key in keys}
+        for future in as_completed(running):
+            yield running[future], future.result()
+    except BrokenProcessPool:
+        raise SirchatError(
+            "a process of the study died",
+            hint="use fewer --workers, which need less memory; with --out it goes on from there",
+        ) from None
     finally:
         if usual is None:
             del os.environ["PYTHONSAFEPATH"]

@@ -25,7 +25,7 @@ from sirchat.lab.synthetic.rounds import Message, draw_length
 from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
-from sirchat.text.transcript import TranscriptTurn, parse_transcript
+from sirchat.text.transcript import TranscriptTurn, parse_json, parse_transcript
 
 _HINT = (
     '{"text": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, {"conversations": [...]}, '
@@ -52,57 +52,37 @@ def load_text(path: Path) -> Iterator[str | list[Message]]:
 
 
 def _lines(text: str, path: Path) -> Iterator[str | list[Message]]:
+    """The texts and conversations in lines of JSON; successive messages are one conversation."""
     entries = (
-        (number, _entry(line, path, number))
+        (number, parse_json(line, str(path), number))
         for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     )
-    for in_transcript, group in groupby(entries, key=lambda one: "role" in one[1]):
-        if in_transcript:
-            yield [_message(entry, path, number) for number, entry in group]
+    for is_message, group in groupby(entries, key=lambda one: _has(one[1], "role")):
+        if is_message:
+            number, first = next(group)
+            messages = [first, *(entry for _, entry in group)]
+            yield _conversation(messages, f"{path}, from line {number} on")
             continue
         for number, entry in group:
-            if isinstance(entry.get("messages"), list):
-                yield [_message(one, path, number) for one in entry["messages"]]
-            elif "conversations" in entry:
-                yield _conversation(entry, f"{path}, line {number}")
-            elif isinstance(entry.get("text"), str):
+            if _has(entry, "messages") or _has(entry, "conversations"):
+                yield _conversation(entry, f"{path}, in line {number}")
+            elif _has(entry, "text") and isinstance(entry["text"], str):
                 yield entry["text"]
             else:
-                raise _unknown(path, number)
+                raise SettingError(
+                    f"{path}, line {number}, is neither a text nor a conversation",
+                    hint=f"a line is one of {_HINT}",
+                )
 
 
-def _entry(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        raise _unknown(path, number) from None
-    if not isinstance(entry, dict):
-        raise _unknown(path, number)
-    return entry
-
-
-def _message(entry: Any, path: Path, number: int) -> Message:
-    match entry:
-        case {"role": str(role), "content": str(content)}:
-            return Message(role, content)
-        case _:
-            raise _unknown(path, number)
-
-
-def _unknown(path: Path, number: int) -> SettingError:
-    message = f"{path}, line {number}, is neither a text nor a conversation"
-    return SettingError(message, hint=f"a line is one of {_HINT}")
+def _has(entry: object, key: str) -> bool:
+    return isinstance(entry, dict) and key in entry
 
 
 def _sharegpt(text: str, path: Path) -> Iterator[list[Message]]:
-    try:
-        whole = json.loads(text)
-    except ValueError as error:
-        raise SettingError(f"data {str(path)!r} is not JSON: {error}") from None
-    if not isinstance(whole, list) or not all(
-        isinstance(one, dict) and "conversations" in one for one in whole
-    ):
+    whole = parse_json(text, str(path))
+    if not isinstance(whole, list) or not all(_has(one, "conversations") for one in whole):
         whole = [whole]  # one conversation, as an object or a list of messages
     for number, one in enumerate(whole, 1):
         yield _conversation(one, f"{path}, conversation {number}")

@@ -26,7 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
-from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest, measure_focus
+from sirchat.lab.studies.facts_in_dialogue.focus import FocusTest, measure_focus
 from sirchat.lab.studies.reading import ask, whole_round
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.lesson import Lesson

@@ -122,22 +122,6 @@ def test_sources_are_counted_by_turns() -> None:
     assert read.found(asked, np.flatnonzero(turn == 2)) == {"all": 0.0, "share": 0.0}
 
 
-def test_a_chat_that_was_kept_is_opened_and_gives_the_same_answers(tmp_path: Path) -> None:
-    made = study(file_of(tmp_path), kept=str(tmp_path / "kept"))
-
-    def answers() -> Any:
-        (record,) = run_units(made, babbler()).values()
-        slow = ("seconds",)
-        return [{k: v for k, v in one.items() if k not in slow} for one in record["questions"]]
-
-    first = answers()
-    (folder,) = (tmp_path / "kept").iterdir()
-    before = sorted(file.name for file in folder.iterdir())
-    assert answers() == first
-    assert sorted(file.name for file in folder.iterdir()) == before
-    assert folder.name.startswith("9999-3-")
-
-
 def test_only_what_was_read_is_asked_for(tmp_path: Path) -> None:
     (record,) = run_units(study(file_of(tmp_path), limit=1, reply_tokens=0), babbler()).values()
     assert [one["kind"] for one in record["questions"]] == ["information_extraction", "abstention"]

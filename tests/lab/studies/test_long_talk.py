@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from chatting import session, tiny
 from sirchat.errors import SettingError
 from sirchat.lab.studies.long_talk import LongTalk, long_talks, read_talk, rounds_of
-from sirchat.lab.studies.reading import read
 from weeks_of_talk import locomo_entry, locomo_file
 
 
@@ -86,30 +83,6 @@ def test_a_session_is_a_whole_number_of_rounds_and_begins_with_its_date(tmp_path
             "Ben: Send me a postcard, please.",
         ),
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"system": "Be brief."}, {"policy": "h2o"}])
-def test_reading_leaves_the_session_as_if_each_round_had_been_read(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    one = talk(tmp_path, more=4)
-    quick, slow = (session(tiny(), budget=512, **settings) for _ in range(2))
-    read_talk(quick, one)
-    for user, reply in rounds_of(one):
-        read(slow, user.text, reply.text)
-    left, right = quick.save(), slow.save()
-    assert quick.turns == slow.turns
-    assert list(left.held) == list(right.held)
-    for column in ("token_id", "turn", "round", "role", "flags"):
-        np.testing.assert_array_equal(left.rows[column], right.rows[column])
-    np.testing.assert_allclose(left.rows["surprisal"], right.rows["surprisal"], atol=2e-3)
-    question = "What is the canary called?"
-    scores = []
-    for each in (quick, slow):
-        list(each.read_user(question))
-        scores.append(each.score_continuations(["Fennel"])[0].log_probabilities)
-    assert scores[0] == pytest.approx(scores[1], abs=2e-3)
 
 
 def test_the_tokens_of_a_message_spell_its_text(tmp_path: Path) -> None:

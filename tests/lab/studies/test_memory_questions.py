@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chatting import tiny
 from sirchat.chat.events import TokenRow, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.facts_in_dialogue.dialogue import AskedFact
-from sirchat.lab.studies.facts_in_dialogue.question_study import QuestionStudy, facts_study
+from sirchat.lab.studies.facts_in_dialogue.dialogue import TOLD, AskedFact
 from sirchat.lab.studies.facts_in_dialogue.questions import (
     TYPES,
     draw_fact,
@@ -27,7 +27,6 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
 )
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 from sirchat.lab.studies.reading import read
-from sirchat.models.load import load_model
 from sirchat.recall.word_index import STOP_WORDS
 
 # Beside STOP_WORDS: what an apostrophe leaves of a word, and words that only join others
@@ -128,22 +127,23 @@ def test_the_second_step_is_told_of_another_name_too() -> None:
         assert other.value != second.value
 
 
-def study(talk: Path, setting: Profile, **options: Any) -> QuestionStudy:
+def study(talk: Path, setting: Profile, **options: Any) -> FactsInDialogue:
     few = {"data": str(talk), "lengths": (260,), "facts": 1, "limit": 1, "reply_tokens": 4}
-    return QuestionStudy((setting,), **{**few, "questions": tuple(TYPES), **options})
+    return FactsInDialogue((setting,), **{**few, "questions": tuple(TYPES), **options})
 
 
 def test_the_same_seed_tells_the_same_and_another_does_not(talk: Path) -> None:
-    template = Session(load_model("tiny"), Profile()).template
+    template = Session(tiny(), Profile()).template
     one = study(talk, Profile()).woven(template, "steps", 260, 0)
     assert study(talk, Profile(), limit=9).woven(template, "steps", 260, 0) == one
     assert study(talk, Profile(), seed=1).woven(template, "steps", 260, 0) != one
 
 
-def share_held(tokens: Sequence[TokenRow], sentence: str, held: set[int]) -> float:
-    """The share of the tokens with some of the sentence's letters that are held."""
+def share_held(tokens: Sequence[TokenRow], sentence: str, held: set[int], part: str = "") -> float:
+    """The share of the tokens with some letters of a sentence, or of a part, that are held."""
     begin = "".join(row.text for row in tokens).index(sentence)
-    end, at, found = begin + len(sentence), 0, []
+    begin += sentence.lower().index(part.lower())
+    end, at, found = begin + len(part or sentence), 0, []
     for row in tokens:
         if at < end and at + len(row.text) > begin:
             found.append(row.position in held)
@@ -151,17 +151,23 @@ def share_held(tokens: Sequence[TokenRow], sentence: str, held: set[int]) -> flo
     return float(np.mean(found))
 
 
-def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
+def test_the_record_says_what_was_held_when_it_answered(
+    talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted by the texts of the tokens in the cache, after the question alone was read."""
-    model = load_model("tiny")
+    few = unrelated_messages("all")[:3]
+    monkeypatch.setattr(
+        "sirchat.lab.studies.facts_in_dialogue.study.unrelated_messages", lambda half: few
+    )
+    model = tiny()
     setting = Profile(policy="entropy", budget=96, recall="words", temperature=0, max_new_tokens=4)
-    one = study(talk, setting, questions=("shared", "paraphrase", "two-step"))
+    one = study(talk, setting, questions=(TOLD, "two-step"), facts=2, lengths=(330,))
     session, own = Session(model, setting), Session(model, setting)
     for unit in one.units():
         session.reset()
         own.reset()
         record = one.run_unit(session, unit, one.cells()[0])
-        facts, woven = one.woven(own.template, unit.split()[0], 260, 0)
+        facts, woven = one.woven(own.template, unit.split()[0], 330, 0)
         for round in woven.rounds:
             read(own, *round)
         tokens = own.tokens(range(own.seen))
@@ -172,8 +178,11 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
             if row.role == "assistant" and (row.turn - before) // 2 not in woven.own
         ]
         assert record["nats"] == pytest.approx(np.mean(replies), abs=1e-5)
+        assert session.save().held.tolist() == own.save().held.tolist()  # as if none were asked
         for fact, answer in zip(
-            [f for f in facts for _ in f.asked], record["answers"], strict=True
+            [f for f in facts for kind in f.asked if kind in one.questions],
+            record["answers"],
+            strict=True,
         ):
             done = [e for e in own.ask(fact.asked[answer["type"]]) if isinstance(e, TurnDone)]
             own.undo()
@@ -188,9 +197,11 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
             assert answer["recalled"] == done[0].recalled
             assert answer["reply"] == done[1].text
             if len(shares) == 1:
+                told = fact.told[fact.needed[0]]
                 assert answer["told"] == pytest.approx(shares[0])
+                assert answer["held"] == share_held(tokens, told.text, held, told.value)
             assert (answer["other"] is None) == (len(fact.told) == len(fact.needed))
-        for text, count in zip(unrelated_messages("all"), record["unrelated"], strict=True):
+        for text, count in zip(few, record["unrelated"], strict=True):
             list(own.read_user(text))
             assert count == len(own.recall.scores)
             own.undo()
@@ -199,7 +210,7 @@ def test_the_record_says_what_was_held_when_it_answered(talk: Path) -> None:
 def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> None:
     def record(told: str, kinds: tuple[str, ...], right: float) -> dict[str, Any]:
         some = {"said": None, "held": 1, "told": 1, "found": right, "last": None, "other": None}
-        some |= {"rows": 90, "recalled": 8, "seconds": 0.004, "right": right}
+        some |= {"rows": 90, "recalled": 8, "nats": 2.0, "seconds": 0.004, "right": right}
         answers = [{**some, "type": kind} for kind in kinds for _ in range(2)]
         return {"told": told, "length": 260, "answers": answers, "tokens": 250} | {
             "nats": 3 + right,
@@ -208,7 +219,7 @@ def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> N
         }
 
     settings = (Profile(budget=96), Profile(budget=512))
-    one = QuestionStudy(
+    one = FactsInDialogue(
         settings,
         data=str(talk),
         lengths=(260,),
@@ -237,11 +248,12 @@ def test_a_table_for_each_type_has_means_and_paired_differences(talk: Path) -> N
     assert "last found" not in tables[0].columns
 
 
-def test_the_flags_choose_the_study_and_refuse_what_has_no_effect(talk: Path) -> None:
-    flags: dict[str, Any] = {"data": str(talk), "limit": 2}
-    assert type(facts_study((Profile(),), (), "all", **flags)) is FactsInDialogue
-    assert type(facts_study((Profile(),), ("shared",), "a", **flags)) is QuestionStudy
-    with pytest.raises(SettingError, match="half a has no effect"):
-        facts_study((Profile(),), (), "a", **flags)
-    with pytest.raises(SettingError, match="there is no questions 'guessed'"):
-        facts_study((Profile(),), ("guessed",), "all", **flags)
+def test_what_has_no_effect_and_what_is_unknown_is_refused(talk: Path) -> None:
+    for wrong, message in (
+        ({"questions": (TOLD,), "half": "a"}, "half a has no effect on the questions told"),
+        ({"questions": ("guessed",)}, "there is no questions 'guessed'"),
+        ({"questions": ()}, "there is no questions ''"),
+        ({"half": "c"}, "there is no half 'c'"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            study(talk, Profile(), **wrong)

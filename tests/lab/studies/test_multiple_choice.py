@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.types import ContinuationScore
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, sirllm_files
-from sirchat.lab.studies.choice import Question, choose, choose_text, most_likely, named_option
+from sirchat.lab.studies.choice import Question, choose, most_likely, named_option
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.run import run_units
@@ -68,6 +68,7 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
         plain = [sum(_log_probability(loaded, ids, reply)) for reply in replies]
         option = choose(chat, question, "paper")
         assert option == plain.index(max(plain))
+        assert chat.turns[-1].text == question.replies[option]
         taken[option] += 1
     assert len(taken) > 2  # not always the first
 
@@ -103,14 +104,19 @@ def test_a_generated_reply_names_an_option(said: str, option: int | None) -> Non
     assert named_option(said, replies) == option
 
 
-def test_the_conversation_continues_with_the_chosen_option() -> None:
+def test_a_turn_that_leaves_no_choice_is_answered_with_its_only_reply() -> None:
     chat = session(tiny(), policy="full")
-    question = Question("Choose one.", ("I choose rock.", "I choose paper."), 1, "")
-    option = choose(chat, question, "paper")
-    assert option is not None
-    assert chat.turns[-1].text == question.replies[option]
-    assert choose(chat, Question("Hello.", ("OK",), 0, ""), "paper") == 0
-    assert chat.turns[-1].text == "OK"
+    for scoring in ("paper", "text", "reply"):
+        assert choose(chat, Question("I buy tea.", ("OK",), 0, ""), scoring) == 0
+        assert chat.turns[-1].text == "OK"
+
+
+def test_by_text_the_options_are_not_listed_and_their_texts_are_the_replies(tmp_path: Path) -> None:
+    file = str(written(tmp_path / "keys.jsonl", FRUIT))
+    study = MultipleChoice((SINK,), 1, task="grocery", data=file, scoring="text")
+    ((question,),) = study.conversations
+    assert question.text == "Which fruit is yellow?"
+    assert question.replies == ("a long ripe banana", "tea")
 
 
 def test_generated_conversations_ask_for_what_was_to_be_bought() -> None:
@@ -242,42 +248,6 @@ def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path
         assert len(hint) <= 1
     with pytest.raises(SettingError, match=r"nowhere.jsonl.* can't be read"):
         MultipleChoice((FULL,), 1, task="grocery", data="nowhere.jsonl")
-
-
-def test_by_text_an_option_is_taken_by_the_sum_and_compared_by_the_mean() -> None:
-    """Both by one pass over the whole conversation for each option, without a cache."""
-    model = tiny()
-    template, chat = Template(model.tokenizer), session(model, policy="full")
-    differ = 0
-    for stem, texts in (
-        ("What is the opposite of hot?", ("cold", "The answer is cold (B).", "Bananas.")),
-        ("Hello.", ("You are welcome. Have a nice day!", "Hm", "The answer is seven (C).")),
-        ("Which colour is the sky?", ("The answer is blue (A).", "blue", "x", "My name is Ann.")),
-    ):
-        question = Question("listed", ("A", "B", "C", "D")[: len(texts)], 0, "", stem, texts)
-        ids = template.opening(stem)[1].ids
-        plain = [_log_probability(model, ids, template.assistant(text).ids) for text in texts]
-        sums = [sum(one) for one in plain]
-        means = [sum(one) / len(one) for one in plain]
-        chat.reset()
-        by_sum, by_mean = choose_text(chat, question)
-        assert (by_sum, by_mean) == (sums.index(max(sums)), means.index(max(means)))
-        assert [turn.text for turn in chat.turns] == [stem, texts[by_sum]]
-        differ += by_sum != by_mean
-    assert differ
-    chat.reset()
-    assert choose(chat, Question("I buy tea.", ("OK",), 0, ""), "text") == 0  # leaves no choice
-    assert chat.turns[-1].text == "OK"
-
-
-def test_by_text_the_report_has_a_column_by_the_mean(tmp_path: Path) -> None:
-    file = str(written(tmp_path / "keys.jsonl", FRUIT, {**FRUIT, "id": "answer_1"}))
-    study = MultipleChoice((SINK,), 2, task="grocery", data=file, scoring="text")
-    found = run_units(study, babbler())
-    assert all(len(one["right by mean"]["grocery"]) == 1 for one in found.values())
-    table = study.report(found).tables[0]
-    assert table.columns == ("setting", "ACCg", "ACCg - sink 64", "ACCg by mean")
-    assert len(table.rows[0]) == 4
 
 
 def _log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -22,8 +21,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import settings_of
+from sirchat.lab.studies.by_question import mean_of
 from sirchat.lab.studies.intervals import (
-    hierarchical_mean,
+    clustered_mean,
     mean,
     paired_interval,
     share,
@@ -112,15 +112,11 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
     head = provenance(tiny(), "test", "sirchat eval test --limit 2")
     write_report(REPORT, head, tmp_path, "test")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["test-2.csv", "test.csv", "test.json", "test.md"]
+    assert names == ["test.json", "test.md"]
     record = json.loads((tmp_path / "test.json").read_text("utf-8"))
     assert record == json.loads(json.dumps(record_of(REPORT, head)))
     first = record["tables"]["First"]["rows"][0]
     assert (first[0], first[1]["value"], first[2]) == ("a | b", 0.5, 1200)
-    with (tmp_path / "test.csv").open() as file:
-        header, row = csv.reader(file)
-    assert header == ["setting", "right", "right low", "right high", "tokens"]
-    assert (row[0], float(row[1]), float(row[2])) == ("a | b", 0.5, first[1]["low"])
     text = (tmp_path / "test.md").read_text("utf-8")
     assert text == markdown(REPORT, head)
     assert "`sirchat eval test --limit 2`" in text
@@ -139,15 +135,12 @@ def test_a_report_says_whether_the_step_was_compiled() -> None:
     )
 
 
-def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(tmp_path: Path) -> None:
+def test_a_share_or_mean_of_nothing_is_a_dash_and_null_in_json() -> None:
     empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
     report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
     head = provenance(tiny(), "test", "")
     assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
     assert "| x | - | - | - | - |" in markdown(report, head)
-    write_report(report, head, tmp_path, "t")
-    with (tmp_path / "t.csv").open() as file:
-        assert list(csv.reader(file))[1] == ["x", *[""] * 10]
     assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
 
 
@@ -265,25 +258,22 @@ def clusters(spread_between: float, spread_within: float, count: int = 8) -> lis
     ]
 
 
-def slow_interval(values: list[list[float]], resamples: int) -> tuple[float, float]:
-    """The same interval, drawn one by one with another generator."""
-    rng, means = Random(1), list[float]()
-    for _ in range(resamples):
-        drawn = [rng.choice(values) for _ in values]
-        means.append(fmean([rng.choice(one) for one in drawn for _ in one]))
-    means.sort()
-    return means[int(0.025 * resamples)], means[int(0.975 * resamples)]
-
-
-@pytest.mark.parametrize(("between", "within"), [(1.0, 0.1), (0.1, 1.0), (1.0, 1.0)])
-def test_the_interval_is_that_of_clusters_and_values_drawn_again(
-    between: float, within: float
-) -> None:
-    values = clusters(between, within)
-    found = hierarchical_mean(values)
-    low, high = slow_interval(values, 8_000)
+@pytest.mark.parametrize(("between", "within"), [(1.0, 0.1), (0.1, 1.0)])
+def test_the_interval_of_a_mean_draws_whole_clusters_again(between: float, within: float) -> None:
+    values, rng = clusters(between, within), Random(1)
+    draws = ([one for _ in values for one in rng.choice(values)] for _ in range(8_000))
+    means = sorted(map(fmean, draws))
+    low, high = means[200], means[7_800]
+    found = clustered_mean(values)
     assert found.value == pytest.approx(fmean([one for each in values for one in each]))
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+
+
+def test_of_one_conversation_the_questions_are_drawn_again() -> None:
+    values = [1.0, 4.0, 2.0]
+    one = mean_of({(0, number): value for number, value in enumerate(values)})
+    assert one == clustered_mean([[value] for value in values])
+    assert 1 <= one.low < one.value < one.high <= 4
 
 
 def test_what_is_the_same_on_both_sides_of_a_pair_does_not_widen_the_interval() -> None:
@@ -294,7 +284,7 @@ def test_what_is_the_same_on_both_sides_of_a_pair_does_not_widen_the_interval() 
 
 
 def test_too_few_values_have_an_infinite_interval() -> None:
-    one, none = hierarchical_mean([[], [2.0]]), hierarchical_mean([[]])
+    one, none = clustered_mean([[], [2.0]]), clustered_mean([[]])
     assert (one.value, one.low, one.high) == (2.0, -math.inf, math.inf)
     assert math.isnan(none.value)
     assert (none.low, none.high) == (-math.inf, math.inf)

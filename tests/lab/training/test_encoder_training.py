@@ -19,7 +19,7 @@ from sentence_encoders import write_sentence_encoder
 from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
 from sirchat.lab.studies.facts_in_dialogue.dialogue import Dialogue, load_dialogues
-from sirchat.lab.studies.facts_in_dialogue.question_study import FocusTest
+from sirchat.lab.studies.facts_in_dialogue.focus import FocusTest
 from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.training import encoder as training

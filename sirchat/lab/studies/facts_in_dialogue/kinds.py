@@ -34,47 +34,28 @@ _file = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding
 _LISTS: dict[str, list[str]] = _file["lists"]
 
 
-def _time(rng: Random) -> str:
-    return f"{rng.randint(1, 12)}:{rng.choice(('05', '10', '20', '25', '35', '40', '50', '55'))}"
+_MINUTES = ("05", "10", "20", "25", "35", "40", "50", "55")
 
 
-def _code(rng: Random) -> str:
-    return f"{rng.choice(_LISTS['word'])}{rng.randint(10, 99)}"
-
-
-def _street(rng: Random) -> str:
-    return f"{rng.randint(2, 98)} {rng.choice(_LISTS['street'])}"
-
-
-def _phone(rng: Random) -> str:
-    return f"{rng.randint(200, 989)}-{rng.randint(1000, 9999)}"
-
-
-def _date(rng: Random) -> str:
-    return f"{rng.choice(_LISTS['month'])} {rng.randint(2, 28)}"
-
-
-def _full_name(rng: Random) -> str:
-    return f"{rng.choice(_LISTS['name'])} {rng.choice(_LISTS['surname'])}"
-
-
-def _seat(rng: Random) -> str:
-    return f"{rng.randint(11, 48)}{rng.choice('ABCDEF')}"
-
-
-def _order(rng: Random) -> str:
-    return f"{rng.choice('BDKRTX')}{rng.randint(1000, 9999)}"
+def _one(rng: Random, listed: str) -> str:
+    return rng.choice(_LISTS[listed])
 
 
 _FORMS: dict[str, Values] = {
-    "time": _time, "code": _code, "street": _street, "phone": _phone, "date": _date,
-    "full_name": _full_name, "seat": _seat, "order": _order,
-}  # fmt: skip
+    "time": lambda rng: f"{rng.randint(1, 12)}:{rng.choice(_MINUTES)}",
+    "code": lambda rng: f"{_one(rng, 'word')}{rng.randint(10, 99)}",
+    "street": lambda rng: f"{rng.randint(2, 98)} {_one(rng, 'street')}",
+    "phone": lambda rng: f"{rng.randint(200, 989)}-{rng.randint(1000, 9999)}",
+    "date": lambda rng: f"{_one(rng, 'month')} {rng.randint(2, 28)}",
+    "full_name": lambda rng: f"{_one(rng, 'name')} {_one(rng, 'surname')}",
+    "seat": lambda rng: f"{rng.randint(11, 48)}{rng.choice('ABCDEF')}",
+    "order": lambda rng: f"{rng.choice('BDKRTX')}{rng.randint(1000, 9999)}",
+}
 
 
 def _values(written: str | dict[str, list[Any]]) -> Values:
     if isinstance(written, str):
-        return _FORMS.get(written) or (lambda rng: rng.choice(_LISTS[written]))
+        return _FORMS.get(written) or (lambda rng: _one(rng, written))
     ((form, arguments),) = written.items()
     if form == "number":
         return lambda rng: str(rng.randint(*arguments))

@@ -1,7 +1,8 @@
 """Facts told amid real dialogue and asked for later, to see which facts a policy keeps.
 
-A session reads the conversation turn by turn, as a chat does; recall is on if the setting says so.
-At the end the user asks for each fact, and each question is undone.
+A session reads each conversation turn by turn, as a chat does; recall is on if the setting says so.
+At the end the user asks for each fact, and each question is undone. Memory is also judged by types
+of questions: with or without a common word, after a correction, and more.
 """
 
 from __future__ import annotations
@@ -33,29 +34,32 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     weave,
 )
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
-from sirchat.lab.studies.intervals import clustered_mean, paired_interval
-from sirchat.lab.studies.reading import read, whole_round
-from sirchat.lab.studies.report import Record, Report, Table, Value
-from sirchat.lab.studies.study import (
-    GREEDY,
-    Cell,
-    Findings,
-    Grid,
-    data_name,
-    refuse_unknown,
-    without,
+from sirchat.lab.studies.facts_in_dialogue.questions import (
+    HALVES,
+    TYPES,
+    draw_fact,
+    entries,
+    unrelated_messages,
 )
+from sirchat.lab.studies.intervals import clustered_mean, paired_interval
+from sirchat.lab.studies.reading import whole_round
+from sirchat.lab.studies.report import Record, Report, Table, Value
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, refuse_unknown
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
+from sirchat.memory.policies import policy_class
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
 from sirchat.text.template import Template
+
+# What a conversation tells for each type of question. For the first it is everyday facts.
+_TOLD_FOR = {TOLD: TOLD, **TYPES}
 
 
 @dataclass(frozen=True)
 class FactsInDialogue(Grid):
     """Compares settings by how many facts, told amid real dialogue, the model recalls.
 
-    `limit` is the number of questions for each length.
+    `limit` is the number of questions of each type for each length.
     """
 
     data: str = ""  # path of a file or folder with real conversations
@@ -63,9 +67,10 @@ class FactsInDialogue(Grid):
     lengths: tuple[int, ...] = (1000,)
     facts: int = 5  # number of facts told in a conversation
     reply_tokens: int = 32  # largest number of tokens of a reply; 0 if no reply is generated
-    # names of ways to sum up the conversation after the questions (see `chat.summary`); the facts
-    # in each summary are counted
+    # names of ways to sum up the conversation (see `chat.summary`); facts in a summary are counted
     summary: tuple[str, ...] = ()
+    questions: tuple[str, ...] = (TOLD,)  # types of questions
+    half: str = "all"  # the half of the kinds of facts that is asked for, not with `TOLD`
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
     without_effect = (*Grid.without_effect, *GREEDY)
@@ -76,48 +81,61 @@ class FactsInDialogue(Grid):
         if min(self.lengths) < 200:
             raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
         refuse_unknown("summary", self.summary, ("extract",))
+        refuse_unknown("questions", self.questions or ("",), tuple(_TOLD_FOR))
+        refuse_unknown("half", (self.half,), HALVES)
+        if TOLD in self.questions and self.half != "all":
+            raise SettingError(
+                f"half {self.half} has no effect on the questions {TOLD}", hint="leave half out"
+            )
 
     name = "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        found = super().parameters() | {"data": data_name(Path(self.data))}
-        return found if self.summary else without(found, ("summary",))  # as in older results
+        return super().parameters() | {"data": data_name(Path(self.data))}
 
     def units(self) -> list[str]:
-        """The names of the conversations to read: length in tokens and number, such as `1000 0`."""
+        """The conversations to read: what is told, length and number, such as `lists 3500 0`."""
+        told = dict.fromkeys(_TOLD_FOR[one] for one in self.questions)
         count = math.ceil(self.limit / self.facts)
-        return [f"{length} {number}" for length in self.lengths for number in range(count)]
+        return [
+            f"{each} {length} {number}"
+            for each in told
+            for length in self.lengths
+            for number in range(count)
+        ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the conversation named `unit`, and ask for each fact."""
-        length, number = map(int, unit.split())
+        """Read the conversation named `unit`, and ask each question of the study about it."""
+        told, *numbers = unit.split()
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
-        facts, talk = self.dialogue(session.template, length, number)
-        for user, reply in talk.rounds:
-            read(session, user, reply)
-        answers = ask_facts(session, facts, talk, (TOLD,), generate=self.reply_tokens > 0)
-        for fact, answer in zip(facts, answers, strict=True):
-            answer["corrected"] = len(fact.told) > 1
-            answer["closed"] = self._closed_book(session, fact)
-        rows, tokens = session.save().rows, session.seen
-        for way in self.summary:
-            text = make_summary(session, session.facts())
-            for fact, answer in zip(facts, answers, strict=True):
-                answer[f"in {way}"] = says(text, fact.values[0])
+        facts, talk = self.woven(session.template, told, *map(int, numbers))
+        recalled = _read(session, talk)
+        nats = _nats_of_replies(session, talk)
+        summed = make_summary(session, session.facts()) if self.summary else None
+        generate = self.reply_tokens > 0
+        answers = ask_facts(session, facts, talk, self.questions, generate=generate, summed=summed)
+        unrelated = unrelated_messages(self.half) if session.profile.recall != "off" else ()
         return {
-            "length": length,
+            "told": told,
+            "length": int(numbers[0]),
             "answers": answers,
-            "tokens": tokens,
-            "system": int(np.flatnonzero(rows["role"] == Role.USER)[0]),
-            "nats": float(np.nanmean(rows["surprisal"])),
+            "tokens": session.seen,
+            "nats": nats,
+            "recalled": recalled,
+            "unrelated": [_recalled(session, text) for text in unrelated],
         }
 
-    def dialogue(
-        self, template: Template, length: int, number: int
+    def woven(
+        self, template: Template, told: str, length: int, number: int
     ) -> tuple[list[AskedFact], Woven]:
         """The facts of conversation `number` and its rounds; the same seed gives the same."""
-        rng = Random(f"chatter/{self.seed}/{length}/{number}")
-        facts = [draw_told_fact(rng, kind) for kind in rng.sample(KINDS, self.facts)]
+        if told == TOLD:
+            rng = Random(f"chatter/{self.seed}/{length}/{number}")
+            facts = [draw_told_fact(rng, kind) for kind in rng.sample(KINDS, self.facts)]
+        else:
+            rng = Random(f"questions/{self.seed}/{self.half}/{told}/{length}/{number}")
+            some = rng.sample(entries(told, self.half), self.facts)
+            facts = [draw_fact(rng, told, one) for one in some]
         return facts, weave(rng, self._dialogues, facts, length, self.sizes(template))
 
     def sizes(self, template: Template) -> Callable[[str, str], int]:
@@ -131,43 +149,53 @@ class FactsInDialogue(Grid):
         return size
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables of right answers, surprisal of right replies and held tokens.
-
-        There is one table for each length of conversation, with a row for each setting.
-        """
+        """A table for each type of question and length, and one of ordinary replies."""
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
-            f"{len(self.units()) // len(self.lengths) * self.facts} questions for each "
-            f"table cell, {self.facts} facts in each conversation",
+            f"half {self.half} of the kinds of facts",
+            f"{self.facts} facts in each conversation",
             f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
-            f"including a system prompt of {next(iter(found.values()))['system']} tokens",
+            "intervals: conversations resampled (bootstrap)",
         )
         findings = self.findings(found)
-        tables = (_table(findings, self.settings, length, self.summary) for length in self.lengths)
+        tables = [
+            _table(findings, kind, length) for length in self.lengths for kind in self.questions
+        ]
+        tables.append(_replies_table(findings, self.settings))
+        if any(record["unrelated"] for record in found.values()):
+            tables.append(_unrelated_table(findings))
         return Report(header, tuple(tables), details=self.parameters())
 
     @cached_property
     def _dialogues(self) -> Sequence[Dialogue]:
         return load_dialogues(Path(self.data))
 
-    @cached_property
-    def _closed(self) -> dict[tuple[str, str | None], float]:
-        """The surprisals that `_closed_book` has computed, so that none is computed twice."""
-        return {}
 
-    def _closed_book(self, session: Session, fact: AskedFact) -> float:
-        """The right reply's surprisal, in nats, in a session that read nothing else."""
-        profile, right = session.profile, fact.replies[fact.right]
-        question = fact.asked[TOLD]
-        key = f"{question}/{right}", profile.system
-        if key not in self._closed:
-            full = profile.model_copy(update={"policy": "full", "policy_options": {}})
-            alone = Session(session.model, full)
-            list(alone.read_user(question, before="assistant"))
-            (scored,) = alone.score_continuations([right])
-            self._closed[key] = -math.fsum(scored.log_probabilities)
-        return self._closed[key]
+def _read(session: Session, talk: Woven) -> float:
+    """Read all rounds; returns the mean number of tokens that recall brought back for each."""
+    recalled = list[int]()
+    for user, reply in talk.rounds:
+        for event in session.read_user(user, before="assistant"):
+            if isinstance(event, TurnDone):
+                recalled.append(event.recalled)
+        list(session.read_reply(reply))
+    return fmean(recalled)
+
+
+def _recalled(session: Session, text: str) -> int:
+    """The number of tokens that recall brings back for a message, which is undone."""
+    done = [event for event in session.read_user(text) if isinstance(event, TurnDone)]
+    session.undo()
+    return done[0].recalled
+
+
+def _nats_of_replies(session: Session, talk: Woven) -> float:
+    """The mean surprisal, in nats a token, of the replies of the real dialogue."""
+    rows, first = session.save().rows, session.state.roles.index("user")
+    turns = [first + 2 * at + 1 for at in range(len(talk.rounds)) if at not in talk.own]
+    of_reply = np.isin(rows["turn"], turns) & (rows["role"] == Role.ASSISTANT)
+    return float(np.nanmean(rows["surprisal"][of_reply]))
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], sentence: str, value: str) -> tuple[slice, slice]:
@@ -192,8 +220,9 @@ def ask_facts(
     types: Sequence[str],
     *,
     generate: bool,
+    summed: str | None = None,
 ) -> list[Record]:
-    """Ask all questions of these types for what a session has read."""
+    """Ask all questions of these types for what a session has read; `summed` is a summary of it."""
     rows, first = session.save().rows, session.state.roles.index("user")
     texts, answers = TokenTexts(session.model.tokenizer), list[Record]()
     for fact, rounds in zip(facts, talk.places, strict=True):
@@ -205,7 +234,7 @@ def ask_facts(
             statement, value = spans(texts, ids, one.text, one.value)
             at.append((tokens[statement], tokens[value]))
         answers += [
-            ask_fact(session, fact, kind, at, generate=generate)
+            ask_fact(session, fact, kind, at, generate=generate, summed=summed)
             for kind in types
             if kind in fact.asked
         ]
@@ -219,12 +248,15 @@ def ask_fact(
     told: Sequence[tuple[Positions, Positions]],
     *,
     generate: bool,
+    summed: str | None = None,
 ) -> Record:
     """Ask a question, score the answer and say what was held for it; then undo the turn.
 
     `told` are the stream positions of each statement's tokens, and of those of its value.
     """
     found: Record = {"kind": fact.kind, "type": kind, "said": None, "seconds": None}
+    if summed is not None:
+        found["summed"] = fmean(says(summed, value) for value in fact.values)
     needed = [told[at] for at in fact.needed]
     others = [one for at, one in enumerate(told) if at not in fact.needed]
     for event in session.ask(fact.asked[kind]):
@@ -267,85 +299,95 @@ def says(reply: str, value: str) -> bool:
 # Of a fact's statements, those whose tokens are held to this share count as found
 _FOUND = 0.5
 
-# The policy with which every other policy is compared, at the same budget. If no setting has this
-# policy, the policy of the first setting is used instead
-REFERENCE = "entropy"
-
-_COLUMNS = (
-    "setting",
-    "right of four",
-    "less {reference}",
-    "said",
-    "value held",
-    "statement held",
-    "nats gained",
-    "nats below full",
-    "nats a token",
-)
-
-
-def _table(
-    findings: Sequence[Findings], settings: Sequence[Profile], length: int, ways: Sequence[str]
-) -> Table:
-    full = next((f for f, s in zip(findings, settings, strict=True) if s.policy == "full"), None)
-    rows: list[tuple[Value, ...]] = []
-    for one, setting in zip(findings, settings, strict=True):
-        reference = _reference(findings, settings, setting)
-        right, nats = _values(one, length, "right"), _values(one, length, "nats")
-        compared: Value = None
-        if reference is not one and reference is not None:
-            compared = paired_interval(right, _repeated(reference, one, length, "right"))
-        below: Value = None
-        if full is not None and full is not one:
-            below = paired_interval(nats, _repeated(full, one, length, "nats"))
-        of_length = [record for record in one.records if record["length"] == length]
-        said = [answer["said"] for record in of_length for answer in record["answers"]]
-        rows.append(
-            (
-                one.name,
-                clustered_mean(right),
-                compared,
-                None if None in said else clustered_mean(_values(one, length, "said")),
-                clustered_mean(_values(one, length, "held")),
-                clustered_mean(_values(one, length, "told")),
-                paired_interval(_values(one, length, "closed"), nats),
-                below,
-                math.fsum(record["nats"] for record in of_length) / len(of_length),
-                *(clustered_mean(_values(one, length, f"in {way}")) for way in ways),
-            )
-        )
-    columns = tuple(name.format(reference=_name(settings)) for name in _COLUMNS)
-    columns += tuple(f"in {way}" for way in ways)
-    return Table(f"{length:,} tokens", columns, tuple(rows), digits=2)
+# The heading of each column, by the key of an answer's record; a column without a value is left out
+_COLUMNS = {
+    "right": "right of four",
+    "nats": "nats of the right",
+    "said": "said",
+    "summed": "in the summary",
+    "held": "value held",
+    "told": "statements held",
+    "found": "statements found",
+    "last": "last found",
+    "other": "other statement held",
+    "rows": "rows held",
+    "recalled": "recalled",
+    "ms": "search ms",
+}
+_COMPARED = ("right", "nats", "said", "found")
 
 
-def _name(settings: Sequence[Profile]) -> str:
-    return REFERENCE if any(one.policy == REFERENCE for one in settings) else settings[0].policy
+def _table(findings: Sequence[Findings], kind: str, length: int) -> Table:
+    """The answers to one type of question, and how they differ from those of the first row."""
+    once = Findings("", findings[0].by_seed[:1])
+    keys = [
+        key
+        for key in _COLUMNS
+        if not np.isnan(
+            np.concatenate([np.concatenate(_values(one, kind, length, key)) for one in findings])
+        ).all()
+    ]
+    compared = [key for key in _COMPARED if key in keys and len(findings) > 1]
+    first = {key: _values(once, kind, length, key) for key in compared}
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        values = {key: _values(one, kind, length, key) for key in keys}
+        differences = [
+            None
+            if one is findings[0]
+            else paired_interval(values[key], first[key] * len(one.by_seed))
+            for key in compared
+        ]
+        n = sum(map(len, values["right"]))
+        rows.append((one.name, n, *map(clustered_mean, values.values()), *differences))
+    names = [_COLUMNS[key] for key in keys]
+    less = [f"{_COLUMNS[key]}, less row 1" for key in compared]
+    return Table(
+        f"{kind}, {length:,} tokens", ("setting", "n", *names, *less), tuple(rows), digits=2
+    )
 
 
-def _reference(
-    findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
-) -> Findings | None:
-    """The results with which the results of `setting` are compared; None if there are none."""
-    if setting.policy == "full":
-        return None
-    wanted = _name(settings)
-    for one, other in zip(findings, settings, strict=True):
-        if other.policy == wanted and other.budget == setting.budget and not other.policy_options:
-            return one
-    return None
+def _values(one: Findings, kind: str, length: int, key: str) -> list[list[float]]:
+    """The values of `key` in all answers to a type of question, by conversation; NaN for none."""
 
+    def value(answer: Record) -> float:
+        if key == "ms":
+            return math.nan if answer["seconds"] is None else 1000 * answer["seconds"]
+        return math.nan if answer.get(key) is None else float(answer[key])
 
-def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in the records of all answers, for conversations of `length` tokens."""
     return [
-        [float(answer[key]) for answer in record["answers"]]
-        for record in findings.records
-        if record["length"] == length
+        [value(answer) for answer in record["answers"] if answer["type"] == kind]
+        for record in one.records
+        if (record["told"], record["length"]) == (_TOLD_FOR[kind], length)
     ]
 
 
-def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in `reference`, in lists that can be paired with those of `one`."""
-    first = Findings(reference.name, reference.by_seed[:1])
-    return _values(first, length, key) * len(one.by_seed)
+def _replies_table(findings: Sequence[Findings], settings: Sequence[Profile]) -> Table:
+    """The surprisal of the talk's own replies, less that of the setting that holds most."""
+
+    def holds(setting: Profile) -> float:
+        return setting.budget if policy_class(setting.policy).bounded else math.inf
+
+    most = findings[max(range(len(settings)), key=lambda at: holds(settings[at]))]
+    reference = [[record["nats"]] for record in most.by_seed[0]]
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        nats = [[record["nats"]] for record in one.records]
+        less = None if one is most else paired_interval(nats, reference * len(one.by_seed))
+        recalled = clustered_mean([[record["recalled"]] for record in one.records])
+        rows.append((one.name, len(nats), clustered_mean(nats), less, recalled))
+    columns = ("setting", "conversations", "nats a token", f"less {most.name}", "recalled a turn")
+    return Table("Ordinary replies", columns, tuple(rows))
+
+
+def _unrelated_table(findings: Sequence[Findings]) -> Table:
+    """How often recall brings something back for a message that has to do with nothing told."""
+    rows = list[tuple[Value, ...]]()
+    for one in findings:
+        tokens = [record["unrelated"] for record in one.records]
+        brought = [[float(count > 0) for count in each] for each in tokens]
+        n = sum(map(len, tokens))
+        rows.append((one.name, n, clustered_mean(brought), clustered_mean(tokens)))
+    return Table(
+        "Unrelated messages", ("setting", "n", "bring something", "tokens"), tuple(rows), digits=2
+    )

@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import as_typed
 from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
-from sirchat.lab.studies.report import setting_names, switched_names
+from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel
@@ -297,10 +297,8 @@ def compare(
     if done < len(transcript.rounds):
         notes[f"stopped after {done} of {len(transcript.rounds)} user turns"] = None
     transcript = replace(transcript, rounds=transcript.rounds[:done])
-    switches = chain.from_iterable(one.switches for one in transcript.rounds)
-    names = switched_names(settings, [switch.settings for switch in switches])
-    found = (replace(one.result(), name=name) for one, name in zip(sessions, names, strict=True))
-    return Comparison(file, transcript, own, tuple(found), tuple(notes))
+    found = tuple(one.result() for one in sessions)
+    return Comparison(file, transcript, own, found, tuple(notes))
 
 
 def _run_round(
@@ -319,9 +317,8 @@ def _run_round(
         advance()
 
 
-# A function that takes the logits [m, V] of m tokens in the stream. Its arguments are the stream
-# position of the first of these tokens, and the logits
-OnLogits = Callable[[int, Tensor], None]
+# The log-probabilities [V] of the token that follows, by the stream position of each token
+Predictions = dict[int, Tensor]
 
 
 @dataclass
@@ -341,7 +338,7 @@ class ComparedSession:
     def __init__(
         self, model: LoadedModel, setting: Profile, name: str, *, is_reference: bool
     ) -> None:
-        self._on_logits: OnLogits | None = None
+        self._compared: Predictions | None = None  # of `full`, while a final round is read
         self._cache: BoundedCache | None = None
         self._session = Session(recording(model, self._on_pass), setting)
         self._setting, self._name, self._is_reference = setting, name, is_reference
@@ -431,24 +428,16 @@ class ComparedSession:
 
         The reference session records its predictions in `reference`; others are compared with them.
         """
-        start, agreement = self._session.seen, None
+        start = self._session.seen
         if self._is_reference:
-            reference.predictions = Predictions(start)
-            self._on_logits = reference.predictions.add
-        elif reference.predictions is not None:
-            agreement = Agreement(reference.predictions)
-            self._on_logits = agreement.add
+            reference.predictions = {}
+        self._compared = reference.predictions
         try:
             asked = self._session.read_user(user, before="assistant")
             self._note(chain(asked, self._session.read_reply(reply)))
         finally:
-            self._on_logits = None
-        read = range(start, self._session.seen)
-        if self._is_reference:
-            self._nats |= dict.fromkeys(read, 0.0)
-        elif agreement is not None:
-            self._nats |= agreement.nats
-        return read if reference.predictions is not None else range(0)
+            self._compared = None
+        return range(start, self._session.seen if reference.predictions is not None else start)
 
     def _finish(
         self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
@@ -499,8 +488,15 @@ class ComparedSession:
 
     def _on_pass(self, logits: Tensor, cache: BoundedCache) -> None:
         self._cache = cache
-        if self._on_logits is not None:
-            self._on_logits(self._session.seen, logits)
+        if self._compared is None:
+            return
+        read = range(self._session.seen, self._session.seen + len(logits))
+        if self._is_reference:
+            self._compared |= zip(read, torch.log_softmax(logits, -1), strict=True)
+            self._nats |= dict.fromkeys(read, 0.0)
+        else:
+            expected = torch.stack([self._compared[at] for at in read])
+            self._nats |= zip(read, divergence(expected, logits).tolist(), strict=True)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -533,60 +529,6 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
     """A copy of the model, with shared weights, that calls `on_pass` after every forward pass."""
     parts = {field.name: getattr(model, field.name) for field in fields(LoadedModel)}
     return RecordingModel(**parts, on_pass=on_pass)
-
-
-class Predictions:
-    """The model's predictions under `full` at each token of one round.
-
-    The round begins at the stream position `start`.
-    """
-
-    def __init__(self, start: int) -> None:
-        self._end = start
-        self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
-
-    def add(self, position: int, logits: Tensor) -> None:
-        """Add the predictions of a forward pass: logits [m, V] of the m tokens from `position` on.
-
-        Forward passes are added in stream order.
-        """
-        self._chunks.append((position, torch.log_softmax(logits, -1)))
-        self._end = position + len(logits)
-
-    def at(self, start: int, count: int) -> Tensor:
-        """The predictions after each of `count` tokens from the stream position `start` on.
-
-        Returns log-probabilities [m, V]; m is `count`, or less if the round has fewer tokens from
-        `start` on.
-        """
-        end = min(start + count, self._end)
-        return torch.cat(
-            [
-                rows[max(start - begin, 0) : max(end - begin, 0)]
-                for begin, rows in self._chunks
-                if begin < end and start < begin + len(rows)
-            ]
-        )
-
-
-class Agreement:
-    """Compares the predictions of a setting with those of the full cache in the same round.
-
-    `nats` has the results: the KL divergence at each token.
-    """
-
-    def __init__(self, predictions: Predictions) -> None:
-        self._predictions = predictions
-        # KL divergence of the prediction after each token, in nats, by the token's position
-        self.nats: dict[int, float] = {}
-
-    def add(self, position: int, logits: Tensor) -> None:
-        """Compare the logits [m, V] of the m tokens from `position` on with those of `full`.
-
-        If a position was compared before, its result is replaced.
-        """
-        found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
-        self.nats |= enumerate(found, position)
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
