@@ -41,7 +41,6 @@ _TEXTS: Final[dict[str, dict[str, Any]]] = {
 }
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NEWER = 40  # most characters of a newer statement
-_RANKING_WIDTH = 60  # most columns of a ranking, so that a token is near its numbers
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
@@ -142,21 +141,6 @@ def draw_recalled_turns(
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
     columns["recalled text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
-
-
-def draw_ranking(
-    rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
-) -> RenderableType:
-    """Draw a table of tokens in the given order; `scores`, by position, is the column `name`.
-
-    If `scores` is empty, there is no such column.
-    """
-    columns = _columns(rows, theme, "position", "turn", "token", "surprise")
-    if scores:
-        columns[name] = [scores.get(row.position, "-") for row in rows]
-    table = _table(theme, columns, width=min(width, _RANKING_WIDTH))
-    table.columns[2].ratio = 1
-    return table
 
 
 def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
@@ -292,7 +276,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
             return _role(row.role, theme)
         case "token":
             return Text(quoted(row.text), theme.token(row), no_wrap=True)
-        case "surprisal" | "surprise":
+        case "surprisal":
             return nats(row.surprisal)
         case "score":
             return score_text(row.score)
