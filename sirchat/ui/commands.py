@@ -39,7 +39,6 @@ from sirchat.ui.switching import ModelSwitching, Switching
 from sirchat.ui.tables import (
     draw_evicted,
     draw_facts,
-    draw_recalled,
     draw_recalled_turns,
     draw_tokens,
 )
@@ -220,8 +219,7 @@ class Commands:
         held, held_turns = recall.held_anyway()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
-            table = draw_recalled_turns(rows, turns, self._session.state.roles, theme)
-            screen.page(Group(table, Text(), draw_recalled(rows, shown, theme)))
+            screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
             more = counted(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")

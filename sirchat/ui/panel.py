@@ -212,20 +212,13 @@ def _gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[Styl
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """Policy, decay, model, speed, and which colour means which surprisal, where that fits."""
+    """Policy, decay, model and speed."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(_headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.rest)
     runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
     if speed:
         runs += [StyledRun(f" {speed} ", theme.quiet), rule]
-    room = width - sum(cell_len(run.text) for run in runs)
-    names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
-    for label in (" surprise in nats:", " nats:"):
-        if len(label) + sum(len(name) + 1 for name in names) <= room:
-            runs.append(StyledRun(label, theme.quiet))
-            runs += [StyledRun(f" {n}", s[0]) for n, s in zip(names, theme.tokens, strict=True)]
-            break
     return line_of(runs)
 
 

@@ -37,7 +37,6 @@ from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
 from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.lists import in_bytes
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.text import counted, shorten
@@ -372,7 +371,6 @@ class ModelSwitching:
             self._saved_chat.replace_session(session)
 
     def _report(self, before: Session, now: Session) -> None:
-        name, weights = before.model.name, in_bytes(_weight_bytes(before.model))
         self._screen.note(
             f"the model is now {now.model.name}; it read {now.seen:,} tokens, "
             f"the cache holds {now.resident:,}/{now.budget:,}"
@@ -388,9 +386,8 @@ class ModelSwitching:
         for event in now.opening_events():
             if isinstance(event, Notice):
                 self._screen.note(event.text)
-        self._screen.note(
-            f"/undo goes back to {name}, which stays in memory ({weights}) until the next message"
-        )
+        former = f"{before.model.name}, which stays in memory until the next message"
+        self._screen.note(f"/undo goes back to {former}")
 
 
 @dataclass(frozen=True)
@@ -400,10 +397,3 @@ class _Former:
     session: Session
     profile: Profile  # of the new session at its beginning
     stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    """Bytes of all weights of a model; weights that several layers share count once."""
-    tensors = (*model.module.parameters(), *model.module.buffers())
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, Final
@@ -104,16 +104,6 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
         "you said": [displayable_line(fact.text) for fact in facts],
     }
     return _table(theme, columns)
-
-
-def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """Draw a table of recalled tokens, those that fit the user's message best first.
-
-    `scores` says how well they fit, by stream position.
-    """
-    rows = sorted(rows, key=lambda row: -scores[row.position])
-    columns = _columns(rows, theme, "position", "token", "surprisal")
-    return _table(theme, columns | {"fits": [f"{scores[row.position]:.3g}" for row in rows]})
 
 
 def draw_recalled_turns(

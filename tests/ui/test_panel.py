@@ -323,15 +323,6 @@ def test_what_goes_next_is_said_in_words(change: dict[str, Any], said: str) -> N
     assert compact(view)[3] == said
 
 
-def test_the_title_explains_the_colours_where_there_is_room() -> None:
-    view = compact_view(TALK)
-    legends = [compact(view, width)[0].partition(" tok/s ──")[2] for width in (60, 80, 100)]
-    assert legends == ["", " nats: <0.5 <2 <4 <7 7+", " surprise in nats: <0.5 <2 <4 <7 7+"]
-    drawn = styles(draw_compact_panel(view, DARK, 120))
-    for name, shades in zip(("<0.5", "<2", "<4", "<7", "7+"), DARK.tokens, strict=True):
-        assert drawn[f" {name}"] == shades[0]
-
-
 def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     vast = replace(TALK.rows[5], text="word " * 200, score=99.0)
     snapshot = replace(TALK, rows=(vast,), slots=(5,))

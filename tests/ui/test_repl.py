@@ -96,7 +96,7 @@ def test_help_names_every_command_in_a_line_for_each_group_without_a_pager(chat:
 
 
 @pytest.mark.slow
-def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
+def test_recalled_words_are_listed(chat: Chat) -> None:
     chat.do("/policy sink")
     chat.do("/budget 64")
     chat.say("My name is Anna.", *["Tell me a joke."] * 4)
@@ -107,14 +107,8 @@ def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
     shown = chat.do("/recall").splitlines()
     assert shown[0].split() == ["said", "tokens", "by", "the", "words", "recalled", "text"]
     assert any(re.search(r" Anna +My name is Anna\.$", line) for line in shown)
-    columns = ["position", "token", "surprisal", "fits"]
-    table = shown[next(at for at, line in enumerate(shown) if line.split() == columns) :]
-    table = [line for line in table if not line.startswith(("held anyway", "sentence encoder"))]
-    scores = [float(line.split()[-1]) for line in table[1:]]
-    assert scores == sorted(scores, reverse=True)
-    counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(str.strip, shown[1:])]
-    assert len(scores) == sum(counts) <= 30
-    assert any("Anna" in line for line in table[1:])
+    counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(_is_row, shown[1:])]
+    assert 0 < sum(counts) <= 30
     assert "recalled for" in chat.do("/panel full")
 
 
@@ -240,6 +234,10 @@ def test_what_is_held_is_shown_with_its_numbers(chat: Chat) -> None:
     assert len(going) == 8
     assert going == sorted(going)  # the first to go comes first
     assert chat.do("/tokens turn 99") == "no held token matches /tokens turn 99\n"
+
+
+def _is_row(line: str) -> bool:
+    return line.startswith(("you", "model"))
 
 
 def _rows(shown: str) -> list[str]:
