@@ -284,9 +284,6 @@ class Commands:
 
     def do_stats(self, rest: str) -> None:
         end, session = self._session.closing_event(), self._session
-        at_control = sum(turn.finish == "control" for turn in session.turns)
-        hidden = f"; {at_control} replies ended at a control token, which is not shown"
-        hidden = hidden if at_control else ""
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
             f"since the chat began, or was read anew: {counted(end.turns, 'message')}; "
@@ -294,7 +291,7 @@ class Commands:
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {short_number(session.profile.decay)}" + hidden
+            f"decay {short_number(session.profile.decay)}"
         )
         self._screen.note(memory_in_words(session))
 

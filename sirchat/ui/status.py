@@ -57,12 +57,7 @@ def toolbar(session: Session, width: int) -> str:
 
 def describe_turn(turn: TurnDone, budget: int, recalled: str = "") -> str:
     """A line about one turn: tokens read, recalled and written, speed, evicted and held tokens."""
-    parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
-    if recalled:
-        parts.append(recalled)
-    if turn.tokens_out:
-        parts.append(f"{turn.tokens_out:,} written, {_speed(turn)}")
-    return ", ".join(parts + _cache(turn, turn.evicted, budget))
+    return f"turn {turn.index}: {describe_round(None, turn, budget, recalled=recalled)}"
 
 
 def describe_round(
@@ -75,7 +70,9 @@ def describe_round(
     """A line about a user turn and its reply; `evicted_words` are words that the user had said."""
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
-    parts = [f"{tokens_in:,} tokens read", f"{reply.tokens_out:,} written"]
+    parts = [f"{tokens_in:,} tokens read"]
+    if reply.role == "assistant":
+        parts.append(f"{reply.tokens_out:,} written")
     if reply.tokens_out:
         parts.append(_speed(reply))
     if recalled:

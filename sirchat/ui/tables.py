@@ -46,17 +46,12 @@ _NEWER = 40  # most characters of a newer statement
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
     """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them.
 
-    If the flags don't fit into `width` cells, they go into a second table below.
+    Columns that don't fit into `width` cells go into further tables below.
     """
-    tracked = any(row.attention is not None for row in rows)
     titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
-    titles += ["attention"] * tracked
-    flagged = [row for row in rows if row.flags]
-    table = _table(theme, _columns(rows, theme, *titles, *(["flags"] if flagged else [])))
-    if not flagged or width is None or _width(table) <= width:
-        return table
-    below = _columns(flagged, theme, "position", "token", "flags")
-    return Group(_table(theme, _columns(rows, theme, *titles)), _table(theme, below))
+    titles += ["attention"] * any(row.attention is not None for row in rows)
+    titles += ["flags"] * any(row.flags for row in rows)
+    return _tables(theme, _columns(rows, theme, *titles), width)
 
 
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
@@ -66,7 +61,12 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
     """
     rows = [rank.row for rank in token_ranks]
     factors = list(token_ranks[0].factors) if token_ranks else []
-    numbers = {
+    columns = _columns(rows, theme, "position", "turn", "token")
+    columns |= {
+        "is": [
+            ", ".join([x.state, *(flag for flag in x.row.flags if flag in ("sink", "pinned"))])
+            for x in token_ranks
+        ],
         **_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in token_ranks],
         **{name: [significant(rank.factors[name]) for rank in token_ranks] for name in factors},
@@ -74,20 +74,8 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
         "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
     }
     if any(rank.threshold is not None for rank in token_ranks):
-        numbers["needs"] = [score_text(rank.threshold) for rank in token_ranks]
-    states = [
-        ", ".join([rank.state, *(flag for flag in rank.row.flags if flag in ("sink", "pinned"))])
-        for rank in token_ranks
-    ]
-    columns = _columns(rows, theme, "position", "turn", "token") | {"is": states}
-    tables: list[Table] = []
-    for name, texts in numbers.items():
-        is_wide = _width(_table(theme, columns | {name: texts})) > width
-        if is_wide and name != "surprisal":  # each table has at least one number
-            tables.append(_table(theme, columns))
-            columns = _columns(rows, theme, "position", "token")
-        columns[name] = texts
-    return Group(*tables, _table(theme, columns))
+        columns["needs"] = [score_text(rank.threshold) for rank in token_ranks]
+    return _tables(theme, columns, width)
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
@@ -253,6 +241,18 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
             *(Text(cell, no_wrap=True) if isinstance(cell, str) else cell for cell in row)
         )
     return table
+
+
+def _tables(theme: Theme, columns: Columns, width: int | None) -> RenderableType:
+    """As many tables as it takes for `columns` to fit; each has the columns position and token."""
+    tables: list[Columns] = [{}]
+    for name, texts in columns.items():
+        wider = {**tables[-1], name: texts}
+        if width and len(tables[-1]) > 2 and _width(_table(theme, wider)) > width:
+            wider = {key: columns[key] for key in ("position", "token", name)}
+            tables.append(wider)
+        tables[-1] = wider
+    return Group(*(_table(theme, one) for one in tables))
 
 
 def _columns(rows: Sequence[TokenRow], theme: Theme, *titles: str) -> Columns:

@@ -31,7 +31,6 @@ _LITTLE = 0.5  # a reply that paid less than this share of the mean attention mi
 _LEAST_USED = 4  # tokens held of a sentence that is named as used most
 _SENTENCE = 120  # characters of it
 _LENGTH = 40  # most characters that are quoted of the words asked for
-_FEW = 4  # at most one token in this number is "only" a few
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
@@ -233,11 +232,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = _listed(by_words.get(best.row.turn, ()))
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
-        if best.is_measured:
-            return f"; policy {policy} gives no token a rank."
-        return f": policy {policy} records attention to it only from the next message on."
-    if best.leaves and best.rank <= best.held // 2:
-        return ", but will be evicted next: what ranks lower is pinned, or among the newest."
+        return f"; policy {policy} gives it no rank{_since(best)}."
     if best.leaves:
         return f", but will be evicted next: {higher}."
     if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
@@ -247,14 +242,16 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
 
 def _why_evicted(best: TokenRank, policy: str) -> str:
     if best.rank is None:
-        if best.is_measured:
-            return f"; policy {policy} gives no token a rank."
-        return f": policy {policy} had recorded no attention to it when it was evicted."
+        return f"; policy {policy} gives it no rank{_since(best)}."
     higher = _higher(best, policy)
     is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
     if best.rank <= best.held // 2 and not is_low:
         return f": it was evicted earlier, or under other settings. Now, {higher}."
     return f": {higher}."
+
+
+def _since(rank: TokenRank) -> str:
+    return "" if rank.is_measured else ", as no attention to it was recorded"
 
 
 def _higher(rank: TokenRank, policy: str) -> str:
@@ -266,10 +263,9 @@ def _higher(rank: TokenRank, policy: str) -> str:
     if rank.factors.get("template") == 0:
         return f"policy {name} evicts what the chat template adds before all else"
     above = (rank.rank or 1) - 1
-    few = "only " if 0 < above * _FEW <= rank.held else ""
     verb = singular if above == 1 else plural
     fading = " (older surprise counts less)" if rank.decayed_to < 1 and policy in _FADING else ""
-    count = f"{few}{above:,}" if above else "none"
+    count = f"{above:,}" if above else "none"
     return f"of the {rank.held:,} held tokens, {count} {verb} {what}{fading}"
 
 
