@@ -36,7 +36,6 @@ from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 # Of the compact panel:
 _ROWS = 3  # most rows of held text
-_WIDE = 72  # least width for whole sentences; a narrower panel has short labels
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
 # Of the large panel:
 _LONGEST_BARS = 80  # columns of the histogram
@@ -225,11 +224,7 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == NOTHING_HELD)
-    if width >= _WIDE:
-        count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
-        summary = f"  {count} wholly evicted" if turns else ""
-    else:
-        summary = f"  {gone:,} wholly evicted" if gone else ""
+    summary = f"  {gone:,} wholly evicted" if gone else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
@@ -243,21 +238,13 @@ def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A line with the words that are evicted next; if there are none, how many tokens have room."""
-    parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
-    if snapshot.threshold is not None and snapshot.unit:
-        if not count:
-            parts.append("what surprised the model least is evicted first")
-        elif width >= _WIDE:
-            leave = "evicted next, as they surprised the model least"
-    elif snapshot.threshold is not None:
-        leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
-    elif not snapshot.evicted:
-        parts.append("nothing evicted yet")
-    if count:
-        parts.append(f"{leave}: {_joined(snapshot.leaving_words) or _ONLY_MARKS}")
-    elif snapshot.resident < snapshot.budget:
-        parts.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
-    return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
+    free = snapshot.budget - snapshot.resident
+    if count := len(snapshot.evicted_next):
+        words = _joined(snapshot.leaving_words) or _ONLY_MARKS
+        text = f"{count:,} of {snapshot.resident:,} are evicted next: {words}"
+    else:
+        text = f"room for {free:,} tokens"
+    return line_of([StyledRun(cut(text, width), theme.quiet)])
 
 
 def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:

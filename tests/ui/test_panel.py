@@ -163,9 +163,8 @@ def test_the_strip_has_its_own_glyphs_for_none_and_for_all_and_counts_those_that
     assert len(many) == 50
     assert len(many.removeprefix("turns ⋯481 ").removesuffix(counted)) == 500 - 481
     shares = [(9, 0, 0), (9, 2, 1), (9, 2, 0), (9, 3, 3), (9, 9, 9)]
-    assert strip(shares, 80) == "turns ·▂·▃█  2 of 5 turns wholly evicted"
-    assert strip(shares[3:], 80) == "turns ▃█  none wholly evicted"
-    assert strip(shares[3:], 60) == "turns ▃█"
+    assert strip(shares, 80) == "turns ·▂·▃█  2 wholly evicted"
+    assert strip(shares[3:], 80) == "turns ▃█"
 
 
 def test_a_compact_panel_shows_the_strongest_words_and_what_lies_between() -> None:
@@ -309,10 +308,8 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"threshold": 0.114}, "evicted next, as they surprised the model least: Rex, green"),
-        ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
-        ({"leaving_words": {}}, "evicted next: only punctuation and the marks between messages"),
-        ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
+        ({}, "2 of 10 are evicted next: Rex, green"),
+        ({"leaving_words": {}}, "2 of 10 are evicted next: only punctuation and the marks"),
         ({"evicted_next": (), "budget": 50}, "room for 40 tokens"),
     ],
 )
@@ -320,7 +317,7 @@ def test_what_goes_next_is_said_in_words(change: dict[str, Any], said: str) -> N
     view = replace(view_of((9, "x")), seen=30, resident=10, evicted_next=(3, 4))
     view = replace(view, leaving_words={"Rex": "user", "green": "assistant"})
     view = replace(view, **change)
-    assert compact(view)[3] == said
+    assert compact(view)[3].startswith(said)
 
 
 def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
