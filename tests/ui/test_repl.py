@@ -132,6 +132,7 @@ def test_recalled_words_are_listed(chat: Chat) -> None:
         ("/set policy window", "policy: salience -> window"),
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
+        ("/panel on", "panel: live -> auto"),
         ("/panel turn", "panel: live -> turn"),
         ("/profile sirllm-rps", "evict: when-full -> between-turns"),
     ],
@@ -152,17 +153,6 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Chat) -> None:
     assert "sinks has no effect under policy window" in shown
 
 
-def test_the_panel_goes_off_and_on(chat: Chat) -> None:
-    assert chat.do("/panel off") == "panel: live -> off\n"
-    assert chat.do("/panel on") == "panel: off -> auto\n"
-    assert chat.do("/panel on") == "panel is already auto\n"
-
-
-@pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
-def test_three_words_leave(chat: Chat, line: str) -> None:
-    assert chat.commands.run(line) == Leave()
-
-
 def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
     for line, reported in (
         ("/budget", "budget is 1024"),
@@ -176,20 +166,16 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
     ):
         assert chat.do(line).startswith(reported)
+    assert all(chat.commands.run(line) == Leave() for line in ("/exit", "/quit", "/bye"))
     chat.do("/decay 0.9")
+    chat.do("/set temperature 0.5")
     table = chat.do("/show")
+    assert re.search(r"(?m)^\* +temperature +0\.5 \(/set\)", table)
+    assert re.search(r"(?m)^ +top_k +none \(default\)", table)
     assert re.search(r"\* .*decay.* 0\.9 ", table)
     assert re.search(r"· .*seed", table)
     for name in ("policy_options", "max_new_tokens", "system", "theme"):
         assert name in table
-
-
-def test_what_has_set_each_sampling_value_stands_beside_it(chat: Chat) -> None:
-    chat.do("/set temperature 0.5")
-    table = chat.do("/set")
-    assert re.search(r"(?m)^\* +temperature +0\.5 \(/set\)", table)
-    assert re.search(r"(?m)^ +top_k +none \(default\)", table)
-    assert chat.do("/show temperature").startswith("temperature is 0.5 (/set): ")
     chat.do("/profile sirllm-rps")
     assert chat.do("/set temperature").startswith("temperature is 0.0 (/profile): ")
 
