@@ -152,7 +152,7 @@ class Switching:
 
     def pin(self, target: Target, *, pinned: bool) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
-        evicted, restored, named = 0, list[int](), 0
+        evicted, restored = 0, list[int]()
         session, ledger = self._session, self._session.ledger
         before = set(ledger.pinned_positions)
         for event in session.pin(target, pinned):
@@ -160,9 +160,7 @@ class Switching:
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
-            elif isinstance(event, Pinned):
-                named = event.tokens
-            else:
+            elif not isinstance(event, Pinned):
                 self._report(event)
         changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
         count = len(changed)
@@ -178,8 +176,6 @@ class Switching:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
             price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
             price.append(f"in {self._messages_at(changed)}")
-        if 0 < count < named:
-            price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:
             why = f"as policy {session.profile.policy} fills the budget anew"
             price.append(f"{counted(others, 'other')} restored, {why}")
