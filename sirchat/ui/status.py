@@ -145,9 +145,11 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 def pull_progress(console: Console) -> Iterator[Progress]:
     """Context manager: yields a function that shows a download as a bar, or in a log its end."""
     if not console.is_terminal or console.is_dumb_terminal:
+        ended = set[str]()
 
         def log(file: str, done: int, total: int | None) -> None:
-            if done == total:
+            if done == total and file not in ended:
+                ended.add(file)
                 line = displayable_line(f"{file}: {in_bytes(done)}")
                 console.print(Text(line), soft_wrap=True)
 
