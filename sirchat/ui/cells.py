@@ -6,14 +6,14 @@ scripts. The panel replaces them; a reply stays as it is written.
 
 from __future__ import annotations
 
-import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
 from rich.cells import cached_cell_len, cell_len, get_character_cell_size
+from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
@@ -27,16 +27,13 @@ TAB: Final = "→"
 _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
-_LONGEST_WORD = 24  # cells: a longer word is broken instead of moved to the next line
-_ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 
 class StyledRun(NamedTuple):
-    """A piece of text to draw in one style; if `whole`, it stays in one line where possible."""
+    """A piece of text to draw in one style."""
 
     text: str
     style: Style
-    whole: bool = False
 
 
 def known_width_line(text: str) -> str:
@@ -85,27 +82,9 @@ def line_of(runs: Iterable[StyledRun]) -> Text:
 
 
 def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Break runs into lines of at most `width` cells.
-
-    A line is broken after a space, beside a character two cells wide, or within a very long word.
-    """
-    lines: list[list[StyledRun]] = [[]]
-    room = width = max(width, 2)  # else a wide character would fit nowhere
-    for word, word_width in _words(runs):
-        if word_width > room and word_width <= min(_LONGEST_WORD, width):
-            lines.append([])
-            room = width
-        for run in word:
-            text = run.text
-            while (size := cell_len(text)) > room:
-                head, text = _split(text, room)
-                if head:
-                    lines[-1].append(run._replace(text=head))
-                lines.append([])
-                room = width
-            lines[-1].append(run._replace(text=text))
-            room -= size
-    return [line_of(line) for line in lines if line]
+    """Break runs into lines of at most `width` cells: after a space, or within a long word."""
+    text = line_of(runs)
+    return list(text.wrap(Console(), max(width, 2), overflow="fold", no_wrap=False)) if text else []
 
 
 @lru_cache(maxsize=8192)
@@ -147,38 +126,3 @@ def _split(text: str, width: int) -> tuple[str, str]:
         if used > width:
             return text[:index], text[index:]
     return text, ""
-
-
-def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """The words between which a line may be broken: the runs of each, and its width in cells."""
-    word: list[StyledRun] = []
-    size = 0
-    for run in runs:
-        if run.whole and word:
-            yield word, size
-            word, size = [], 0
-        for part, ends in [(run.text, True)] if run.whole else _parts(run.text):
-            word.append(run._replace(text=part))
-            size += cell_len(part)
-            if ends:
-                yield word, size
-                word, size = [], 0
-    if word:
-        yield word, size
-
-
-def _parts(text: str) -> list[tuple[str, bool]]:
-    """The parts of a text, each with whether a line may be broken after it."""
-    if text.isascii():
-        return [(part, part[-1] == " ") for part in _ASCII_PARTS.findall(text)]
-    parts: list[tuple[str, bool]] = []
-    start, before = 0, False
-    for index, char in enumerate(text):
-        size = get_character_cell_size(char)
-        if not size:  # a mark stays with its letter
-            continue
-        if index > start and (size == 2 or (before and char != " ")):
-            parts.append((text[start:index], True))
-            start = index
-        before = size == 2 or char in f" {NEWLINE}"
-    return [*parts, (text[start:], before)] if text else parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -30,33 +30,8 @@ from sirchat.ui.text import class_help, displayable_line, shorten
 # A value that completion offers, and its meaning, which is shown as help.
 Selection = tuple[str, str]
 
-# What can follow a command, if it is always the same.
-_VALUES: Mapping[str, Collection[Selection]] = {
-    "panel": (
-        ("full", "show all held tokens now"),
-        ("live", "show some held tokens while the model writes"),
-        ("prompt", "show above the prompt what is held of what you told"),
-        ("turn", "show some held tokens after each reply"),
-        ("on", "another name for live"),
-        ("off", "never show the panel"),
-    ),
-    "tokens": (
-        ("all", "all held tokens"),
-        ("turn", "the held tokens of one message: turn N"),
-        ("top", "the held tokens of highest score: top N"),
-        ("next", "the tokens that will be evicted next"),
-    ),
-    "copy": (
-        ("code", "the last code block of the last reply"),
-        ("--osc52", "let the terminal copy; also works over ssh"),
-    ),
-    "export": FORMATS.items(),
-    **dict.fromkeys(
-        ("pin", "unpin", "why", "erase"),
-        (("last", "your last message"), ("turn", "all of one turn: turn N")),
-    ),
-}
-_RETRIES = (("full", "once with everything held"), ("recall", "once with recall on"))
+# A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
+_WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
 _PATHS = f"read|export +(?:{'|'.join(FORMATS)})|set +(?:format|json_schema)"
 _BEFORE_PATH = re.compile(rf"/(?:{_PATHS}) +")
 
@@ -112,15 +87,15 @@ class SlashCompleter(Completer):
             case ["load" | "switch"]:
                 yield from self._saved
             case ["retry"]:
-                yield from _RETRIES
+                yield from (("full", ""), ("recall", ""))
                 for name in SAMPLING_PARAMETERS:
                     yield f"--{name.replace('_', '-')}", _description(name)
-            case [name] if name in _VALUES:
-                yield from _VALUES[name]
             case ["show" | "set"]:
                 yield from self._settings()
-            case ["recall" | "decay" | "reasoning" | "thinking" | "theme" as name] | ["set", name]:
+            case ["recall" as name] | ["set", name]:
                 yield from self._values(name)
+            case [name] if name in Commands.names():
+                yield from ((word, "") for word in _WORD.findall(Commands.help_of(name)[0]))
 
     @cached_property
     def _policies(self) -> list[Selection]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import html
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
@@ -31,22 +31,6 @@ FORMATS = {
 _FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _FLAG = "--osc52"
 _SECONDS = 3.0  # a clipboard tool that takes longer has failed
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 1rem/1.5 sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }}
-h2 {{ font-size: .9rem; margin: 1.5rem 0 0; opacity: .6; }}
-pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
-.as-typed {{ white-space: pre-wrap; }}
-</style>
-{turns}
-</html>
-"""
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
@@ -84,54 +68,39 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
     count = counted(len(text), "character")
-    terminal, why = screen.terminal, ""
+    terminal, why = screen.terminal, f"{_FLAG} needs a terminal"
     if _FLAG not in words:
-        try:
-            screen.note(f"copied {count} with {copy_with_tool(text, os.environ)}")
+        tool, why = copy_with_tool(text, os.environ)
+        if tool:
+            screen.note(f"copied {count} with {tool}")
             return
-        except NoClipboardError as error:
-            if terminal is None:
-                raise
-            why = f" ({error.why})"
     if terminal is None:
-        raise UsageError("nothing is copied: --osc52 needs a terminal as standard output")
+        raise UsageError(f"nothing is copied: {why}")
     terminal.write(osc52(text))
     terminal.flush()
+    more = f" ({why})" if _FLAG not in words else ""
     screen.note(
-        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{why}"
+        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{more}"
     )
 
 
-class NoClipboardError(UsageError):
-    """Raised if no program can reach the user's clipboard; `why` is the reason in a few words."""
+def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Put a text on the clipboard by a program such as xclip.
 
-    def __init__(self, why: str, hint: str) -> None:
-        super().__init__(f"nothing is copied: {why}", hint=hint)
-        self.why = why
-
-
-def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
-    """Put a text on the clipboard by a program such as xclip; return the program's name.
-
-    Raises NoClipboardError if no program can be used, UsageError if all that can be used fail.
+    Returns the program's name, or "" and why there is none.
     """
-    remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
+    is_remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     problems = []
     for tool in _TOOLS:
-        is_ours = bool(environ.get(tool.display)) if tool.display else not remote
+        is_ours = bool(environ.get(tool.display)) if tool.display else not is_remote
         program = shutil.which(tool.command[0], path=environ.get("PATH")) if is_ours else None
         if program is not None:
             problem = _run(program, tool, text)
             if not problem:
-                return tool.command[0]
+                return tool.command[0], ""
             problems.append(f"{tool.command[0]} {problem}")
-    hint = "/copy --osc52 asks your terminal to copy"
-    if problems:
-        raise UsageError(f"nothing is copied: {'; '.join(problems)}", hint=hint)
-    if remote:
-        raise NoClipboardError("over ssh no tool reaches your clipboard", hint)
     names = ", ".join(tool.command[0] for tool in _TOOLS)
-    raise NoClipboardError(f"there is no display, or none of the tools {names}", hint)
+    return "", "; ".join(problems) or f"there is no display here, or none of the tools {names}"
 
 
 def osc52(text: str) -> str:
@@ -183,17 +152,18 @@ def _json(session: Session) -> str:
 
 def _page(session: Session) -> str:
     """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
-    from sirchat.ui.markdown_rules import parser  # loads a library, which few chats need
+    import jinja2  # like the next, it is slow to load, and few chats need it
 
-    markdown = parser()
-    turns = []
+    from sirchat.ui.markdown_rules import parser
+
+    turns = list[tuple[str, str, str]]()
     for role, turn in _said(session):
         text = displayable(turn.text).strip()
-        is_reply = role == "assistant"
-        body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
-        turns.append(f"<h2>{html.escape(_speaker(role))}</h2>\n{body}")
-    title = f"A chat with {displayable_line(session.model.name)}"
-    return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
+        turns.append((_speaker(role), text, parser().render(text) if role == "assistant" else ""))
+    page = Path(__file__).with_name("page.html").read_text("utf-8")
+    template = jinja2.Template(page, autoescape=True)
+    drawn: str = template.render(model=displayable_line(session.model.name), turns=turns)
+    return drawn
 
 
 _AS = {"md": _markdown, "html": _page, "json": _json}
@@ -213,17 +183,11 @@ def _write(name: str, text: str, *, force: bool) -> None:
     """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
     path = expand_path(name)
     try:
-        if path.is_dir():
-            raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
-        if os.path.lexists(path) and not force:
-            raise UsageError(f"{name} exists", hint="--force replaces it")
         if os.path.lexists(path) and not path.is_file():
             raise UsageError(f"{name} is not a regular file and can't be replaced")
         write_private(path, text.rstrip("\n") + "\n", replaces=force)
-    except FileExistsError:  # it was made meanwhile
+    except FileExistsError:
         raise UsageError(f"{name} exists", hint="--force replaces it") from None
-    except FileNotFoundError:
-        raise UsageError(f"there is no folder {path.parent}", hint="create it first") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is not allowed"
         raise UsageError(f"{name} can't be written: {reason}") from None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import yaml
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -224,13 +222,6 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     _print(console, "")
     for line in _LEGEND:
         _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
-
-
-def help_text(name: str) -> dict[str, str]:
-    """What `/help` adds about a command: `more`, and an `example`."""
-    texts = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text("utf-8"))
-    told: dict[str, str] = texts[name]
-    return told
 
 
 def memory_in_words(session: Session) -> str:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Final, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
@@ -30,10 +27,8 @@ from sirchat.ui.tables import (
     NOTHING_HELD,
     bin_name,
     draw_histogram,
-    draw_ranking,
     draw_turns,
     heading,
-    score_text,
     share_glyph,
 )
 from sirchat.ui.text import displayable_line, from_bits
@@ -41,19 +36,9 @@ from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 # Of the compact panel:
 _ROWS = 3  # most rows of held text
-_BYTES_A_COLUMN = 12  # most bytes of held text, with its colours, for each column of the screen
-_WIDE = 72  # least width for whole sentences; a narrower panel has short labels
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
-# The search for the number of words that fit:
-_LEAST_EXCESS = 1.02  # if too many rows are taken, the runs count as filling this share, or more
-_LEAST_SHARE = 0.1  # runs that fill less count as filling this: the number grows at most tenfold
-_PRECISION = 32  # one word in this number may be missing at the end of the search
-
-_NO_BREAK: Final = "\xa0"  # a space at which no line may be broken
-
 # Of the large panel:
-_BESIDE = 110  # least width at which two sections are drawn side by side
-_RANKED = 10  # tokens in each of the two rankings: highest scores, and evicted next
+_LONGEST_BARS = 80  # columns of the histogram
 _MARGIN = 13  # width of the column with a turn's number and role
 # Whose tokens the budget holds, and the signs of their segments in the bar.
 _SEGMENTS: Final = {
@@ -180,9 +165,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
         Text(),
         *_held_text(snapshot, theme, inner),
         Text(),
-        _rankings(snapshot, theme, inner),
-        Text(),
-        _statistics(snapshot, theme, inner),
+        *_statistics(snapshot, theme, inner),
     ]
     return Panel(
         Group(*sections),
@@ -224,35 +207,24 @@ def _gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[Styl
     mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
-    return [StyledRun(mark, theme.gap, whole=True)] if mark else []
+    return [StyledRun(mark, theme.gap)] if mark else []
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """Policy, decay, model, speed, and which colour means which surprisal, where that fits."""
+    """Policy, decay, model and speed."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(_headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.rest)
     runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
     if speed:
         runs += [StyledRun(f" {speed} ", theme.quiet), rule]
-    room = width - sum(cell_len(run.text) for run in runs)
-    names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
-    for label in (" surprise in nats:", " nats:"):
-        if len(label) + sum(len(name) + 1 for name in names) <= room:
-            runs.append(StyledRun(label, theme.quiet))
-            runs += [StyledRun(f" {n}", s[0]) for n, s in zip(names, theme.tokens, strict=True)]
-            break
     return line_of(runs)
 
 
 def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == NOTHING_HELD)
-    if width >= _WIDE:
-        count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
-        summary = f"  {count} wholly evicted" if turns else ""
-    else:
-        summary = f"  {gone:,} wholly evicted" if gone else ""
+    summary = f"  {gone:,} wholly evicted" if gone else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
@@ -266,21 +238,13 @@ def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A line with the words that are evicted next; if there are none, how many tokens have room."""
-    parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
-    if snapshot.threshold is not None and snapshot.unit:
-        if not count:
-            parts.append("what surprised the model least is evicted first")
-        elif width >= _WIDE:
-            leave = "evicted next, as they surprised the model least"
-    elif snapshot.threshold is not None:
-        leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
-    elif not snapshot.evicted:
-        parts.append("nothing evicted yet")
-    if count:
-        parts.append(f"{leave}: {_joined(snapshot.leaving_words) or _ONLY_MARKS}")
-    elif snapshot.resident < snapshot.budget:
-        parts.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
-    return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
+    free = snapshot.budget - snapshot.resident
+    if count := len(snapshot.evicted_next):
+        words = _joined(snapshot.leaving_words) or _ONLY_MARKS
+        text = f"{count:,} of {snapshot.resident:,} are evicted next: {words}"
+    else:
+        text = f"room for {free:,} tokens"
+    return line_of([StyledRun(cut(text, width), theme.quiet)])
 
 
 def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
@@ -315,51 +279,15 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
         )
         for rows in split_words(without_template(snapshot.rows))
     ]
-    ranked = sorted(words, key=lambda word: -word.score)
+    most = _ROWS * width // 2  # a word takes two cells at least
+    ranked = sorted(words, key=lambda word: -word.score)[:most]
 
-    def runs(count: int) -> list[StyledRun]:
+    def lines(count: int) -> list[Text]:
         chosen = sorted(ranked[:count], key=lambda word: word.slot)
-        return list(_with_gaps(chosen, snapshot, theme))
+        return lay_out(_with_gaps(chosen, snapshot, theme), width)
 
-    return _most_that_fit(runs, len(ranked), width)
-
-
-def _most_that_fit(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines with nearly as many of `count` words as fit; `runs(n)` draws the n best of them."""
-    best: list[Text] = []
-    few, too_many = 0, count + 1
-    while True:
-        drawn = runs(count)
-        share = _share_of_room(drawn, width)
-        lines = lay_out(drawn, width) if share <= 1 else []
-        if share <= 1 and len(lines) <= _ROWS:
-            best, few = lines, count
-        else:
-            too_many, share = count, max(share, _LEAST_EXCESS)
-        if too_many - few <= 1 + few // _PRECISION:
-            return best or lay_out(runs(1), width)[:_ROWS]
-        count = min(max(int(count / max(share, _LEAST_SHARE)), few + 1), too_many - 1)
-
-
-def _share_of_room(runs: Iterable[StyledRun], width: int) -> float:
-    """The share that the runs fill of the room for held text, in cells or in bytes: the larger."""
-    cells, size, style = 0, 0, Style.null()
-    for run in runs:
-        if run.style is not style:
-            style = run.style
-            size += _switch_bytes(style)
-        cells += cell_len(run.text)
-        size += len(run.text.encode())
-    return max(cells / (_ROWS * width), size / (_BYTES_A_COLUMN * width))
-
-
-@lru_cache(maxsize=256)
-def _switch_bytes(style: Style) -> int:
-    """Bytes of the escape sequences that switch a style on and off, in 256 colours."""
-    # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
-    weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
-    codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)
-    return codes + 6 if codes else 0
+    count = bisect_right(range(1, len(ranked) + 1), _ROWS, key=lambda count: len(lines(count)))
+    return lines(max(1, count))[:_ROWS]
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
@@ -376,7 +304,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
             name = known_width_line(ROLE_NAMES.get(first.role, first.role))
-            yield StyledRun(f"{name}:{_NO_BREAK}", theme.role(first.role) + theme.gap)
+            yield StyledRun(f"{name}: ", theme.role(first.role) + theme.gap)
             yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
         yield from runs[1:]
         turn = first.turn
@@ -406,17 +334,17 @@ def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     space = StyledRun("  ", theme.quiet)
     runs = [StyledRun("how much a token surprised the model, in nats: ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
-        runs += [StyledRun(bin_name(low, high), shades[0], whole=True), space]
+        runs += [StyledRun(bin_name(low, high), shades[0]), space]
     runs.append(StyledRun("left after decay: ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
-        runs += [StyledRun(name, style, whole=True), space]
-    runs += [StyledRun("⋯7", theme.gap, whole=True)]
+        runs += [StyledRun(name, style), space]
+    runs += [StyledRun("⋯7", theme.gap)]
     runs.append(StyledRun(": 7 tokens were evicted here  ", theme.quiet))
     marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
         runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
         runs += [StyledRun(closing, theme.mark), space]
-    runs.append(StyledRun("template", theme.template, whole=True))
+    runs.append(StyledRun("template", theme.template))
     return lay_out(runs, width)
 
 
@@ -482,63 +410,10 @@ def _label(turn: int, role: str, theme: Theme) -> Text:
     return label
 
 
-def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Two tables: the held tokens with the highest scores, and those evicted next."""
-    leaving = set(snapshot.evicted_next)
-    strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
-    weakest = sorted(
-        (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.shown_rank
-    )[:_RANKED]
-    name, scores = _scores(snapshot)
-    half = _half(width)
-    tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
-    if not weakest:
-        free = snapshot.budget - snapshot.resident
-        tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
-    has_scores = any(row.score is not None for row in snapshot.rows)
-    title = "stay longest" if has_scores or not snapshot.rows else "most surprising"
-    return _pair(
-        Group(heading(title, theme, half), tables[0]),
-        Group(heading("evicted next", theme, half), tables[1]),
-        width,
-    )
-
-
-def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
-    """The title of the rankings' last column, and its texts by stream position.
-
-    Scores without a unit may differ by powers of ten, so that their rank is shown instead.
-    """
-    known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
-    if snapshot.unit:
-        return "score", {position: score_text(score) for position, score in known}
-    ascending = sorted(score for _, score in known)
-    count = len(ascending)
-    ranks = {position: count - bisect_right(ascending, score) + 1 for position, score in known}
-    return "rank", {position: f"{rank:,} of {count:,}" for position, rank in ranks.items()}
-
-
-def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    half = _half(width)
-    turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
-    if snapshot.histogram is None:
-        return turns
-    threshold = snapshot.threshold if snapshot.unit == "nats" else None
-    bars = draw_histogram(snapshot.histogram, threshold, theme, half)
-    return _pair(Group(heading("surprise", theme, half), *bars), turns, width)
-
-
-def _half(width: int) -> int:
-    return (width - 4) // 2 if width >= _BESIDE - 4 else width
-
-
-def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Two sections side by side if they fit, else one below the other."""
-    half = _half(width)
-    if half == width:
-        return Group(left, Text(), right)
-    grid = Table.grid(padding=0)
-    for size in (half, width - 2 * half, half):
-        grid.add_column(width=size)
-    grid.add_row(left, "", right)
-    return grid
+def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> list[RenderableType]:
+    sections: list[RenderableType] = []
+    if snapshot.histogram is not None:
+        threshold = snapshot.threshold if snapshot.unit == "nats" else None
+        bars = draw_histogram(snapshot.histogram, threshold, theme, min(width, _LONGEST_BARS))
+        sections += [heading("surprise", theme, width), *bars, Text()]
+    return [*sections, heading("turns", theme, width), draw_turns(snapshot.turns, theme)]

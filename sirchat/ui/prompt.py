@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from prompt_toolkit import PromptSession
@@ -22,10 +23,18 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.keys import Keys
-from prompt_toolkit.layout import FormattedTextControl, Layout, Window
+from prompt_toolkit.layout import (
+    Dimension,
+    FormattedTextControl,
+    HSplit,
+    Layout,
+    ScrollOffsets,
+    Window,
+)
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
+from prompt_toolkit.widgets import RadioList
 
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import open_mention
@@ -55,7 +64,7 @@ _PLAIN_STYLE = Style.from_dict(_PLAIN)
 _STYLE = Style.from_dict(
     {**_PLAIN, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
 )
-_MOST = 10  # items of a list shown at a time
+_MOST = 20  # rows of a list shown at a time
 
 
 @dataclass(frozen=True)
@@ -195,16 +204,35 @@ class Prompt:
         which is removed from the screen at the end. The prompt must not be open.
         """
         output = self._prompt.output
-        view = _View(count, draw, more)
 
-        def content() -> FormattedText:
-            size = output.get_size()
-            return view.draw(size.rows, size.columns)
+        def item(number: int) -> FormattedText:
+            width = output.get_size().columns - 3  # the last column stays free: some terminals wrap
+            shown: list[tuple[str, str]] = []
+            for line in draw(number, width):
+                shown += [("", "\n  " if shown else "")]
+                shown += [(f"class:{style}" if style else "", text) for style, text in line]
+            return FormattedText(shown)
 
-        window = Window(FormattedTextControl(content, focusable=True, show_cursor=False))
+        items = RadioList(
+            [(number, partial(item, number)) for number in range(count)],
+            select_on_focus=True,
+            open_character="",
+            select_character=">",
+            close_character="",
+            show_cursor=False,
+            show_scrollbar=False,
+        )
+        items.window.height = Dimension(max=_MOST)
+        items.window.scroll_offsets = ScrollOffsets(bottom=1)  # an item may have two rows
+
+        def keys() -> str:
+            at = f"{items.current_value + 1} of {count}{more}"
+            return f"{at}: arrows, Enter opens, Esc leaves"
+
+        below = Window(FormattedTextControl(keys, style="class:dim"), height=1)
         app: Application[int | None] = Application(
-            layout=Layout(window),
-            key_bindings=_picker_bindings(view),
+            layout=Layout(HSplit([items, below])),
+            key_bindings=_picker_bindings(items),
             input=self._prompt.input,
             output=output,
             style=self._style(),
@@ -514,52 +542,12 @@ class _Filtered(Processor):
         return Transformation(shown)  # type: ignore[arg-type]
 
 
-class _View:
-    """The part of a list that the screen shows, and the index of the marked item."""
-
-    def __init__(self, count: int, draw: Draw, more: str) -> None:
-        self.count, self._draw, self._more = count, draw, more
-        self.marked = self._first = 0
-        self.shown = _MOST
-
-    def move(self, by: int) -> None:
-        """Move the mark by `by` items down the list (up if negative); stop at the list's ends."""
-        self.marked = min(max(self.marked + by, 0), self.count - 1)
-
-    def draw(self, rows: int, columns: int) -> FormattedText:
-        """The items around the marked one, and a line that explains the keys."""
-        width = columns - 3  # the last column stays free: some terminals wrap there
-        height = len(self._draw(0, width))
-        self.shown = max(1, min((rows - 2) // height, _MOST, self.count))
-        self._first = min(self._first, self.marked, self.count - self.shown)
-        self._first = max(self._first, self.marked - self.shown + 1)
-        drawn: list[tuple[str, str]] = []
-        for number in range(self._first, self._first + self.shown):
-            for index, line in enumerate(self._draw(number, width)):
-                is_marked = number == self.marked and not index
-                drawn.append(("class:bold", "> ") if is_marked else ("", "  "))
-                drawn += [(f"class:{style}" if style else "", text) for style, text in line]
-                drawn.append(("", "\n"))
-        keys = f"{self.marked + 1} of {self.count}{self._more}: arrows, Enter opens, Esc leaves"
-        return FormattedText([*drawn, ("class:dim", keys[:width])])
-
-
-def _picker_bindings(view: _View) -> KeyBindings:
+def _picker_bindings(items: RadioList[int]) -> KeyBindings:
     keys = KeyBindings()
-    steps: dict[str, Callable[[], int]] = {
-        **dict.fromkeys(("up", "c-p"), lambda: -1),
-        **dict.fromkeys(("down", "c-n"), lambda: 1),
-        "pageup": lambda: -view.shown,
-        "pagedown": lambda: view.shown,
-        "home": lambda: -view.count,
-        "end": lambda: view.count,
-    }
-    for key, step in steps.items():
-        keys.add(key)(lambda event, step=step: view.move(step()))
 
-    @keys.add("enter")
+    @keys.add("enter", eager=True)
     def _choose(event: KeyPressEvent) -> None:
-        event.app.exit(result=view.marked)
+        event.app.exit(result=items.current_value)
 
     @keys.add("escape", eager=True)
     @keys.add("c-c")

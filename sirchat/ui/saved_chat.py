@@ -11,12 +11,10 @@ from types import MappingProxyType
 from rich.console import Group
 from rich.text import Text
 
-from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
-from sirchat.config.profile import FIXED, Profile
-from sirchat.config.values import as_typed
+from sirchat.config.profile import FIXED
 from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
@@ -51,9 +49,7 @@ _OF_THE_SESSION = ("description", "seed")
 
 _TURNS = 4  # of a resumed chat that are shown
 _LENGTH = 200  # characters of a turn
-_VALUE = 60  # characters of a setting
 _LEAD = 24  # characters of a found message before the first word
-_NAMED = (*FIXED, "policy", "budget")  # settings that the line before, or the start, names
 
 
 class SavedChat:
@@ -152,11 +148,10 @@ class SavedChat:
         if name is not None:
             check_name(sessions_dir(), name, self._saving.id)
         self._begin()
-        former = self._saving.name
         if name is not None:  # checked again: a file given up meanwhile keeps its name
             self._saving.name = check_name(sessions_dir(), name, self._saving.id)
             self._saving.save()
-        self._report_saved(former)
+        self._report_saved()
 
     def load(self, ident: str) -> Session | None:
         """Switch to a saved chat, by id, name or "last"; None if it is open already.
@@ -379,8 +374,8 @@ class SavedChat:
         """What a shell runs to go on with this chat; `=`, as a name may be that of a command."""
         return f"sirchat --resume={shlex.quote(self._saving.name or self._saving.id)}"
 
-    def _report_saved(self, former: str) -> None:
-        """Save the KV cache, and print how to find the chat, which was called `former` before."""
+    def _report_saved(self) -> None:
+        """Save the KV cache, and print how to find the chat."""
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")
@@ -389,13 +384,9 @@ class SavedChat:
             kept = saving.save_kv()
         except SessionError as error:
             self._screen.error(str(error))
-        handle, renamed = self._handle, ""
-        if former not in ("", saving.name):
-            what = "branch" if saving.id != saving.family else "chat"
-            renamed = f"; this {what} is no longer called {format_value(former)}"
         self._screen.note(
             f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values{renamed}; to continue it: /load {handle}, or {self._resume_command}"
+            f"values; to continue it: /load {self._handle}, or {self._resume_command}"
         )
 
     def _resumed(self, store: SessionStore) -> Session:
@@ -428,7 +419,7 @@ class SavedChat:
 
 
 def show_resumed_chat(session: Session, screen: Screen) -> None:
-    """Print a resumed chat's last turns, its tokens, and the settings that are not the defaults."""
+    """Print a resumed chat's last turns, and its tokens."""
     for role, turn in [*zip(session.state.roles, session.turns, strict=True)][-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
@@ -438,14 +429,6 @@ def show_resumed_chat(session: Session, screen: Screen) -> None:
         f"{session.resident:,} held"
     )
     screen.note(repinned_note(session))
-    usual = with_model_defaults(Profile(), session.model)
-    changed = [
-        f"{name} {shorten(as_typed(getattr(session.profile, name)), _VALUE)}"
-        for name in Profile.model_fields
-        if name not in _NAMED and getattr(session.profile, name) != getattr(usual, name)
-    ]
-    if changed:
-        screen.note(f"settings that differ from the defaults: {', '.join(changed)}")
 
 
 def _name_part(saving: Autosave) -> str:

@@ -22,7 +22,6 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
 from sirchat.models.importing import preload_torch
-from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.prompt import Line, Prompt, ask_for_key
 from sirchat.ui.screen import Screen
@@ -241,25 +240,19 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """While the model loads, completes file names; for a command, it waits for the session."""
+    """While the model loads, it waits for the session, and then completes as the chat does."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        begun = path_begun(document.text_before_cursor)
-        return iter(()) if begun is None else complete_path(begun, event)
+        return iter(())
 
     async def get_completions_async(
         self, document: Document, event: CompleteEvent
     ) -> AsyncGenerator[Completion, None]:
-        if path_begun(document.text_before_cursor) is None:
-            with suppress(Exception):  # the prompt shows the error
-                await asyncio.wrap_future(self._loader.session)
-        now = self._prompt.completer
-        if now is self:
-            for completion in self.get_completions(document, event):
-                yield completion
-        else:
-            async for completion in now.get_completions_async(document, event):
+        with suppress(Exception):  # the prompt shows the error
+            await asyncio.wrap_future(self._loader.session)
+        if self._prompt.completer is not self:
+            async for completion in self._prompt.completer.get_completions_async(document, event):
                 yield completion

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ _ENDINGS = {
     "context": "model's context full",
 }
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LOG_SECONDS = 10.0  # between two lines of a log
 _LONGEST = 24  # characters of a file's name in a bar
 _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
@@ -59,12 +57,7 @@ def toolbar(session: Session, width: int) -> str:
 
 def describe_turn(turn: TurnDone, budget: int, recalled: str = "") -> str:
     """A line about one turn: tokens read, recalled and written, speed, evicted and held tokens."""
-    parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
-    if recalled:
-        parts.append(recalled)
-    if turn.tokens_out:
-        parts.append(f"{turn.tokens_out:,} written, {_speed(turn)}")
-    return ", ".join(parts + _cache(turn, turn.evicted, budget))
+    return f"turn {turn.index}: {describe_round(None, turn, budget, recalled=recalled)}"
 
 
 def describe_round(
@@ -77,7 +70,9 @@ def describe_round(
     """A line about a user turn and its reply; `evicted_words` are words that the user had said."""
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
-    parts = [f"{tokens_in:,} tokens read", f"{reply.tokens_out:,} written"]
+    parts = [f"{tokens_in:,} tokens read"]
+    if reply.role == "assistant":
+        parts.append(f"{reply.tokens_out:,} written")
     if reply.tokens_out:
         parts.append(_speed(reply))
     if recalled:
@@ -148,9 +143,17 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 
 @contextmanager
 def pull_progress(console: Console) -> Iterator[Progress]:
-    """Context manager: yields a function that shows a download as a bar, or as lines of a log."""
+    """Context manager: yields a function that shows a download as a bar, or in a log its end."""
     if not console.is_terminal or console.is_dumb_terminal:
-        yield _Log(console)
+        ended = set[str]()
+
+        def log(file: str, done: int, total: int | None) -> None:
+            if done == total and file not in ended:
+                ended.add(file)
+                line = displayable_line(f"{file}: {in_bytes(done)}")
+                console.print(Text(line), soft_wrap=True)
+
+        yield log
         return
     columns = (
         bars.TextColumn("{task.description}", markup=False),
@@ -167,23 +170,6 @@ def pull_progress(console: Console) -> Iterator[Progress]:
             progress.update(task, description=name, completed=done, total=total, size=size)
 
         yield report
-
-
-class _Log:
-    """Prints a line when a download begins, then one every 10 seconds, and one when it ends."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._next = 0.0
-        self._is_done = False
-
-    def __call__(self, file: str, done: int, total: int | None) -> None:
-        now, ends = time.monotonic(), done == total
-        if done == 0 or (now < self._next and not ends) or self._is_done:
-            return
-        self._next, self._is_done = now + _LOG_SECONDS, ends
-        line = f"{file}: {in_bytes(done)} of {in_bytes(total)}"
-        self._console.print(Text(displayable_line(line)), soft_wrap=True)
 
 
 def _speed(turn: TurnDone) -> str:

@@ -37,7 +37,6 @@ from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
 from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.lists import in_bytes
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.text import counted, shorten
@@ -153,7 +152,7 @@ class Switching:
 
     def pin(self, target: Target, *, pinned: bool) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
-        evicted, restored, named = 0, list[int](), 0
+        evicted, restored = 0, list[int]()
         session, ledger = self._session, self._session.ledger
         before = set(ledger.pinned_positions)
         for event in session.pin(target, pinned):
@@ -161,9 +160,7 @@ class Switching:
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
-            elif isinstance(event, Pinned):
-                named = event.tokens
-            else:
+            elif not isinstance(event, Pinned):
                 self._report(event)
         changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
         count = len(changed)
@@ -179,8 +176,6 @@ class Switching:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
             price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
             price.append(f"in {self._messages_at(changed)}")
-        if 0 < count < named:
-            price.append(f"pinned already: {named - count:,}")
         if others := len(restored) - came:
             why = f"as policy {session.profile.policy} fills the budget anew"
             price.append(f"{counted(others, 'other')} restored, {why}")
@@ -372,7 +367,6 @@ class ModelSwitching:
             self._saved_chat.replace_session(session)
 
     def _report(self, before: Session, now: Session) -> None:
-        name, weights = before.model.name, in_bytes(_weight_bytes(before.model))
         self._screen.note(
             f"the model is now {now.model.name}; it read {now.seen:,} tokens, "
             f"the cache holds {now.resident:,}/{now.budget:,}"
@@ -388,9 +382,8 @@ class ModelSwitching:
         for event in now.opening_events():
             if isinstance(event, Notice):
                 self._screen.note(event.text)
-        self._screen.note(
-            f"/undo goes back to {name}, which stays in memory ({weights}) until the next message"
-        )
+        former = f"{before.model.name}, which stays in memory until the next message"
+        self._screen.note(f"/undo goes back to {former}")
 
 
 @dataclass(frozen=True)
@@ -400,10 +393,3 @@ class _Former:
     session: Session
     profile: Profile  # of the new session at its beginning
     stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    """Bytes of all weights of a model; weights that several layers share count once."""
-    tensors = (*model.module.parameters(), *model.module.buffers())
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

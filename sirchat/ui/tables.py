@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, Final
@@ -41,23 +41,17 @@ _TEXTS: Final[dict[str, dict[str, Any]]] = {
 }
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NEWER = 40  # most characters of a newer statement
-_RANKING_WIDTH = 60  # most columns of a ranking, so that a token is near its numbers
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
     """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them.
 
-    If the flags don't fit into `width` cells, they go into a second table below.
+    Columns that don't fit into `width` cells go into further tables below.
     """
-    tracked = any(row.attention is not None for row in rows)
     titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
-    titles += ["attention"] * tracked
-    flagged = [row for row in rows if row.flags]
-    table = _table(theme, _columns(rows, theme, *titles, *(["flags"] if flagged else [])))
-    if not flagged or width is None or _width(table) <= width:
-        return table
-    below = _columns(flagged, theme, "position", "token", "flags")
-    return Group(_table(theme, _columns(rows, theme, *titles)), _table(theme, below))
+    titles += ["attention"] * any(row.attention is not None for row in rows)
+    titles += ["flags"] * any(row.flags for row in rows)
+    return _tables(theme, _columns(rows, theme, *titles), width)
 
 
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
@@ -67,7 +61,12 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
     """
     rows = [rank.row for rank in token_ranks]
     factors = list(token_ranks[0].factors) if token_ranks else []
-    numbers = {
+    columns = _columns(rows, theme, "position", "turn", "token")
+    columns |= {
+        "is": [
+            ", ".join([x.state, *(flag for flag in x.row.flags if flag in ("sink", "pinned"))])
+            for x in token_ranks
+        ],
         **_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in token_ranks],
         **{name: [significant(rank.factors[name]) for rank in token_ranks] for name in factors},
@@ -75,20 +74,8 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
         "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
     }
     if any(rank.threshold is not None for rank in token_ranks):
-        numbers["needs"] = [score_text(rank.threshold) for rank in token_ranks]
-    states = [
-        ", ".join([rank.state, *(flag for flag in rank.row.flags if flag in ("sink", "pinned"))])
-        for rank in token_ranks
-    ]
-    columns = _columns(rows, theme, "position", "turn", "token") | {"is": states}
-    tables: list[Table] = []
-    for name, texts in numbers.items():
-        is_wide = _width(_table(theme, columns | {name: texts})) > width
-        if is_wide and name != "surprisal":  # each table has at least one number
-            tables.append(_table(theme, columns))
-            columns = _columns(rows, theme, "position", "token")
-        columns[name] = texts
-    return Group(*tables, _table(theme, columns))
+        columns["needs"] = [score_text(rank.threshold) for rank in token_ranks]
+    return _tables(theme, columns, width)
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
@@ -105,16 +92,6 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
         "you said": [displayable_line(fact.text) for fact in facts],
     }
     return _table(theme, columns)
-
-
-def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """Draw a table of recalled tokens, those that fit the user's message best first.
-
-    `scores` says how well they fit, by stream position.
-    """
-    rows = sorted(rows, key=lambda row: -scores[row.position])
-    columns = _columns(rows, theme, "position", "token", "surprisal")
-    return _table(theme, columns | {"fits": [f"{scores[row.position]:.3g}" for row in rows]})
 
 
 def draw_recalled_turns(
@@ -142,21 +119,6 @@ def draw_recalled_turns(
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
     columns["recalled text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
-
-
-def draw_ranking(
-    rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
-) -> RenderableType:
-    """Draw a table of tokens in the given order; `scores`, by position, is the column `name`.
-
-    If `scores` is empty, there is no such column.
-    """
-    columns = _columns(rows, theme, "position", "turn", "token", "surprise")
-    if scores:
-        columns[name] = [scores.get(row.position, "-") for row in rows]
-    table = _table(theme, columns, width=min(width, _RANKING_WIDTH))
-    table.columns[2].ratio = 1
-    return table
 
 
 def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
@@ -281,6 +243,18 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
     return table
 
 
+def _tables(theme: Theme, columns: Columns, width: int | None) -> RenderableType:
+    """As many tables as it takes for `columns` to fit; each has the columns position and token."""
+    tables: list[Columns] = [{}]
+    for name, texts in columns.items():
+        wider = {**tables[-1], name: texts}
+        if width and len(tables[-1]) > 2 and _width(_table(theme, wider)) > width:
+            wider = {key: columns[key] for key in ("position", "token", name)}
+            tables.append(wider)
+        tables[-1] = wider
+    return Group(*(_table(theme, one) for one in tables))
+
+
 def _columns(rows: Sequence[TokenRow], theme: Theme, *titles: str) -> Columns:
     """Columns with facts of tokens."""
     return {title: [_cell(row, title, theme) for row in rows] for title in titles}
@@ -292,7 +266,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
             return _role(row.role, theme)
         case "token":
             return Text(quoted(row.text), theme.token(row), no_wrap=True)
-        case "surprisal" | "surprise":
+        case "surprisal":
             return nats(row.surprisal)
         case "score":
             return score_text(row.score)

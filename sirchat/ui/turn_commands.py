@@ -13,7 +13,6 @@ from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
 from sirchat.chat.retry import retriever_for_retry, retry_under, retry_with, settings_for_full
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.state import UndoPoint
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
@@ -31,7 +30,6 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     Where that is no longer possible (after a resume, or without an archive), a new session reads
     the earlier turns again and is returned. Raises UndoError if there is no user turn.
     """
-    point = session.undo_points[-1] if session.undo_points else None
     try:
         events = session.undo()
     except UndoError:
@@ -46,8 +44,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, read_before_last, say, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            after = "" if point is None else _compare_held(session, point)
-            _report(event.text, session, screen, after=after)
+            _report(event.text, session, screen)
     return None
 
 
@@ -141,18 +138,9 @@ def _read_anew(
     return again
 
 
-def _compare_held(session: Session, point: UndoPoint) -> str:
-    """Say whether as many tokens are held as before the undone message; "" at the same budget."""
-    if session.budget == point.budget:
-        return ""
-    held = len(point.checkpoint.cache.placement.held)
-    how = " as" if held == session.resident else f", not {held:,} as"
-    return f"{how} before that message; the budget of {session.budget:,} stays"
-
-
-def _report(text: str, session: Session, screen: Screen, how: str = "", after: str = "") -> None:
+def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
+    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}")
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:

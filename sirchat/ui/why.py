@@ -16,22 +16,18 @@ from rich.text import Text
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
-from sirchat.chat.words import near_positions, without_template, words_at
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
-from sirchat.recall.word_index import STOP_WORDS
 from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
 from sirchat.ui.text import displayable_line, from_bits, said_ago, shorten
 
 _ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
-_MOST_ATTENDED = 5  # words that are named
 _LITTLE = 0.5  # a reply that paid less than this share of the mean attention missed the tokens
 _LEAST_USED = 4  # tokens held of a sentence that is named as used most
 _SENTENCE = 120  # characters of it
 _LENGTH = 40  # most characters that are quoted of the words asked for
-_FEW = 4  # at most one token in this number is "only" a few
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
 _FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
@@ -65,7 +61,7 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
     else:
         related = related_turn(session.turns, last[0])
         ranks = session.why(f"turn {related[0]}") if related else session.why(f"turn {last[0]}")
-        lines = [_about_related(session, ranks, related, paid), *_most_attended(session, paid)]
+        lines = [_about_related(session, ranks, related, paid), *_most_used(session, paid)]
     parts: list[RenderableType] = [Text("\n".join(lines))]
     if all_numbers:
         parts.append(draw_token_ranks(ranks, screen.theme, screen.width))
@@ -180,21 +176,10 @@ def _about_related(
     return describe_use(ranks, what, paid, can_retry=_can_retry_full(session))
 
 
-def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
-    """Lines with the sentence and the words to which the last reply paid most attention."""
-    if not paid.shares:
-        return [_HIDDEN] if paid.shares is None else []
-    best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
-    rows = without_template(session.tokens(near_positions(best, session.seen)))
-    words = {word: paid.shares[at] for at in reversed(best) for word in words_at([at], rows)}
-    telling = [word for word in words if word.casefold() not in STOP_WORDS]
-    named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]
-    lines = [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
-    return [*_most_used(session, paid.shares), *(lines if named else [])]
-
-
-def _most_used(session: Session, shares: Mapping[int, float]) -> list[str]:
+def _most_used(session: Session, paid: AttentionPaid) -> list[str]:
     """A line with the earlier sentence whose tokens got most attention each, at least some."""
+    if not (shares := paid.shares):
+        return [_HIDDEN] if shares is None else []
     asked = (last_round(session.turns) or (0, 0))[0]
     rows = [row for row in session.tokens(sorted(shares)) if row.turn < asked]
     best, used = 0.0, ("", "")
@@ -233,11 +218,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = _listed(by_words.get(best.row.turn, ()))
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
-        if best.is_measured:
-            return f"; policy {policy} gives no token a rank."
-        return f": policy {policy} records attention to it only from the next message on."
-    if best.leaves and best.rank <= best.held // 2:
-        return ", but will be evicted next: what ranks lower is pinned, or among the newest."
+        return f"; policy {policy} gives it no rank{_since(best)}."
     if best.leaves:
         return f", but will be evicted next: {higher}."
     if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
@@ -247,14 +228,16 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
 
 def _why_evicted(best: TokenRank, policy: str) -> str:
     if best.rank is None:
-        if best.is_measured:
-            return f"; policy {policy} gives no token a rank."
-        return f": policy {policy} had recorded no attention to it when it was evicted."
+        return f"; policy {policy} gives it no rank{_since(best)}."
     higher = _higher(best, policy)
     is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
     if best.rank <= best.held // 2 and not is_low:
         return f": it was evicted earlier, or under other settings. Now, {higher}."
     return f": {higher}."
+
+
+def _since(rank: TokenRank) -> str:
+    return "" if rank.is_measured else ", as no attention to it was recorded"
 
 
 def _higher(rank: TokenRank, policy: str) -> str:
@@ -266,10 +249,9 @@ def _higher(rank: TokenRank, policy: str) -> str:
     if rank.factors.get("template") == 0:
         return f"policy {name} evicts what the chat template adds before all else"
     above = (rank.rank or 1) - 1
-    few = "only " if 0 < above * _FEW <= rank.held else ""
     verb = singular if above == 1 else plural
     fading = " (older surprise counts less)" if rank.decayed_to < 1 and policy in _FADING else ""
-    count = f"{few}{above:,}" if above else "none"
+    count = f"{above:,}" if above else "none"
     return f"of the {rank.held:,} held tokens, {count} {verb} {what}{fading}"
 
 

@@ -109,7 +109,7 @@ def test_what_is_here_is_not_fetched_again_and_a_log_has_few_lines(
     assert hub.ranges("model.safetensors") == [""]
     assert len(first.stderr.splitlines()) <= 4
     assert "\x1b" not in first.stderr
-    assert "25 MB of 25 MB" in first.stderr
+    assert "model.safetensors: 25 MB" in first.stderr
 
 
 def test_a_terminal_shows_a_bar_and_leaves_none(hub: FakeHub, cache: Path) -> None:

@@ -35,7 +35,7 @@ from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
+from sirchat.ui.tables import draw_token_ranks, draw_tokens
 from sirchat.ui.typed_input import InMemory
 
 SESSIONS = 60
@@ -210,13 +210,11 @@ class _RunningSession:
     def look(self) -> dict[str, Any]:
         """Both panels, and the tables of tokens."""
         whole, session = self.session.snapshot(), self.session
-        came = session.recall.scores
         shown = [
             draw_panel(whole, NONE, 120),
             draw_panel(whole, NONE, 70),
             draw_compact_panel(session.snapshot(strongest=30), NONE, 100),
             draw_tokens(whole.rows, NONE),
-            draw_recalled(session.tokens(list(came)), came, NONE),
         ]
         lines = "\n".join(drawn(one, 120) for one in shown).splitlines()
         kept = [line for line in lines if "tok/s" not in line]

@@ -105,11 +105,10 @@ def test_names_may_have_spaces_and_a_tilde_and_what_is_wrong_costs_one_line(
     os.mkfifo(folder / "pipe")
     (folder / "dangling").symlink_to("nowhere")
     for rest, said in (
-        ("md no/chat.md", "there is no folder no"),
-        ("md dir --force", "dir is a folder"),
-        ("md pipe", "pipe exists"),
+        ("md no/chat.md", "No such file or directory"),
+        ("md dir --force", "dir is not a regular file"),
         ("md pipe --force", "pipe is not a regular file and can't be replaced"),
-        ("md dangling", "dangling exists"),
+        ("md dangling", "dangling is not a regular file"),
         (f"md {'x' * 300}", "can't be written"),
         ("md a\0b", "can't be written"),
         ("md", "expected the name of one file"),

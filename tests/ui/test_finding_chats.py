@@ -155,15 +155,14 @@ def test_a_chat_is_picked_with_the_arrow_keys(tmp_path: Path, folder: Path) -> N
         chat.say("/load")
         chat.wait_screen("1 of 30")
         for keys, at in (
-            ("\x1b[6~", "6 of 30"),
-            ("\x1b[F", "30 of 30"),
-            ("\x1b[H", "1 of 30"),
+            (DOWN * 6, "7 of 30"),
+            (UP * 9, "1 of 30"),
             (DOWN * 5 + UP * 5, "1 of 30"),
         ):
             chat.send(keys)
             chat.wait_screen(rf"(?m)^{at}")
-            assert len(re.findall(r"(?m)^(> |  )20", chat.text)) == 5
-            assert len(re.findall(r"(?m)^> 20", chat.text)) == 1
+            assert len(re.findall(r"(?m)^(> |  )20", chat.text)) >= 5
+            assert len(re.findall(r"(?m)^> 20.*\n  .*(lives|chat)", chat.text)) == 1
         chat.resize(12, 130)
         chat.wait_screen(r"(?m)^> 20.{60,}")
         chat.send("\x04")

@@ -58,10 +58,6 @@ def test_what_is_typed_meanwhile_stays_and_the_first_line_appears_above(
     (tmp_path / "notes.txt").touch()
     chat = begin()
     chat.wait_screen(_LOADING)
-    chat.send(f"@{tmp_path}/no{TAB}")  # names of files are completed at once
-    chat.wait_screen(r"notes\.txt")
-    chat.send(CTRL_C)
-    chat.wait_screen("(?m)^>$")
     chat.send("/unp")
     chat.wait_screen("(?m)^> /unp$")
     assert "let these words" not in chat.text

@@ -85,12 +85,11 @@ def test_of_a_turn_that_is_not_there_it_says_so_though_these_words_are(chat: Cha
 
 def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> None:
     before = chat.session.resident
-    for budget, than in (("400", "as before"), ("48", f"not {before} as before")):
+    for budget in ("400", "48"):
         chat.say("blue " * 30)
         chat.do(f"/budget {budget}")
         shown, held = chat.do("/undo"), chat.session.resident
         assert f"holds {held}/{budget}" in shown
-        assert f"{than} that message; the budget of {budget} stays" in shown
         assert (held < before) == (budget == "48")
 
 
@@ -118,9 +117,7 @@ def test_pin_and_unpin_count_only_what_they_change() -> None:
     chat = Chat(system="Call me Anna.", save=False)
     chat.say("My name is Anna.")
     shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
-    assert shown.startswith(
-        "pinned: “Anna”\n1 token; in 1 message of yours; pinned already: 1; holds "
-    )
+    assert shown.startswith("pinned: “Anna”\n1 token; in 1 message of yours; holds ")
     assert "all of this is pinned already" in chat.do("/pin Anna")
     assert "nothing of this was pinned" in chat.do("/unpin name")
     assert "2 tokens no longer pinned" in chat.do("/unpin Anna")

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from saved_chats import SAYINGS, Chat, refusal, saved
+from sirchat.config.profile import Profile
 from sirchat.config.values import policy_choices
 from sirchat.ui import commands
 from sirchat.ui.commands import Commands
@@ -21,14 +22,14 @@ LONG = "9 some words and 81 more of them, and a heron"
 
 def test_each_command_has_a_paragraph_and_an_example_of_it() -> None:
     text = Path(commands.__file__).with_name("help.yaml").read_text(encoding="utf-8")
-    told = yaml.safe_load(text)
-    names = [name for name in Commands.names() if "the same as" not in Commands.help_of(name)[1]]
-    assert set(names) <= set(told)
-    for name in names:
-        words = told[name]["example"].split()
+    for name, told in yaml.safe_load(text)["commands"].items():
+        words = told["example"].split()
         assert words[0] == f"/{name}"
-        assert len(words) == 1 or Commands.help_of(name)[0], name  # one that takes no argument
-        assert told[name]["more"].strip()[-1] == ".", name
+        assert len(words) == 1 or told["arguments"], name  # one that takes no argument
+        assert told["more"].strip()[-1] == ".", name
+        assert hasattr(Commands, f"do_{name}") or name in Profile.model_fields
+    methods = {name.removeprefix("do_") for name in vars(Commands) if name.startswith("do_")}
+    assert methods < {*Commands.names()}
     shown = Chat().do("/help recall")
     assert "Restore archived tokens" in shown
     assert "With recall on, sirchat looks in all that was evicted" in " ".join(shown.split())

@@ -69,18 +69,15 @@ def test_the_panel_after_a_reply_reads_at_a_glance(
     with TypedChat(terminal, policy=policy, budget=64, recent=8, panel="turn") as chat:
         for line in (*TOLD, "Tell me a joke."):
             shown = chat.ask(line)
-    panel = shown[shown.index("── ") :].replace("\xa0", " ").splitlines()
+    panel = shown[shown.index("── ") :].splitlines()
     text = "\n".join(panel)
     assert len(panel) <= 8
     assert "<|" not in text
     assert "e+" not in text
     assert re.search("(?m)(^| )(you|model): ", text)
-    assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
     assert re.search(r"^evicted: \w+", text, re.M)
-    if policy == "entropy":
-        assert re.search(r"evicted next(, as they surprised the model least)?: \w+", text)
-    else:
-        assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
+    assert re.search(r"\d+ of \d+ are evicted next: \w+", text)
+    if policy != "entropy":
         assert re.search(r"wholly evicted", text)
 
 

@@ -11,9 +11,11 @@ import pytest
 from chatting import babbler, tiny
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
-from sirchat.ui.commands import GROUPS, Commands, Leave
+from sirchat.ui.commands import Commands, Leave
 from terminal import lines_of
 from typed_chat import TypedChat
+
+GROUPS = "Talk Memory Look Chats Settings Help"
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_help_names_the_keys_and_describes_one_command(chat: Chat) -> None:
 def test_all_of_the_help_is_a_screen_of_groups(chat: Chat, columns: int, rows: int) -> None:
     chat.screen.console.width = columns
     lines = chat.do("/help all").splitlines()
-    for group in GROUPS:
+    for group in GROUPS.split():
         assert any(re.search(rf"(^|  ){group}( |$)", line) for line in lines), group
     assert len(lines) < rows - 3  # below it are the prompt and the toolbar
     assert any(line.startswith(" /edit  ") and "change your last message" in line for line in lines)
@@ -87,14 +89,14 @@ def test_help_names_every_command_in_a_line_for_each_group_without_a_pager(chat:
     chat.screen.console.width = 80
     lines = chat.do("/help").splitlines()
     assert len(lines) < 24 - 3  # below it are the prompt and the toolbar
-    assert [line.split()[0] for line in lines[: len(GROUPS)]] == list(GROUPS)
-    named = re.findall(r"(?<= )/(\w+)", "\n".join(lines[: len(GROUPS)]))
+    assert [line.split()[0] for line in lines[:6]] == GROUPS.split()
+    named = re.findall(r"(?<= )/(\w+)", "\n".join(lines[:6]))
     assert len(named) == len(set(named))
     assert set(named) | {"quit", "bye", "?", "regen"} == set(Commands.names())
 
 
 @pytest.mark.slow
-def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
+def test_recalled_words_are_listed(chat: Chat) -> None:
     chat.do("/policy sink")
     chat.do("/budget 64")
     chat.say("My name is Anna.", *["Tell me a joke."] * 4)
@@ -105,14 +107,8 @@ def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
     shown = chat.do("/recall").splitlines()
     assert shown[0].split() == ["said", "tokens", "by", "the", "words", "recalled", "text"]
     assert any(re.search(r" Anna +My name is Anna\.$", line) for line in shown)
-    columns = ["position", "token", "surprisal", "fits"]
-    table = shown[next(at for at, line in enumerate(shown) if line.split() == columns) :]
-    table = [line for line in table if not line.startswith(("held anyway", "sentence encoder"))]
-    scores = [float(line.split()[-1]) for line in table[1:]]
-    assert scores == sorted(scores, reverse=True)
-    counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(str.strip, shown[1:])]
-    assert len(scores) == sum(counts) <= 30
-    assert any("Anna" in line for line in table[1:])
+    counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(_is_row, shown[1:])]
+    assert 0 < sum(counts) <= 30
     assert "recalled for" in chat.do("/panel full")
 
 
@@ -136,6 +132,7 @@ def test_recalled_tokens_are_listed_by_score(chat: Chat) -> None:
         ("/set policy window", "policy: salience -> window"),
         ("/set theme none", "theme: auto -> none"),
         ("/panel off", "panel: live -> off"),
+        ("/panel on", "panel: live -> auto"),
         ("/panel turn", "panel: live -> turn"),
         ("/profile sirllm-rps", "evict: when-full -> between-turns"),
     ],
@@ -156,17 +153,6 @@ def test_a_switch_reports_evicted_and_held_tokens(chat: Chat) -> None:
     assert "sinks has no effect under policy window" in shown
 
 
-def test_the_panel_goes_off_and_on(chat: Chat) -> None:
-    assert chat.do("/panel off") == "panel: live -> off\n"
-    assert chat.do("/panel on") == "panel: off -> auto\n"
-    assert chat.do("/panel on") == "panel is already auto\n"
-
-
-@pytest.mark.parametrize("line", ["/exit", "/quit", "/bye"])
-def test_three_words_leave(chat: Chat, line: str) -> None:
-    assert chat.commands.run(line) == Leave()
-
-
 def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
     for line, reported in (
         ("/budget", "budget is 1024"),
@@ -180,20 +166,16 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
     ):
         assert chat.do(line).startswith(reported)
+    assert all(chat.commands.run(line) == Leave() for line in ("/exit", "/quit", "/bye"))
     chat.do("/decay 0.9")
+    chat.do("/set temperature 0.5")
     table = chat.do("/show")
+    assert re.search(r"(?m)^\* +temperature +0\.5 \(/set\)", table)
+    assert re.search(r"(?m)^ +top_k +none \(default\)", table)
     assert re.search(r"\* .*decay.* 0\.9 ", table)
     assert re.search(r"· .*seed", table)
     for name in ("policy_options", "max_new_tokens", "system", "theme"):
         assert name in table
-
-
-def test_what_has_set_each_sampling_value_stands_beside_it(chat: Chat) -> None:
-    chat.do("/set temperature 0.5")
-    table = chat.do("/set")
-    assert re.search(r"(?m)^\* +temperature +0\.5 \(/set\)", table)
-    assert re.search(r"(?m)^ +top_k +none \(default\)", table)
-    assert chat.do("/show temperature").startswith("temperature is 0.5 (/set): ")
     chat.do("/profile sirllm-rps")
     assert chat.do("/set temperature").startswith("temperature is 0.0 (/profile): ")
 
@@ -238,6 +220,10 @@ def test_what_is_held_is_shown_with_its_numbers(chat: Chat) -> None:
     assert len(going) == 8
     assert going == sorted(going)  # the first to go comes first
     assert chat.do("/tokens turn 99") == "no held token matches /tokens turn 99\n"
+
+
+def _is_row(line: str) -> bool:
+    return line.startswith(("you", "model"))
 
 
 def _rows(shown: str) -> list[str]:

@@ -141,38 +141,37 @@ def test_a_line_switches_settings_as_a_command_of_a_chat_does(tmp_path: Path) ->
     )
 
 
+BOTH = ("replay",), ("compare",)
+OF_BUDGET = ("replay", "--budget", "64"), ("compare", "--budgets", "256,64")
+
+
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "commands", "complaint"),
     [
-        ({"polcy": "sink"}, 'there is no setting "polcy" (did you mean policy?)'),
-        ({"policy": "snk"}, 'policy can\'t be "snk"'),
-        ({"budget": -1}, "budget can't be -1"),
-        ({"budget": "many"}, 'budget can\'t be "many"'),
-        ({"model": "smollm2"}, "model can't change in a running chat"),
-        ({"policy": "sink", "policy_options": {"x": 1}}, "policy sink has no option 'x'"),
-        ({"policy": "mine:Own"}, "would run a module's code"),
-        ({"json_schema": "nowhere.json"}, "there is no file nowhere.json"),
+        ({"polcy": "sink"}, BOTH, 'there is no setting "polcy" (did you mean policy?)'),
+        ({"policy": "snk"}, BOTH, 'policy can\'t be "snk"'),
+        ({"budget": -1}, BOTH, "budget can't be -1"),
+        ({"budget": "many"}, BOTH, 'budget can\'t be "many"'),
+        ({"model": "smollm2"}, BOTH, "model can't change in a running chat"),
+        ({"policy": "sink", "policy_options": {"x": 1}}, BOTH, "policy sink has no option 'x'"),
+        ({"policy": "mine:Own"}, BOTH, "would run a module's code"),
+        ({"json_schema": "nowhere.json"}, BOTH, "there is no file nowhere.json"),
+        ({"sinks": 60}, OF_BUDGET, ""),
+        ({"policy": "sink"}, (*BOTH, ("replay", "--feed")), "before the assistant turn of line 3"),
     ],
 )
 def test_a_wrong_switch_is_refused_before_the_model_loads(
-    settings: dict[str, Any], complaint: str, tmp_path: Path
+    settings: dict[str, Any], commands: list[tuple[str, ...]], complaint: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "talk.jsonl"
-    file.write_text(f"{json.dumps(TOLD[0])}\n{json.dumps({'switch': settings})}\n", "utf-8")
-    for command in (("replay", str(file)), ("compare", str(file))):
-        done = run(*command)
+    lines = [TOLD[0], {"switch": settings}]
+    lines += [{"role": "assistant", "content": "Hello."}] * ("assistant" in complaint)
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    for command in commands:
+        done = run(*command, str(file))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert f"{file}, line 2: " in done.stderr
         assert complaint in done.stderr
-
-
-def test_a_switch_that_a_given_budget_does_not_allow_is_refused_before_too(tmp_path: Path) -> None:
-    file = tmp_path / "talk.jsonl"
-    file.write_text(f"{json.dumps(TOLD[0])}\n" + '{"switch": {"sinks": 60}}\n', "utf-8")
-    for command in (("replay", "--budget", "64"), ("compare", "--budgets", "256,64")):
-        done = run(*command, str(file))
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert f"{file}, line 2: " in done.stderr
 
 
 def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> None:
@@ -181,21 +180,6 @@ def test_what_only_the_model_can_tell_of_a_switch_is_told_with_its_line() -> Non
     assert done.returncode == 2
     assert "standard input, line 2: budget 99999 is above the context length" in done.stderr
     assert "USER: My name is Anna." in done.stdout
-
-
-@pytest.mark.parametrize("command", [("replay", "--feed"), ("replay",), ("compare",)])
-def test_a_switch_between_a_message_and_its_given_reply_is_refused_before_the_model_loads(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
-    file = tmp_path / "talk.jsonl"
-    lines = [TOLD[0], SWITCHES[0], {"role": "assistant", "content": "Hello."}]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
-    done = run(*command, str(file))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert (
-        f"{file}, line 2: settings can't be switched before the assistant turn of line 3"
-        in done.stderr
-    )
 
 
 @pytest.mark.slow

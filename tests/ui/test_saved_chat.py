@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from chatting import babbler, session, tiny
+from chatting import babbler, tiny
 from command import run
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from session_files import printed
-from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.session import Session
-from sirchat.config.profile import FIXED, Profile
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.keys_values import KeysAndValues
@@ -24,8 +20,6 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.saved_chat import show_resumed_chat
-from sirchat.ui.screen import Screen
 from terminal import Terminal
 from typed_chat import TypedChat
 
@@ -157,18 +151,6 @@ def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed
     assert resumed(folder, "last")[0].turns == chat.session.turns
 
 
-def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_one() -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    assert "no longer called" not in chat.do("/save trip")
-    assert "no longer called" not in chat.do("/save trip")
-    assert 'this chat is no longer called "trip"' in chat.do("/save journey")
-    chat.do("/branch berlin")
-    shown = chat.do("/save rome")
-    assert 'called "rome"' in shown
-    assert 'this branch is no longer called "berlin"' in shown
-
-
 # --- /load
 
 
@@ -288,25 +270,3 @@ def _full(*_: object) -> None:
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_a_resumed_chat_names_each_setting_that_is_not_the_default_once() -> None:
-    given: dict[str, Any] = {
-        "recall": "words",
-        "sinks": 2,
-        "decay": 0.9,
-        "temperature": 0.5,
-        "max_new_tokens": 9,
-    }
-    chat, out = session(babbler(), policy="sink", budget=96, **given), io.StringIO()
-    list(chat.ask("Hello."))
-    show_resumed_chat(chat, Screen(out, out))
-    (line,) = re.findall("settings that differ from the defaults: (.*)", out.getvalue())
-    for name, value in given.items():
-        assert line.split(", ").count(f"{name} {value}") == 1
-    assert "budget" not in line  # the line of the start names it, and the policy
-    usual = with_model_defaults(Profile(), chat.model)
-    named = {one.split()[0] for one in line.split(", ")}
-    assert named == {
-        *(key for key in Profile.model_fields if getattr(chat.profile, key) != getattr(usual, key))
-    } - {"policy", "budget", *FIXED}

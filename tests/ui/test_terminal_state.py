@@ -90,11 +90,16 @@ _ANSWERS = "\x1b]11;rgb:ffff/ffff/dddd\x1b\\\x1bP>|xterm(390)\x1b\\\x1b_Gi=1;OK\
 def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_colours(
     tmp_path: Path, endless: str
 ) -> None:
-    flags = ("--model", endless, "--max-new-tokens", "100000")
-    for told, theme in (("", "light"), ("15;0", "dark")):
+    for told, named, theme in (
+        ("", "auto", "light"),
+        ("15;0", "auto", "dark"),
+        ("", "dark", "dark"),
+    ):
+        flags = ("--model", endless, "--max-new-tokens", "100000", "--theme", named)
         with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": told}) as chat:
             chat.wait_prompt()
-            assert chat.raw.count(b"\x1b]11;?\x1b\\") == (not told)
+            is_asked = not told and named == "auto"
+            assert chat.raw.count(b"\x1b]11;?\x1b\\") == is_asked
             chat.send(_ANSWERS[:12])
             chat.send(_ANSWERS[12:])
             chat.begin_reply()
@@ -105,16 +110,6 @@ def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_col
             chat.wait_prompt()
             chat.submit("a" + _ANSWERS + "b\r")
             chat.wait_screen("(?m)^> ab$")
-
-
-def test_a_terminal_is_asked_only_if_the_theme_needs_its_background(
-    tmp_path: Path, endless: str
-) -> None:
-    for theme, count in (("auto", 1), ("dark", 0)):
-        flags = ("--model", endless, "--theme", theme)
-        with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": ""}) as chat:
-            chat.wait_prompt()
-            assert chat.raw.count(b"\x1b]11;?\x1b\\") == count
 
 
 def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application
 from prompt_toolkit.history import DummyHistory
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
 from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.output import DummyOutput
@@ -35,25 +35,35 @@ Read = Callable[..., Line]
 
 
 @pytest.fixture
-def read(own_home: Path) -> Iterator[Read]:
-    """Reads a line at the prompt; each string of keys comes a moment after the one before."""
+def pipe() -> Iterator[PipeInput]:
     with create_pipe_input() as pipe:
-        history = input_history(print)
-        prompt = Prompt(pipe, DummyOutput(), history=history)
-        history.as_typed = prompt.as_typed
+        yield pipe
 
-        def line_of(first: str, *keys: str) -> Line:
-            async def others() -> None:
-                for one in keys:
-                    await asyncio.sleep(0.05)
-                    pipe.send_text(one)
 
-            pipe.send_text(first)
-            line = prompt.read(meanwhile=others)
-            assert line is not None
-            return line
+@pytest.fixture
+def prompt(pipe: PipeInput) -> Prompt:
+    return Prompt(pipe, DummyOutput(), history=DummyHistory())
 
-        yield line_of
+
+@pytest.fixture
+def read(own_home: Path, pipe: PipeInput) -> Read:
+    """Reads a line at the prompt; each string of keys comes a moment after the one before."""
+    history = input_history(print)
+    prompt = Prompt(pipe, DummyOutput(), history=history)
+    history.as_typed = prompt.as_typed
+
+    def line_of(first: str, *keys: str) -> Line:
+        async def others() -> None:
+            for one in keys:
+                await asyncio.sleep(0.05)
+                pipe.send_text(one)
+
+        pipe.send_text(first)
+        line = prompt.read(meanwhile=others)
+        assert line is not None
+        return line
+
+    return line_of
 
 
 @pytest.fixture
@@ -191,68 +201,52 @@ def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Event loop is closed")])
 def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, pipe: PipeInput, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        closes = PromptSession.prompt
+    closes = PromptSession.prompt
 
-        def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
-            closes(self, *args, **options)
-            raise error
+    def closed_too_late(self: Any, *args: Any, **options: Any) -> Any:
+        closes(self, *args, **options)
+        raise error
 
-        keys.send_text("Hello.\r")
-        assert prompt.read() == Line("Hello.", is_command=False)
-        monkeypatch.setattr(PromptSession, "prompt", closed_too_late)
-        keys.send_text("Hello.\r")
-        assert prompt.read() == Line("Hello.", is_command=False, is_stopped=True)
-        keys.send_text("\x03")
-        with pytest.raises(KeyboardInterrupt):
-            prompt.read()
+    async def as_the_event_loop_ends() -> None:
+        prompt._prompt.app.key_processor.send_sigint()
 
-
-def test_esc_and_ctrl_c_cancel_an_edit() -> None:
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        for key, text in (("\x1b", ""), ("\x03", ""), ("!\r", "Hello!")):
-            keys.send_text(key)
-            assert prompt.edit("Hello") == text
+    pipe.send_text("Hello.\r")
+    assert prompt.read() == message("Hello.")
+    asyncio.run(as_the_event_loop_ends())  # is no exception
+    monkeypatch.setattr(PromptSession, "prompt", closed_too_late)
+    pipe.send_text("Hello.\r")
+    assert prompt.read() == Line("Hello.", is_command=False, is_stopped=True)
+    pipe.send_text("\x03")
+    with pytest.raises(KeyboardInterrupt):
+        prompt.read()
 
 
-def test_a_signal_that_ends_the_chat_while_the_history_is_read_is_no_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Ending(DummyHistory):
-        def load_history_strings(self) -> list[str]:
-            sys.exit(143)
-
-    with create_pipe_input() as keys, pytest.raises(SystemExit):
-        Prompt(keys, DummyOutput(), history=Ending()).read()
-    assert not caplog.records
+def test_esc_and_ctrl_c_cancel_an_edit(pipe: PipeInput, prompt: Prompt) -> None:
+    for key, text in (("\x1b", ""), ("\x03", ""), ("!\r", "Hello!")):
+        pipe.send_text(key)
+        assert prompt.edit("Hello") == text
 
 
-def test_an_interrupt_that_comes_as_the_prompt_has_closed_is_no_exception() -> None:
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        keys.send_text("Hello.\r")
-        assert prompt.read() == Line("Hello.", is_command=False)
-
-        async def as_the_event_loop_ends() -> None:
-            prompt._prompt.app.key_processor.send_sigint()
-
-        asyncio.run(as_the_event_loop_ends())
-
-
-def test_a_signal_that_ends_the_program_in_a_task_of_the_prompt_is_no_exception(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async def is_ended() -> None:
+class Ending(DummyHistory):
+    def load_history_strings(self) -> list[str]:
         sys.exit(143)
 
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        with pytest.raises(SystemExit, match="143"):
-            prompt.read(meanwhile=is_ended)
+
+@pytest.mark.parametrize("history", [Ending(), DummyHistory()])
+def test_a_signal_that_ends_the_chat_at_the_prompt_is_no_traceback(
+    history: DummyHistory,
+    pipe: PipeInput,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def is_ended() -> None:  # in a task; or before, while the history is read
+        sys.exit(143)
+
+    with pytest.raises(SystemExit, match="143"):
+        Prompt(pipe, DummyOutput(), history=history).read(meanwhile=is_ended)
+    assert not caplog.records
     assert capsys.readouterr() == ("", "")
 
 
@@ -265,51 +259,47 @@ class AsksForTheCursor(DummyOutput):
         raise NotImplementedError
 
 
-def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Exceptions of the prompt's event loop."""
     problems = list[object]()
     monkeypatch.setattr(Application, "_handle_exception", lambda *told: problems.append(told))
-    with create_pipe_input() as keys:
+    return problems
 
-        def is_ended() -> None:
-            keys.send_text("\x1b[1;1R")
-            asyncio.get_running_loop().call_soon(sys.exit, 143)
 
-        async def soon() -> None:
-            asyncio.get_running_loop().call_later(0.05, is_ended)
+def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_exception(
+    pipe: PipeInput, problems: list[object]
+) -> None:
+    def is_ended() -> None:
+        pipe.send_text("\x1b[1;1R")
+        asyncio.get_running_loop().call_soon(sys.exit, 143)
 
-        keys.send_text("Hello.\r")  # the prompt waits for the cursor's position
-        with pytest.raises(SystemExit, match="143"):
-            Prompt(keys, AsksForTheCursor(), history=DummyHistory()).read(meanwhile=soon)
+    async def soon() -> None:
+        asyncio.get_running_loop().call_later(0.05, is_ended)
+
+    pipe.send_text("Hello.\r")  # the prompt waits for the cursor's position
+    with pytest.raises(SystemExit, match="143"):
+        Prompt(pipe, AsksForTheCursor(), history=DummyHistory()).read(meanwhile=soon)
     assert not problems
 
 
 @pytest.mark.parametrize("name", ["read", "pick", "ask_for_key"])
 def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next_key(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, pipe: PipeInput, problems: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, problems = KeyProcessor._call_handler, list[object]()
-    with create_pipe_input() as keys:
+    usual = KeyProcessor._call_handler
 
-        def is_ended(*_: object, **given: object) -> None:
-            monkeypatch.setattr(KeyProcessor, "_call_handler", usual)
-            keys.send_text("\x1b[1;1R")
-            sys.exit(143)
+    def is_ended(*_: object, **given: object) -> None:
+        monkeypatch.setattr(KeyProcessor, "_call_handler", usual)
+        pipe.send_text("\x1b[1;1R")
+        sys.exit(143)
 
-        monkeypatch.setattr(KeyProcessor, "_call_handler", is_ended)
-        monkeypatch.setattr(
-            Application, "_handle_exception", lambda app, loop, context: problems.append(context)
-        )
-        prompt = Prompt(keys, AsksForTheCursor(), history=DummyHistory())
-        waits: dict[str, Callable[[], object]] = {
-            "read": prompt.read,
-            "pick": lambda: prompt.pick(1, lambda index, width: [[("", "it")]]),
-            "ask_for_key": lambda: prompt.ask_for_key("?", "y"),
-        }
-        keys.send_text("\x1b[B")
-        with pytest.raises(SystemExit, match="143"):
-            waits[name]()
+    monkeypatch.setattr(KeyProcessor, "_call_handler", is_ended)
+    prompt = Prompt(pipe, AsksForTheCursor(), history=DummyHistory())
+    given = {"pick": (1, lambda index, width: [[("", "it")]]), "ask_for_key": ("?", "y")}
+    pipe.send_text("\x1b[B")
+    with pytest.raises(SystemExit, match="143"):
+        getattr(prompt, name)(*given.get(name, ()))
     assert not problems
 
 
@@ -386,14 +376,12 @@ def test_a_message_is_edited_by_the_keys_that_are_set(
     assert (" insert · " in chat.terminal.getvalue()) == (mode == "vi")
 
 
-def test_the_mode_of_vi_is_named_below_the_prompt() -> None:
-    with create_pipe_input() as keys:
-        prompt = Prompt(keys, DummyOutput(), history=DummyHistory())
-        assert "insert" not in prompt._toolbar_text()
-        prompt.use_editing("vi")
-        for mode, name in ((InputMode.NAVIGATION, "normal"), (InputMode.INSERT, "insert")):
-            prompt._prompt.app.vi_state.input_mode = mode
-            assert prompt._toolbar_text().startswith(f" {name} · ")
+def test_the_mode_of_vi_is_named_below_the_prompt(prompt: Prompt) -> None:
+    assert "insert" not in prompt._toolbar_text()
+    prompt.use_editing("vi")
+    for mode, name in ((InputMode.NAVIGATION, "normal"), (InputMode.INSERT, "insert")):
+        prompt._prompt.app.vi_state.input_mode = mode
+        assert prompt._toolbar_text().startswith(f" {name} · ")
 
 
 @pytest.mark.parametrize(("seconds", "rings"), [(0, 0), (9, 0), (2, 1)])
