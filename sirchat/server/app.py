@@ -28,7 +28,7 @@ from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.errors import SettingError
+from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
@@ -201,6 +201,8 @@ class ChatServer:
 
     def _tell(self, notes: list[str]) -> dict[str, str]:
         """The header that says what is not quite as the request asked; the log says it once."""
+        # Some quote the request; a header and a log are safe with one line of ASCII.
+        notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}

@@ -188,6 +188,14 @@ def test_a_value_that_changes_nothing_is_taken(
             'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]; '
             "a part of the schema is not kept: Unknown format: password",
         ),
+        *(
+            (CHAT, {"response_format": form({"enum": ["a"], "format": value})}, said)
+            for value, said in (
+                ("\u65e5\u672c", "Unknown format: \\u65e5\\u672c"),
+                ("a\r\nX-B: c", "Unknown format: a X-B: c"),
+                ("\u001b[2J", "Unknown format: \\u001b[2J"),
+            )
+        ),
         (
             CHAT,
             {"tools": [strange(b={"enum": [1]})], "tool_choice": "required"},
@@ -206,6 +214,7 @@ def test_what_is_not_quite_had_is_said_in_a_header_and_once_in_the_log(
             said = response.headers.get("X-Sirchat-Note", "")
             assert note in said
     logged = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert all(each.getMessage().isprintable() for each in logged)
     assert len(logged) == (said.count(";") + 1 if note else 0)
 
 
