@@ -81,7 +81,7 @@ class RequestError(Exception):
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the response at a path, as its API has it."""
-        if path.endswith("/messages"):
+        if path.endswith(("/messages", "/count_tokens")):
             usual = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
             return {"type": "error", "error": error}

@@ -61,7 +61,7 @@ class OllamaRequest(Body):
     """The body of a request to `/api/chat`."""
 
     model: str
-    messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[OllamaMessage] = Field(max_length=MOST_MESSAGES)  # none: it only loads
     tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
@@ -110,9 +110,13 @@ class OllamaShape(Shape):
 
     media = "application/x-ndjson"
 
-    def __init__(self, asked: OllamaRequest, model: str) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
         self._asked_at = time.monotonic_ns()
+
+    def loaded(self) -> dict[str, Any]:
+        """The JSON object of a response without a reply, as the model is loaded."""
+        return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""

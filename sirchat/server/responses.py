@@ -200,7 +200,8 @@ def _as_messages(given: Any) -> Any:
     unread, messages = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)], list[Any]()
     for number, item in enumerate(given):
         kind = str(item.get("type")) if isinstance(item, dict) else ""
-        if kind == "item_reference":
+        is_only_id = kind == "None" and "id" in item and "role" not in item
+        if kind == "item_reference" or is_only_id:
             raise RequestError(_NOT_KEPT, param="input")
         if kind not in unread and len(messages) <= MOST_MESSAGES:  # one more is refused
             own = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)

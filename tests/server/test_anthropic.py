@@ -187,6 +187,17 @@ def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> N
     assert server.send(PATH, **body(tools=[tool]))["type"] == "message"
 
 
+def test_the_tokens_of_a_request_are_counted_without_a_reply(server: Served) -> None:
+    fields = {"model": "tiny", "system": "Be kind.", "tools": [TOOL], "messages": CALLED}
+    counted = server.send(f"{PATH}/count_tokens", **fields)["input_tokens"]
+    read = server.send(PATH, **body(CALLED, system="Be kind.", tools=[TOOL]))["usage"]
+    assert counted == pytest.approx(sum(read[name] for name in read if "input" in name), rel=0.5)
+    longer = [*CALLED, user("It is late. " * 500)]
+    more = server.send(f"{PATH}/count_tokens", **fields | {"messages": longer})["input_tokens"]
+    assert more - counted == len(tool_tiny().tokenizer.encode(longer[-1]["content"]))
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 @pytest.mark.parametrize(
     ("fields", "status", "kind"),
     [
@@ -204,9 +215,9 @@ def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> N
     ],
 )
 def test_errors_have_the_shape_of_anthropics(
-    server: Served, fields: Any, status: int, kind: str | None
+    server: Served, path: str, fields: Any, status: int, kind: str | None
 ) -> None:
-    response = server.client.post(PATH, json=body() | fields)
+    response = server.client.post(path, json=body() | fields)
     assert response.status_code == status
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == (kind or "invalid_request_error")
