@@ -95,6 +95,21 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     *((OLLAMA, OPTIONS, {name: 1}) for name in ("num_gpu", "num_ctx", "mirostat")),
     *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
 ]
+# Schemas that need themselves within themselves, so no JSON by them ends.
+ENDLESS: list[Any] = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {
+        "$ref": "#/$defs/n",
+        "$defs": {
+            "n": {
+                "type": "object",
+                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/n"}]}},
+                "required": ["a"],
+            }
+        },
+    },
+]
 # What the field itself is named for in the error.
 REFUSED: list[tuple[str, str, Any]] = [
     *((CHAT, "n", value) for value in (2, 0, "1")),
@@ -132,7 +147,12 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", form({"$ref": "http://127.0.0.1/schema"})),
     (CHAT, "response_format", form({"$ref": "file:///etc/passwd"})),
     (CHAT, "response_format", form({"type": "string", "pattern": "("})),
-    (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
+    *(
+        (CHAT, "response_format", form({"type": "integer", name: value}))
+        for name, value in (("minimum", 10**400), ("minimum", 2**63), ("maximum", -(2**63)))
+    ),
+    *((CHAT, "response_format", form(schema)) for schema in ENDLESS),
+    (OLLAMA, "format", ENDLESS[0]),
     (RESPONSES, "input", []),
     (RESPONSES, "background", True),
     (RESPONSES, "reasoning", {"effort": "much"}),
@@ -213,6 +233,12 @@ def test_a_value_that_changes_nothing_is_taken(
             CHAT,
             {"tools": [strange(b={"enum": [1]})], "tool_choice": "required"},
             "",
+        ),
+        (
+            CHAT,
+            {"response_format": form({"type": "integer", "minimum": -(2**63), "maximum": 2**63})},
+            "a part of the schema is not kept: minimum -9223372036854775808; "
+            "a part of the schema is not kept: maximum 9223372036854775808",
         ),
     ],
 )
