@@ -20,6 +20,7 @@ from sirchat.server.fields import (
     Fields,
     Json,
     Name,
+    Options,
     RequestError,
     make_request,
 )
@@ -34,7 +35,7 @@ from sirchat.server.requests import (
 from sirchat.text.tool_calls import call_id
 
 
-class OllamaOptions(SamplingFields):
+class OllamaOptions(SamplingFields, Options):
     """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
@@ -83,7 +84,8 @@ class OllamaRequest(Body):
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        options = self.options.model_dump(exclude_unset=True)
+        known = set(OllamaOptions.model_fields)
+        options = self.options.model_dump(include=known, exclude_unset=True)
         fields["max_tokens"] = options.pop("num_predict", None)
         return make_request(ChatRequest, fields | options)
 

@@ -23,7 +23,6 @@ from pydantic_core import PydanticCustomError
 from sirchat.config.profile import LEAST_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
-    EMPTY,
     MANY,
     MOST_MESSAGES,
     Body,
@@ -32,6 +31,7 @@ from sirchat.server.fields import (
     FunctionName,
     Json,
     Name,
+    Options,
     RequestError,
     join_text_parts,
     refuse_deep_nesting,
@@ -123,8 +123,7 @@ class HostedTool(BaseModel):
 
 def notes_on(asked: Body) -> list[str]:
     """Notes for the client: fields of a request that have no effect, tools that can't be had."""
-    others = (asked.model_extra or {}).items()
-    names = [json.dumps(name) for name, value in others if value not in (*EMPTY, 0)]
+    names = [json.dumps(name) for name in asked.without_effect()]
     notes = [f"without effect: {', '.join(names)}"[:_LONGEST_NOTE]] if names else []
     hosted = (tool for tool in getattr(asked, "tools", ()) if isinstance(tool, HostedTool))
     return notes + [f"the tool {tool.type} is left out" for tool in hosted]
@@ -245,7 +244,7 @@ class StreamOptions(Fields):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 
 
-class TemplateOptions(Fields):
+class TemplateOptions(Options):
     """The field `chat_template_kwargs`: the switch of reasoning, as most templates call it."""
 
     enable_thinking: bool | None = None

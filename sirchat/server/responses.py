@@ -21,6 +21,7 @@ from sirchat.server.fields import (
     FunctionName,
     Json,
     Name,
+    Options,
     RequestError,
     join_text_parts,
     make_request,
@@ -114,7 +115,7 @@ class TextFormat(Fields):
     schema_: Json | None = Field(default=None, alias="schema")
 
 
-class TextOptions(Fields):
+class TextOptions(Options):
     """The field `text` of a request: an object with the format of the reply."""
 
     format: TextFormat = TextFormat()
@@ -125,7 +126,7 @@ class TextOptions(Fields):
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
 
-class ReasoningOptions(Fields):
+class ReasoningOptions(Options):
     """The field `reasoning` of a request."""
 
     effort: Effort | None = None

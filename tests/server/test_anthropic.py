@@ -118,6 +118,14 @@ def test_a_stream_has_the_blocks_of_the_whole_reply(server: Served) -> None:
     assert told[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_a_format_of_the_reply_is_that_of_chats(name: str) -> None:
+    form: Any = {"type": "json_schema", "schema": {"enum": ["a"]}}
+    given = {name: form if name == "output_format" else {"format": form}}
+    asked = MessagesRequest(**body() | given).as_request()
+    assert asked.response_format.schema_of_reply == {"enum": ["a"]}
+
+
 def test_a_stop_sequence_is_named(server: Served) -> None:
     whole = server.send(PATH, **body())["content"][0]["text"]
     stop = whole[4:7]

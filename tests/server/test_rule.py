@@ -85,14 +85,14 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (CHAT, "messages", replied(reasoning_content="x", refusal="", audio=None, function_call=None)),
     (CHAT, "messages", replied(content=[{"type": "refusal", "refusal": "Hi."}], name="bot")),
     (RESPONSES, "background", False),
-    *((RESPONSES, "reasoning", value) for value in ({}, {"effort": "medium", "summary": "auto"})),
-    (RESPONSES, "text", {"verbosity": "medium", "format": {"type": "text"}}),
+    *((RESPONSES, "reasoning", value) for value in ({}, {"effort": "medium", "summary": None})),
+    (RESPONSES, "text", {"format": {"type": "text"}}),
     (RESPONSES, "input", replied(id="msg_1", status="in_progress", phase="final_answer")),
     (RESPONSES, "input", [*SAID[:2], {"type": "reasoning", "id": "a", "summary": []}, SAID[2]]),
     (OLLAMA, "think", False),
     (OLLAMA, "format", ""),
     (OLLAMA, "messages", replied(thinking="x", images=[])),
-    *((OLLAMA, OPTIONS, {name: 1}) for name in ("num_gpu", "num_ctx", "mirostat")),
+    (OLLAMA, OPTIONS, {"mirostat": 0}),
     *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
 ]
 # Schemas that need themselves within themselves, so no JSON by them ends.
@@ -117,7 +117,9 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "logprobs", True),
     (CHAT, "top_logprobs", 3),
     (CHAT, "functions", [{"name": "weather"}]),
-    (CHAT, "guided_json", {"type": "object"}),
+    *((CHAT, name, {"type": "object"}) for name in ("guided_json", "json_schema")),
+    (CHAT, "guided_choice", ["yes", "no"]),
+    (CHAT, "guided_grammar", "root ::= 'a'"),
     (CHAT, "modalities", ["text", "audio"]),
     (CHAT, "reasoning_effort", "much"),
     *((CHAT, "temperature", value) for value in ("hot", -1)),
@@ -196,6 +198,15 @@ def test_a_value_that_changes_nothing_is_taken(
         (CHAT, {"user": "a", "frequency_penalty": 0.5, "n": 1}, 'without effect: "user", "frequ'),
         (RESPONSES, {"truncation": "auto", "tools": [HOSTED]}, "the tool web_search is left out"),
         (OLLAMA, {"keep_alive": "5m"}, 'without effect: "keep_alive"'),
+        *(
+            (path, {field: dict.fromkeys(names, 1)}, f'without effect: "{field}.{names[0]}"')
+            for path, field, *names in (
+                (OLLAMA, OPTIONS, "num_ctx", "mirostat", "num_gpu", "messages"),
+                (CHAT, "chat_template_kwargs", "thinking_budget"),
+                (RESPONSES, "text", "verbosity"),
+                (RESPONSES, "reasoning", "summary"),
+            )
+        ),
         (CHAT, {"a\n\u001b[2J": "b"}, '"a\\n\\u001b[2J"'),
         (CHAT, {"reasoning_effort": "high"}, f"reasoning high {NO_SWITCH}"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, f"reasoning on {NO_SWITCH}"),
