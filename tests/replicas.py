@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from sirchat.server.cluster import ClusterOptions, app, conversation_key, replica_of
+from sirchat.server.cluster import app, conversation_key, replica_of
 
 _NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 _QUESTIONS = ("Where am I from?", "What do I like?", "And what else?", "Who am I?", "Goodbye.")
@@ -68,7 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"replicas": "2", "folder": folder, "max_new_tokens": "24", **given}
         ray.init(log_to_driver=False)
-        serve.run(app(ClusterOptions.model_validate(settings)))
+        serve.run(app(settings))
         talks = [Conversation(name) for name in _NAMES]
         for number, question in enumerate(_QUESTIONS):
             asked = [f"{talk.replica}: {talk.ask(question)}" for talk in talks]

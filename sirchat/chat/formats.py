@@ -88,19 +88,19 @@ class ModelFormats:
         if chat.template.marks.is_open:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise refusal(subject, problem)
-        starts = [] if schema is None else [json_rule(schema, subject)]
+        starts = [] if schema is None else [json_rule(schema, subject, notes)]
         if not tools:
             return self._made(chat, subject, notes, f"start: {starts[0]}", None)
         form = _CallForm.of(chat.template, subject, "can't be had with a tool")
         most = most if form.opening else 1  # without tags, a reply can be only one call
         starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
-        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject)]
+        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject, notes)]
         return self._made(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
         """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
-        grammar = "\n".join(["start: after", *form.rules(tools, subject)])
+        grammar = "\n".join(["start: after", *form.rules(tools, subject, notes)])
         made = self._made(chat, subject, notes, grammar, form)
         return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
 
@@ -126,7 +126,7 @@ class ModelFormats:
         check_grammar(grammar, subject, self._vocabulary, notes)
         tags = (OPEN, CLOSE) if form else ()
         never = [i for i, text in controls.items() if text not in tags and i not in ends]
-        matcher = library.LLMatcher(self._vocabulary, grammar)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         return ReplyFormat(matcher, model.vocab_size, never, ends)
 
 
@@ -163,8 +163,11 @@ class _CallForm:
             raise refusal(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
-    def rules(self, tools: Tools, subject: str) -> list[str]:
-        """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN."""
+    def rules(self, tools: Tools, subject: str, notes: list[str]) -> list[str]:
+        """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN.
+
+        What of a schema is not kept is added to `notes`.
+        """
         before, mark, rest = self.opening.partition(OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
         lines = [
@@ -178,7 +181,7 @@ class _CallForm:
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
-            arguments = json_rule(schema, subject)
+            arguments = json_rule(schema, subject, notes)
             lines.append(f'call{number}: {json.dumps(begun)} {arguments} "}}"')
         return lines
 

@@ -17,6 +17,7 @@ from sirchat.server.fields import (
     Fields,
     FunctionName,
     Json,
+    Options,
     RequestError,
     make_request,
 )
@@ -78,19 +79,19 @@ class AnthropicChoice(Fields):
 
 
 class OutputFormat(Fields):
-    """The field `format` of `output_config`."""
+    """The field `format` of `output_config`, or of earlier requests `output_format`."""
 
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
 
-class ThinkingOptions(Fields):
+class ThinkingOptions(Options):
     """The field `thinking`; a number of tokens is not kept to."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputOptions(Fields):
+class OutputOptions(Options):
     """The field `output_config`: how much the model reasons, and the format of its reply."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -123,6 +124,7 @@ class MessagesRequest(Body):
     tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions = OutputOptions()
+    output_format: OutputFormat | None = None
     sirchat: ConversationFields = ConversationFields()
 
     def as_request(self) -> ChatRequest:
@@ -141,7 +143,7 @@ class MessagesRequest(Body):
             "parallel_tool_calls": None if is_one is None else not is_one,
             "reasoning_effort": self._reasoning_effort,
         }
-        if wanted := self.output_config.format:
+        if wanted := self.output_config.format or self.output_format:
             schema = {"name": "format", "schema": wanted.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})

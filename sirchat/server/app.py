@@ -28,7 +28,7 @@ from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.errors import SettingError
+from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_file
@@ -36,7 +36,7 @@ from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.fields import RequestError, make_request, parse_object, parse_request
 from sirchat.server.formats import format_of
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaShape
@@ -47,6 +47,7 @@ from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
     OwnSession,
+    nearest,
     notes_on,
 )
 from sirchat.server.responses import ResponsesRequest, ResponsesShape
@@ -61,7 +62,7 @@ REPLIES: dict[str, tuple[Any, Callable[..., Shape]]] = {
     "/v1/chat/completions": (ChatRequest, CompletionShape),
     "/v1/messages": (MessagesRequest, lambda asked, model: MessageShape(model)),
     "/v1/responses": (ResponsesRequest, ResponsesShape),
-    "/api/chat": (OllamaRequest, OllamaShape),
+    "/api/chat": (OllamaRequest, lambda asked, model: OllamaShape(model)),
 }
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -148,6 +149,7 @@ class ChatServer:
                 Route(path, partial(self._reply, *of), methods=["POST"])
                 for path, of in REPLIES.items()
             ),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
         short = [
@@ -172,7 +174,20 @@ class ChatServer:
     ) -> Response:
         asked = parse_request(await read_body(request), kind)
         shape = shape_of(asked, self.model)
+        if isinstance(shape, OllamaShape) and not asked.messages:
+            self._check_name(asked.model)
+            return JSONResponse(shape.loaded())
         return await self._answer(request, asked.as_request(), shape, notes_on(asked))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """The tokens of a request's texts, without those that the chat template adds."""
+        given = {"max_tokens": 1} | parse_object(await read_body(request))
+        asked = make_request(MessagesRequest, given).as_request()
+        self._check_name(asked.model)
+        history, encode = self._history(asked), self._loaded.tokenizer.encode
+        texts = [history.system or "", history.tools, *(text for _, text in history.messages)]
+        count = sum(len(encode(text, add_special_tokens=False)) for text in texts)
+        return JSONResponse({"input_tokens": count})
 
     async def _answer(
         self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()
@@ -201,6 +216,8 @@ class ChatServer:
 
     def _tell(self, notes: list[str]) -> dict[str, str]:
         """The header that says what is not quite as the request asked; the log says it once."""
+        # Some quote the request; a header and a log are safe with one line of ASCII.
+        notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
         self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
@@ -244,9 +261,14 @@ class ChatServer:
             options = ReplyOptions(is_for_ask=True, **fields)
             return replace(options, format=partial(format_of, self._formats, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
+        if asked.messages[-1].role == "assistant":
+            notes.append("the last message is the assistant's: the reply is another one after it")
         for name, value in settings.items():
+            settings[name] = had = nearest(name, value)
+            if had != value:
+                notes.append(f"{name} is {had:g}")
             try:
-                changed_profile(self._profile, "the request", **{name: value})
+                changed_profile(self._profile, "the request", **{name: had})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:

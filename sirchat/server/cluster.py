@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -145,11 +145,12 @@ def replica_of(key: bytes, count: int) -> int:
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
 
-def app(options: ClusterOptions) -> Any:
+def app(settings: Mapping[str, Any]) -> Any:
     """The Ray Serve application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
 
-    A NAME is a field of `ClusterOptions`, as which Ray Serve reads them, or a setting of sirchat.
+    A NAME is a field of `ClusterOptions`, or a setting of sirchat; each VALUE is a text.
     """
+    options = ClusterOptions.model_validate(settings)
     key = os.environ.get("SIRCHAT_API_KEY", "").strip()
     if not key:
         raise UsageError("replicas need an API key", hint="set SIRCHAT_API_KEY")

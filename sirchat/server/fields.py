@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -35,7 +36,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "function_call": ("none", "auto"),
     **dict.fromkeys(("functions", "logit_bias", "prompt", "images", "audio", "dimensions"), ()),
-    **dict.fromkeys(("grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+    **dict.fromkeys(("grammar", "guided_grammar", "guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("guided_choice", "json_schema", "structured_outputs"), ()),
 }
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Values by which clients say, beside null, that a field is not given.
@@ -81,7 +83,7 @@ class RequestError(Exception):
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the response at a path, as its API has it."""
-        if path.endswith("/messages"):
+        if path.endswith(("/messages", "/count_tokens")):
             usual = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
             return {"type": "error", "error": error}
@@ -156,10 +158,24 @@ def _not_had(name: str, value: Any) -> PydanticCustomError:
     )
 
 
-class Body(Fields):
-    """The body of a request, which may name the model."""
+class Options(Fields):
+    """An object of which a note says what has no effect: fields that are not known."""
 
     model_config = ConfigDict(extra="allow")
+
+    def without_effect(self, place: str = "") -> Iterator[str]:
+        """The names of such fields in this object, at `place`, and in the objects in it."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in (*EMPTY, 0):
+                yield place + name
+        for name, value in self:
+            if isinstance(value, Options):
+                yield from value.without_effect(f"{place}{name}.")
+
+
+class Body(Options):
+    """The body of a request, which may name the model."""
+
     model: str | None = None
 
 

@@ -58,6 +58,7 @@ class ModelRoutes:
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._find),
             Route("/v1/embeddings", self._embed, methods=["POST"]),
+            Route("/api/embed", self._embed_as_ollama, methods=["POST"]),
             Route("/api/tags", self._list_as_ollama),
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/version", _version),
@@ -100,6 +101,13 @@ class ModelRoutes:
         model = self._model
         how = model.encoder_in_words if model.passage_encoder.size else _WITHOUT_ENCODER
         return JSONResponse(answer | {"sirchat": {"vectors": how}})
+
+    async def _embed_as_ollama(self, request: Request) -> Response:
+        asked = parse_request(await read_body(request), EmbeddingRequest)
+        self.check_name(asked.model)
+        vectors, tokens = await self._vectors(asked.input)
+        about = {"model": self._names[-1], "prompt_eval_count": tokens}
+        return JSONResponse(about | {"embeddings": [vector.tolist() for vector in vectors]})
 
     async def _vectors(self, texts: list[str]) -> tuple[list[NDArray[np.float32]], int]:
         """The vectors of texts, one at a time between the steps of replies, and their tokens."""

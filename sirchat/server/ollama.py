@@ -20,6 +20,7 @@ from sirchat.server.fields import (
     Fields,
     Json,
     Name,
+    Options,
     RequestError,
     make_request,
 )
@@ -34,7 +35,7 @@ from sirchat.server.requests import (
 from sirchat.text.tool_calls import call_id
 
 
-class OllamaOptions(SamplingFields):
+class OllamaOptions(SamplingFields, Options):
     """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
@@ -61,7 +62,7 @@ class OllamaRequest(Body):
     """The body of a request to `/api/chat`."""
 
     model: str
-    messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[OllamaMessage] = Field(max_length=MOST_MESSAGES)  # none: it only loads
     tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
@@ -83,7 +84,8 @@ class OllamaRequest(Body):
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        options = self.options.model_dump(exclude_unset=True)
+        known = set(OllamaOptions.model_fields)
+        options = self.options.model_dump(include=known, exclude_unset=True)
         fields["max_tokens"] = options.pop("num_predict", None)
         return make_request(ChatRequest, fields | options)
 
@@ -110,9 +112,13 @@ class OllamaShape(Shape):
 
     media = "application/x-ndjson"
 
-    def __init__(self, asked: OllamaRequest, model: str) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
         self._asked_at = time.monotonic_ns()
+
+    def loaded(self) -> dict[str, Any]:
+        """The JSON object of a response without a reply, as the model is loaded."""
+        return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""

@@ -20,9 +20,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from sirchat.config.profile import LEAST_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
-    EMPTY,
     MANY,
     MOST_MESSAGES,
     Body,
@@ -31,6 +31,7 @@ from sirchat.server.fields import (
     FunctionName,
     Json,
     Name,
+    Options,
     RequestError,
     join_text_parts,
     refuse_deep_nesting,
@@ -46,6 +47,13 @@ _LONGEST_NOTE = 300  # characters
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The setting `reasoning` that an effort stands for, if it has another name.
 _REASONING = {"none": "off", "minimal": "low", "xhigh": "high"}
+# Between which values a setting is had: others, from 0 on, are changed to the nearest.
+_NEAREST: dict[str, tuple[float, float]] = {
+    "temperature": (0, 10),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 0.99),
+    "repetition_penalty": (0.1, 10),
+}
 _NO_RESULT = "no result"
 _IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
 
@@ -115,11 +123,20 @@ class HostedTool(BaseModel):
 
 def notes_on(asked: Body) -> list[str]:
     """Notes for the client: fields of a request that have no effect, tools that can't be had."""
-    others = (asked.model_extra or {}).items()
-    names = [json.dumps(name) for name, value in others if value not in (*EMPTY, 0)]
+    names = [json.dumps(name) for name in asked.without_effect()]
     notes = [f"without effect: {', '.join(names)}"[:_LONGEST_NOTE]] if names else []
     hosted = (tool for tool in getattr(asked, "tools", ()) if isinstance(tool, HostedTool))
     return notes + [f"the tool {tool.type} is left out" for tool in hosted]
+
+
+def nearest(name: str, value: Any) -> Any:
+    """The value that a setting has for a reply, if a request gives it `value`."""
+    if name not in _NEAREST:
+        return value
+    least, most = _NEAREST[name]
+    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
+        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
+    return value if value < 0 else min(max(value, least), most)
 
 
 def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
@@ -227,7 +244,7 @@ class StreamOptions(Fields):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 
 
-class TemplateOptions(Fields):
+class TemplateOptions(Options):
     """The field `chat_template_kwargs`: the switch of reasoning, as most templates call it."""
 
     enable_thinking: bool | None = None
@@ -348,15 +365,12 @@ class ChatRequest(SamplingFields, Body):
         return next(roles, len(self.messages))
 
     def check(self) -> None:
-        """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
+        """Raise RequestError if fields contradict each other."""
         if self.tool_choice not in ("none", "auto") and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
         others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
         if self.sirchat_ask is not None and (others or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
-        if self.messages[-1].role == "assistant":
-            problem = "the last message must be a user message, or what the called tools returned"
-            raise RequestError(problem, param="messages")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
@@ -384,7 +398,8 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
 
     A later system message is a part of the user's turn that follows, replies in a row are one, and
     a chat without a first turn of the user has an empty one. Names stand before the texts. What a
-    tool returned before any call is the user's; a call without a result has an empty one.
+    tool returned before any call is the user's; a call without a result has an empty one. After a
+    reply at the end, an empty turn of the user follows; an empty reply there is none.
     """
     names = {message.name for message in messages if message.role == "assistant"}
     turns = list[_Turn]()
@@ -427,4 +442,7 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
         turns.append(_Turn(role, text, calls))
     for ident in sorted(waiting):
         add_result(ident, None, _NO_RESULT)
+    if turns[-1].role == "assistant":
+        last = turns.pop()
+        turns += [last, _Turn("user")] if last.text.strip() else []
     return turns

@@ -21,6 +21,7 @@ from sirchat.server.fields import (
     FunctionName,
     Json,
     Name,
+    Options,
     RequestError,
     join_text_parts,
     make_request,
@@ -114,7 +115,7 @@ class TextFormat(Fields):
     schema_: Json | None = Field(default=None, alias="schema")
 
 
-class TextOptions(Fields):
+class TextOptions(Options):
     """The field `text` of a request: an object with the format of the reply."""
 
     format: TextFormat = TextFormat()
@@ -125,7 +126,7 @@ class TextOptions(Fields):
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
 
-class ReasoningOptions(Fields):
+class ReasoningOptions(Options):
     """The field `reasoning` of a request."""
 
     effort: Effort | None = None
@@ -200,7 +201,8 @@ def _as_messages(given: Any) -> Any:
     unread, messages = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)], list[Any]()
     for number, item in enumerate(given):
         kind = str(item.get("type")) if isinstance(item, dict) else ""
-        if kind == "item_reference":
+        is_only_id = kind == "None" and "id" in item and "role" not in item
+        if kind == "item_reference" or is_only_id:
             raise RequestError(_NOT_KEPT, param="input")
         if kind not in unread and len(messages) <= MOST_MESSAGES:  # one more is refused
             own = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)

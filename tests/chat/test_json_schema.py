@@ -54,6 +54,15 @@ def test_a_file_that_is_no_schema_is_not_set(file: str, tmp_path: Path, own_home
     assert chat.session.profile.json_schema == "off"
 
 
+def test_a_schema_that_no_reply_can_end_by_is_refused_in_one_line(
+    tmp_path: Path, own_home: Path
+) -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    bad = write_schema(tmp_path / "endless.json", endless)
+    problem = "no JSON can meet: it needs itself within itself"
+    assert problem in refused("ask", "--json-schema", bad, "Hello.")[1]
+
+
 NOT_KEPT = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]'
 
 

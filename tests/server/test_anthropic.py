@@ -118,6 +118,14 @@ def test_a_stream_has_the_blocks_of_the_whole_reply(server: Served) -> None:
     assert told[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_a_format_of_the_reply_is_that_of_chats(name: str) -> None:
+    form: Any = {"type": "json_schema", "schema": {"enum": ["a"]}}
+    given = {name: form if name == "output_format" else {"format": form}}
+    asked = MessagesRequest(**body() | given).as_request()
+    assert asked.response_format.schema_of_reply == {"enum": ["a"]}
+
+
 def test_a_stop_sequence_is_named(server: Served) -> None:
     whole = server.send(PATH, **body())["content"][0]["text"]
     stop = whole[4:7]
@@ -187,6 +195,17 @@ def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> N
     assert server.send(PATH, **body(tools=[tool]))["type"] == "message"
 
 
+def test_the_tokens_of_a_request_are_counted_without_a_reply(server: Served) -> None:
+    fields = {"model": "tiny", "system": "Be kind.", "tools": [TOOL], "messages": CALLED}
+    counted = server.send(f"{PATH}/count_tokens", **fields)["input_tokens"]
+    read = server.send(PATH, **body(CALLED, system="Be kind.", tools=[TOOL]))["usage"]
+    assert counted == pytest.approx(sum(read[name] for name in read if "input" in name), rel=0.5)
+    longer = [*CALLED, user("It is late. " * 500)]
+    more = server.send(f"{PATH}/count_tokens", **fields | {"messages": longer})["input_tokens"]
+    assert more - counted == len(tool_tiny().tokenizer.encode(longer[-1]["content"]))
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 @pytest.mark.parametrize(
     ("fields", "status", "kind"),
     [
@@ -204,9 +223,9 @@ def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> N
     ],
 )
 def test_errors_have_the_shape_of_anthropics(
-    server: Served, fields: Any, status: int, kind: str | None
+    server: Served, path: str, fields: Any, status: int, kind: str | None
 ) -> None:
-    response = server.client.post(PATH, json=body() | fields)
+    response = server.client.post(path, json=body() | fields)
     assert response.status_code == status
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == (kind or "invalid_request_error")

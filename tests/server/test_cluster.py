@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.server import cluster
 from sirchat.server.app import Limits
-from sirchat.server.cluster import ClusterOptions, Replica, Router, conversation_key, replica_of
+from sirchat.server.cluster import Replica, Router, conversation_key, replica_of
 
 NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 ASKED = "What is my name?"
@@ -179,4 +179,4 @@ def test_a_wrong_setting_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_API_KEY", key)
     with pytest.raises((UsageError, ValidationError), match=message):
-        cluster.app(ClusterOptions.model_validate(settings))
+        cluster.app(settings)  # as Ray Serve calls it: with the texts of the command line

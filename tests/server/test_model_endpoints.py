@@ -62,6 +62,9 @@ def test_embeddings_are_the_vectors_by_which_recall_finds_sentences(server: Serv
         wanted = tiny().encode(ids) if encoder.layers else last_states(text).mean(0)
         wanted = wanted / wanted.norm()
         assert item["embedding"] == pytest.approx(wanted.tolist(), abs=1e-5)
+    as_ollama = server.send("/api/embed", model="tiny", input=texts)
+    assert as_ollama["embeddings"] == [item["embedding"] for item in found["data"]]
+    assert as_ollama["prompt_eval_count"] == found["usage"]["prompt_tokens"]
     packed = server.send("/v1/embeddings", input=ANNA, encoding_format="base64")["data"][0]
     numbers = struct.unpack(f"<{len(wanted)}f", b64decode(packed["embedding"]))
     assert list(numbers) == pytest.approx(found["data"][0]["embedding"], abs=1e-6)

@@ -94,6 +94,8 @@ def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
     assert (whole["model"], whole["done"], whole["done_reason"]) == ("tiny", True, "stop")
     assert whole["eval_count"] > 0 < whole["prompt_eval_count"]
     assert whole["total_duration"] > 0
+    loaded = server.send("/api/chat", model="tiny", messages=[])
+    assert (loaded["done"], loaded["done_reason"]) == (True, "load")
     response = server.client.post("/api/chat", json=body)
     assert response.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in response.text.splitlines()]

@@ -85,15 +85,30 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (CHAT, "messages", replied(reasoning_content="x", refusal="", audio=None, function_call=None)),
     (CHAT, "messages", replied(content=[{"type": "refusal", "refusal": "Hi."}], name="bot")),
     (RESPONSES, "background", False),
-    *((RESPONSES, "reasoning", value) for value in ({}, {"effort": "medium", "summary": "auto"})),
-    (RESPONSES, "text", {"verbosity": "medium", "format": {"type": "text"}}),
+    *((RESPONSES, "reasoning", value) for value in ({}, {"effort": "medium", "summary": None})),
+    (RESPONSES, "text", {"format": {"type": "text"}}),
     (RESPONSES, "input", replied(id="msg_1", status="in_progress", phase="final_answer")),
     (RESPONSES, "input", [*SAID[:2], {"type": "reasoning", "id": "a", "summary": []}, SAID[2]]),
     (OLLAMA, "think", False),
     (OLLAMA, "format", ""),
     (OLLAMA, "messages", replied(thinking="x", images=[])),
-    *((OLLAMA, OPTIONS, {name: 1}) for name in ("num_gpu", "num_ctx", "mirostat")),
+    (OLLAMA, OPTIONS, {"mirostat": 0}),
     *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
+]
+# Schemas that need themselves within themselves, so no JSON by them ends.
+ENDLESS: list[Any] = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {
+        "$ref": "#/$defs/n",
+        "$defs": {
+            "n": {
+                "type": "object",
+                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/n"}]}},
+                "required": ["a"],
+            }
+        },
+    },
 ]
 # What the field itself is named for in the error.
 REFUSED: list[tuple[str, str, Any]] = [
@@ -102,11 +117,13 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "logprobs", True),
     (CHAT, "top_logprobs", 3),
     (CHAT, "functions", [{"name": "weather"}]),
-    (CHAT, "guided_json", {"type": "object"}),
+    *((CHAT, name, {"type": "object"}) for name in ("guided_json", "json_schema")),
+    (CHAT, "guided_choice", ["yes", "no"]),
+    (CHAT, "guided_grammar", "root ::= 'a'"),
     (CHAT, "modalities", ["text", "audio"]),
     (CHAT, "reasoning_effort", "much"),
-    *((CHAT, "temperature", value) for value in ("hot", -1, 99)),
-    *((CHAT, "top_p", value) for value in (-1, 0, 1.5, "all")),
+    *((CHAT, "temperature", value) for value in ("hot", -1)),
+    *((CHAT, "top_p", value) for value in (-1, "all")),
     (CHAT, "seed", 1.5),
     (CHAT, "max_tokens", 0),
     (CHAT, "max_completion_tokens", True),
@@ -132,9 +149,13 @@ REFUSED: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", form({"$ref": "http://127.0.0.1/schema"})),
     (CHAT, "response_format", form({"$ref": "file:///etc/passwd"})),
     (CHAT, "response_format", form({"type": "string", "pattern": "("})),
-    (CHAT, "response_format", form({"type": "integer", "minimum": 10**400})),
+    *(
+        (CHAT, "response_format", form({"type": "integer", name: value}))
+        for name, value in (("minimum", 10**400), ("minimum", 2**63), ("maximum", -(2**63)))
+    ),
+    *((CHAT, "response_format", form(schema)) for schema in ENDLESS),
+    (OLLAMA, "format", ENDLESS[0]),
     (RESPONSES, "input", []),
-    (RESPONSES, "input", [{"type": "item_reference", "id": "a"}]),
     (RESPONSES, "background", True),
     (RESPONSES, "reasoning", {"effort": "much"}),
     *((RESPONSES, "tools", [tool]) for tool in ({"type": "x"}, WEATHER)),
@@ -177,6 +198,15 @@ def test_a_value_that_changes_nothing_is_taken(
         (CHAT, {"user": "a", "frequency_penalty": 0.5, "n": 1}, 'without effect: "user", "frequ'),
         (RESPONSES, {"truncation": "auto", "tools": [HOSTED]}, "the tool web_search is left out"),
         (OLLAMA, {"keep_alive": "5m"}, 'without effect: "keep_alive"'),
+        *(
+            (path, {field: dict.fromkeys(names, 1)}, f'without effect: "{field}.{names[0]}"')
+            for path, field, *names in (
+                (OLLAMA, OPTIONS, "num_ctx", "mirostat", "num_gpu", "messages"),
+                (CHAT, "chat_template_kwargs", "thinking_budget"),
+                (RESPONSES, "text", "verbosity"),
+                (RESPONSES, "reasoning", "summary"),
+            )
+        ),
         (CHAT, {"a\n\u001b[2J": "b"}, '"a\\n\\u001b[2J"'),
         (CHAT, {"reasoning_effort": "high"}, f"reasoning high {NO_SWITCH}"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, f"reasoning on {NO_SWITCH}"),
@@ -188,10 +218,38 @@ def test_a_value_that_changes_nothing_is_taken(
             'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]; '
             "a part of the schema is not kept: Unknown format: password",
         ),
+        *(
+            (CHAT, {name: value}, f"{name.replace('repeat', 'repetition')} is {had}")
+            for name, value, had in (
+                *(("temperature", *pair) for pair in ((1e-8, 0), (0.009, 0.01), (99, 10))),
+                *(("top_p", *pair) for pair in ((0, "1e-06"), (1.5, 1))),
+                ("min_p", 1, 0.99),
+                ("repeat_penalty", 0, 0.1),
+            )
+        ),
+        (OLLAMA, {"options": {"temperature": 1e-8}}, "temperature is 0"),
+        *(
+            (path, {name: [*SAID, assistant("I am")]}, "the last message is the assistant's")
+            for path, name in ((CHAT, "messages"), (RESPONSES, "input"), (OLLAMA, "messages"))
+        ),
+        *(
+            (CHAT, {"response_format": form({"enum": ["a"], "format": value})}, said)
+            for value, said in (
+                ("\u65e5\u672c", "Unknown format: \\u65e5\\u672c"),
+                ("a\r\nX-B: c", "Unknown format: a X-B: c"),
+                ("\u001b[2J", "Unknown format: \\u001b[2J"),
+            )
+        ),
         (
             CHAT,
             {"tools": [strange(b={"enum": [1]})], "tool_choice": "required"},
             "",
+        ),
+        (
+            CHAT,
+            {"response_format": form({"type": "integer", "minimum": -(2**63), "maximum": 2**63})},
+            "a part of the schema is not kept: minimum -9223372036854775808; "
+            "a part of the schema is not kept: maximum 9223372036854775808",
         ),
     ],
 )
@@ -206,6 +264,7 @@ def test_what_is_not_quite_had_is_said_in_a_header_and_once_in_the_log(
             said = response.headers.get("X-Sirchat-Note", "")
             assert note in said
     logged = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert all(each.getMessage().isprintable() for each in logged)
     assert len(logged) == (said.count(";") + 1 if note else 0)
 
 
@@ -258,8 +317,10 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             {"tools": [strange(b={"type": "nosuch"})], "tool_choice": "required"},
             "tool_choice has a schema that can't be used",
         ),
-        (CHAT, {"messages": [user("a"), CALLING]}, "the last message"),
-        (CHAT, {"messages": SAID[:2]}, "the last message must be a user message"),
+        *(
+            (RESPONSES, {"input": [SAID[0], item]}, "input: responses are not kept")
+            for item in ({"type": "item_reference", "id": "a"}, {"id": "a"})
+        ),
         (CHAT, {"messages": [user("a"), CALLING, returned("b")]}, "no such call"),
         (
             CHAT,

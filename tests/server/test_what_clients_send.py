@@ -67,6 +67,10 @@ def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
             [("user", "a"), ("assistant", "b\n\nc"), ("user", "d")],
         ),
         ([system("a")], [("system", "a"), ("user", "")]),
+        # A reply at the end is over, and an empty one there is none.
+        ([user("a"), assistant("b")], [("user", "a"), ("assistant", "b"), ("user", "")]),
+        ([user("a"), assistant(" ")], [("user", "a")]),
+        ([user("a"), CALLED], [("user", "a"), ("assistant", ""), NONE]),
         ([user("a"), user("b")], [("user", "a"), ("user", "b")]),
         ([user("a") | {"name": "Anna"}], [("user", "Anna: a")]),
         # A window slid over the call; nobody waited for the result; replies without a word.
