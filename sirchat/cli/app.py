@@ -50,6 +50,19 @@ _OTHER_COMMANDS = {
     "ls": "models lists them",
     "show": "sessions show last prints a chat",
 }
+# For a flag of Ollama, llm or llama.cpp: the flag of sirchat that does the same.
+_OTHER_FLAGS = {
+    **dict.fromkeys(
+        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "--max-new-tokens"
+    ),
+    **dict.fromkeys(("--num-ctx", "--ctx-size"), "--budget"),
+    "--system-prompt": "--system",
+    "--temp": "--temperature",
+    "--keep": "--sinks",
+    "--repeat-penalty": "--repetition-penalty",
+    "--repeat-last-n": "--repetition-window",
+    "--conversation": "--resume",
+}
 _LONGEST_PATH = 300  # characters of a path in an error
 
 
@@ -249,7 +262,8 @@ def _run() -> None:
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
         _quote_for_bash()
     try:
-        code = app(args=_with_last_chat(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
+        typed = _with_last_chat(_with_own_flags(sys.argv[1:]))
+        code = app(args=typed, prog_name="sirchat", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
@@ -290,6 +304,14 @@ def _fail(message: str, code: int) -> None:
         sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
         sys.stderr.flush()
     sys.exit(code)
+
+
+def _with_own_flags(arguments: list[str]) -> list[str]:
+    """The arguments; flags of other programs, up to `--`, are replaced by those of sirchat."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags = [argument.partition("=") for argument in arguments[:end]]
+    named = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
+    return named + arguments[end:]
 
 
 def _with_last_chat(arguments: list[str]) -> list[str]:

@@ -57,6 +57,7 @@ _ELSEWHERE = {  # commands that other programs have, and what does the same here
     "find": "/search WORDS finds messages of this chat, and other chats",
 }
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
+_FORMER = {"forget": "erase", "forgotten": "evicted"}  # they still work, but are not listed
 _ALSO = {"format": "json_schema"}  # other names of settings; `--format` is that of a transcript
 
 _MORE: Final = "/help COMMAND explains one of these, /help all tells what each does. "
@@ -158,6 +159,9 @@ class Commands:
 
     def _known(self, word: str) -> str:
         word = word.removeprefix("/")
+        if word in _FORMER:
+            self._screen.note(f"/{word} is now called /{_FORMER[word]}")
+            return _FORMER[word]
         if word not in self.names():
             close = _ELSEWHERE.get(word) or nearest(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):

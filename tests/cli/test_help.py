@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from command import refused, run
-from sirchat.cli.app import app
+from sirchat.cli.app import _OTHER_FLAGS, app
 from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 
@@ -95,6 +95,17 @@ def test_the_script_is_printed_or_installed(
     assert done.stdout.startswith("installed in ~/")
     written = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
     assert any(f"complete_{shell}" in text for text in written)
+
+
+def test_options_may_have_the_names_that_other_programs_give_them(tmp_path: Path) -> None:
+    long = run("ask", "--max-new-tokens", "2", "Tell me a joke.", SIRCHAT_HOME=str(tmp_path))
+    for flags in (["--max-tokens", "2"], ["--num-predict=2"]):
+        done = run("ask", *flags, "Tell me a joke.", SIRCHAT_HOME=str(tmp_path))
+        assert (done.stdout, done.returncode) == (long.stdout, 0)
+    assert "--max-tokens" not in run("--help-settings").stdout
+    settings = [name.replace("_", "-") for name in Profile.model_fields]
+    assert set(_OTHER_FLAGS.values()) <= {f"--{name}" for name in (*settings, "resume")}
+    assert not set(_OTHER_FLAGS) & {f"--{name}" for name in settings}
 
 
 @pytest.mark.parametrize("name", ["run", "pull", "ls"])

@@ -13,6 +13,7 @@ import pytest
 from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
+from sirchat.ui.commands import Commands
 from sirchat.ui.typed_input import input_history
 
 
@@ -144,6 +145,14 @@ def test_a_link_that_was_planted_beside_the_history_is_not_followed(own_home: Pa
     history.erase(lambda line: line == "one")
     assert victim.read_text(encoding="utf-8") == "precious"
     assert not list(input_history(lambda complaint: None).load_history_strings())
+
+
+def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) -> None:
+    assert chat.do("/forgotten") == "/forgotten is now called /evicted\nnothing is evicted\n"
+    shown = chat.do("/forget Marmalade")
+    assert shown.startswith("/forget is now called /erase\n")
+    assert "would erase" in shown
+    assert not {"forget", "forgotten"} & set(Commands.names())
 
 
 def test_branches_that_still_have_the_words_are_named_before_and_after(chat: Chat) -> None:
