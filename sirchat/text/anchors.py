@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -81,13 +82,13 @@ def anchor_detector(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], 
 
 def sentences(text: str) -> list[str]:
     """Split a text into sentences, each with the space before it."""
-    found = [""]
-    for end in (match.end() for match in SENTENCE_END.finditer(text)):
-        sentence = text[sum(map(len, found)) : end]
-        if sentence.strip():
-            found.append(sentence)
-    found[-1] += text[sum(map(len, found)) :]
-    return found[1:] or found
+    ends, read = list[int](), 0
+    for match in SENTENCE_END.finditer(text):
+        if text[read : match.end()].strip():
+            ends.append(match.end())
+        read = match.end()
+    ends[-1:] = [len(text)]  # the last one has what follows, too
+    return [text[start:end] for start, end in pairwise([0, *ends])]
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:

@@ -22,8 +22,8 @@ from sirchat.text.text_file import without_surrogates
 
 PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
-# What JSON in tags is up to its end, which may also stand in a text within.
-_INSIDE = re.compile(r'(?:[^"<]|"(?:\\.|[^"\\])*"|<(?!/tool_call>))*', re.DOTALL)
+# In JSON in tags: where a text begins or ends; the tag that ends it, unless in a text; an escape.
+_MARKS = re.compile(rf'"|{CLOSE}|\\.', re.DOTALL)
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _HALF_TAG = re.compile(r"<[^<>\s]*\Z")
@@ -79,7 +79,8 @@ class CallParser:
         self._only_one = only_one
         self.is_cut = False
         self._waiting = ""
-        self._tried = 0  # up to where in the call that waits its end was sought
+        # Up to where in the call that waits its end was sought, and whether that is in a text.
+        self._tried, self._is_in_text = 0, False
         self._marked: str | None = ""
         self._has_begun = False
         self.calls: list[ToolCall] = []
@@ -201,8 +202,16 @@ class CallParser:
                 return None
             self._tried = 0  # the next call begins: this is none
             return call
-        inside = _INSIDE.match(text) if CLOSE in text else None
-        return inside[0] if inside and text.startswith(CLOSE, inside.end()) else None
+        if CLOSE not in text:
+            return None
+        while mark := _MARKS.search(text, self._tried):
+            if mark[0] == CLOSE and not self._is_in_text:
+                self._tried = 0
+                return text[: mark.start()]
+            self._is_in_text ^= mark[0] == '"'
+            self._tried = mark.end()
+        self._tried = max(self._tried, len(text) - len(CLOSE))  # half a mark may stand at the end
+        return None
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""

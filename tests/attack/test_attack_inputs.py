@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
+import timeit
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -76,6 +78,12 @@ def test_an_error_shows_no_control_character_of_a_value() -> None:
     with pytest.raises(SettingError, match=r"\\u009b2J\\u007f") as caught:
         changed_profile(Profile(), "--set", positions="\x9b2J\x7f")
     refuse_odd_display(str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "{" * 3000, "[{a: " * 3000])
+def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
+    taken = timeit.repeat(lambda: parse_option(text), time.process_time, number=1, repeat=3)
+    assert min(taken) < 0.05  # the garbage collector may run in one of them
 
 
 _WORDS_OF_JSON = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from chatting import tiny
 from sirchat.memory.ledger import Role
-from sirchat.text.anchors import Anchors, Per, with_anchors
+from sirchat.text.anchors import Anchors, Per, sentences, with_anchors
 from sirchat.text.template import Template
 
 ANCHOR = 2048
@@ -25,6 +27,14 @@ def placed(per: Per, text: str = TEXT) -> list[int]:
 def test_sentence_puts_an_anchor_after_each_sentence() -> None:
     found = placed("sentence", "It rains. It pours.")
     assert found == [*ids("It rains."), ANCHOR, *ids(" It pours."), ANCHOR]
+
+
+def test_many_sentences_take_no_long_time() -> None:
+    begun = time.process_time()
+    for text, count in (("It rains. " * 50_000, 50_000), ("a." + " \n" * 50_000, 1)):
+        found = sentences(text)
+        assert (len(found), "".join(found)) == (count, text)
+    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize("per", ["round", "sentence"])

@@ -322,6 +322,10 @@ def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
         "<tool_call>" + "a" * 40_000,
         xml("weather", {"city": "</tool_call> word " * 500}),
         pairs("weather", {"city": "</tool_call> word " * 500}),
+        *(
+            f"<tool_call>{json.dumps({'name': 'weather', 'arguments': {'city': city}})}</tool_call>"
+            for city in ("</tool_call>" + "a" * 50_000, '</tool_call> "word" ' * 2500)
+        ),
         "<tool_call>[" + "a" * 20_000 + "</tool_call>",
         "[weather(a=" + '"\\""' * 4000,
         " " * 20_000 + "a",
