@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from rich.cells import cell_len
@@ -18,9 +19,11 @@ from rich.text import Text
 from sirchat.chat.events import Delta
 from sirchat.ui.text import counted
 
-_TRIES = 40  # most lines, and words, behind which a block that is too tall is tried to be cut
+_LINES = 4  # most of them behind which a block that is too tall is tried to be cut
+_NEAR = (0, 1, -1, 2, -2)  # words from where a row seems to begin: marks may be words, too
 _FEW = 5  # blanks
-_OPEN_CODE = re.compile(r"[ ]{0,3}(?:```+|~~~+)\w*")
+_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
+_OPEN_CODE = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
 _FENCES = "```", "~~~"
 # A word, or a sign that stands alone: a blank, or one of a script without blanks between words.
 _WORDS = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
@@ -138,6 +141,7 @@ class _Growing:
         self.text = ""
         self.has_rows = False  # that are final
         self._has_begun = False
+        self._uncut = 0  # characters of its unfinished block when that could not be cut
 
     def take(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
         """Take the rows of finished blocks, of all at the end; and those below, which may grow."""
@@ -146,26 +150,30 @@ class _Growing:
             self._has_begun = bool(self.text)
         stop = len(self.text) if is_end else self._layout.finished(self.text)
         final = self._layout.rows(self.text[:stop], width, is_final=True)
-        self.text = self.text[stop:]
+        if stop:
+            self.text, self._uncut = self.text[stop:], 0
         below = self._layout.rows(self.text, width, is_final=False)
-        while len(below) > height and (parts := self._cut(below, width)):
+        while len(below) > height and len(self.text) >= self._uncut * _GROWTH:
+            parts = self._cut(below, width)
+            if parts is None:
+                self._uncut = len(self.text)
+                break
             final += self._layout.rows(parts[0], width, is_final=True)
-            self.text = parts[1]
+            self.text, self._uncut = parts[1], 0
             below = self._layout.rows(self.text, width, is_final=False)
         return final, below[-height:]
 
     def _cut(self, rows: list[str], width: int) -> tuple[str, str] | None:
         """The text in two parts whose rows are `rows` together, cut before its middle."""
-        text, first_half = self.text, self.text[: len(self.text) // 2]
+        text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
-        lines = [match.span() for match in re.finditer(r"\n+", first_half)]
-        words = [match.span() for match in re.finditer(r" +", first_half)]
-        if len(words) < _FEW:  # as in Chinese
-            words = [(at, at) for at in range(1, len(first_half))]
-        opener = _OPEN_CODE.match(text)  # what is cut within code goes on as code
-        again = f"{opener[0]}\n" if opener else ""
-        for end, start in [*reversed(lines[-_TRIES:]), *reversed(words[-_TRIES:])]:
+        again = ""
+        if opener := _OPEN_CODE.match(text):  # what is cut within code goes on as code
+            fence, info = opener.groups()
+            is_shown = Text.from_ansi(rows[0]).plain == info  # which is no language
+            again = f"{fence}\n" if is_shown else f"{fence}{info}\n"
+        for end, start in self._places(width, is_code=opener is not None):
             parts = text[:end], again + text[start:]
             head = self._layout.rows(parts[0], width, is_final=False)
             if not head or head != rows[: len(head)]:
@@ -173,6 +181,26 @@ class _Growing:
             if self._layout.rows(parts[1], width, is_final=False) == rows[len(head) :]:
                 return parts
         return None
+
+    def _places(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
+        """Where it may be cut: behind its first half's last lines, or where the last row begins.
+
+        Each is the end of one part and the start of the other.
+        """
+        half = self.text[: len(self.text) // 2].rstrip()
+        lines = [match.span() for match in re.finditer(r"\n+", half)]
+        if not is_code:  # a line that is indented belongs to an item of a list
+            lines = [(end, start) for end, start in lines if not half[start].isspace()]
+        yield from reversed(lines[-_LINES:])
+        if is_code:
+            return
+        row = Text.from_ansi(self._layout.rows(half, width, is_final=False)[-1]).plain
+        words, count = [match.span() for match in re.finditer(r" +", half)], len(row.split())
+        if len(words) < _FEW:  # as in Chinese
+            words, count = [(at, at) for at in range(1, len(half))], len(row)
+        for number in (len(words) - count + near for near in _NEAR):
+            if 0 <= number < len(words):
+                yield words[number]
 
 
 class WordBreaker:
