@@ -78,6 +78,8 @@ def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCa
     assert asked.use.decide(CALL) == decided
     assert 'wants to call snow__weather {"city": "Oslo"}' in asked.out.getvalue()
     assert asked.use.is_stopped is (keys == "\x1b")
+    asked.keys = [""]
+    assert asked.use.decide(CALL) == "the user refuses this call"
 
 
 def test_a_call_too_long_for_the_screen_says_how_to_see_all_of_it() -> None:
