@@ -58,6 +58,7 @@ class ToolServers:
         self.servers, self._note, self._limit = servers, note, limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[str, _Running] = {}
+        self._ending: list[_Running] = []
         self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
     def tools(self, name: str, interrupted: Interrupted = never) -> list[ChatTool]:
@@ -74,11 +75,14 @@ class ToolServers:
                 running = self._start(name, interrupted)
         else:
             running = self._start(name, interrupted)
+        for tool in running.listed:
+            if tool.input_schema.get("properties") is None:  # templates need them
+                tool.input_schema["properties"] = {}
         return [
             ChatTool(
                 self._full_name((name, tool.name)),
                 tool.description or "",
-                {"type": "object", "properties": {}, **tool.input_schema},
+                {"type": "object", **tool.input_schema},
                 partial(self._call, running, tool.name),
                 (name, tool.name),
                 running.instructions,
@@ -92,12 +96,11 @@ class ToolServers:
 
     def close(self) -> None:
         """End all servers."""
-        for running in self._running.values():
-            running.ends = True
-        for running in self._running.values():
-            with suppress(Exception):  # the SDK kills what does not end
-                running.ended.result(_END)
-        self._running = {}
+        for running in list(self._running.values()):
+            self._end(running)
+        for running in self._ending:
+            running.is_gone.wait(_END)  # the SDK kills what does not end
+        self._ending = []
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
@@ -124,7 +127,7 @@ class ToolServers:
             self._wait(running, running.begin(), self._limit(), interrupted)
         except BaseException as error:
             running.ended.cancel()
-            self._running.pop(name, None)
+            self._end(running)
             if not isinstance(error, SirchatError):
                 raise
             why = str(error) if str(error) == _STOPPED else running.last_words() or str(error)
@@ -149,12 +152,14 @@ class ToolServers:
     ) -> Any:
         """What a server answers; SirchatError if that is an error, or does not come in time."""
         name = running.name
-        running.heard = time.monotonic()
+        running.heard, running.is_unread = time.monotonic(), False
         request, begun = self._submit(work), running.begun.done()
         try:
             while not wait((request,), _LOOK).done:
                 if interrupted():
                     raise SirchatError(_STOPPED)
+                if running.is_unread:
+                    raise SirchatError("its answer has half a character (a lone surrogate)")
                 if begun and running.ended.done():
                     break
                 if time.monotonic() > running.heard + limit:
@@ -187,6 +192,7 @@ class ToolServers:
     def _end(self, running: _Running) -> None:
         running.ends = True
         self._running.pop(running.name, None)
+        self._ending = [one for one in self._ending if not one.is_gone.is_set()] + [running]
 
     def _call(
         self, running: _Running, tool: str, arguments: dict[str, Any], interrupted: Interrupted
@@ -211,14 +217,16 @@ class _Running:
     """A server that was started; its coroutines run in the thread of the servers.
 
     `begun` and `ended` say when, `listed` are its tools, `heard` is when the wait for an answer
-    began anew. `status` is that of the last answer over HTTP. With `ends`, the server is let end.
+    began anew. `status` is that of the last answer over HTTP. With `ends`, the server is let end;
+    with `is_gone`, its process has. `is_unread`: it sent an answer that the SDK cannot read.
     """
 
     def __init__(self, name: str, fields: ServerFields) -> None:
         self.name, self._fields = name, fields
         self.begun: Future[None] = Future()
         self.ended: Future[None] = Future()
-        self.ends = False
+        self.ends = self.is_unread = False
+        self.is_gone = threading.Event()
         self.listed: list[Any] = []
         self.instructions = ""
         self.status = 0
@@ -242,6 +250,8 @@ class _Running:
         except BaseException as error:
             if not self.begun.done():
                 self.begun.set_exception(_root(error))
+        finally:
+            self.is_gone.set()
 
     async def begin(self) -> None:
         """Wait until the server has started, and has listed its tools."""
@@ -264,6 +274,11 @@ class _Running:
             self.heard = time.monotonic()
 
         return await self._client.call_tool(tool, arguments, progress_callback=progress)
+
+    async def _receive(self, message: object) -> None:
+        if isinstance(message, ValidationError):
+            with suppress(TypeError, ValueError):  # a lone surrogate is JSON, but not pydantic's
+                self.is_unread |= "id" in json.loads(message.errors()[0]["input"])
 
     def last_words(self) -> str:
         """The last line that the server has written to its standard error."""
@@ -298,7 +313,7 @@ class _Running:
             )
             transport = stdio_client(parameters, errlog=self._errors)
         # The tools are listed to see whether they have changed, so nothing is kept.
-        return Client(transport, cache=None)
+        return Client(transport, message_handler=self._receive, cache=None)
 
 
 def plain_name(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from rich.cells import cell_len
@@ -15,11 +16,14 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from sirchat.chat.events import Delta
 from sirchat.ui.text import counted
 
-_TRIES = 40  # most lines, and words, behind which a block that is too tall is tried to be cut
+_LINES = 4  # most of them behind which a block that is too tall is tried to be cut
+_NEAR = (0, 1, -1, 2, -2)  # words from where a row seems to begin: marks may be words, too
 _FEW = 5  # blanks
-_OPEN_CODE = re.compile(r"[ ]{0,3}(?:```+|~~~+)\w*")
+_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
+_OPEN_CODE = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
 _FENCES = "```", "~~~"
 # A word, or a sign that stands alone: a blank, or one of a script without blanks between words.
 _WORDS = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
@@ -65,89 +69,111 @@ class GrowingReply:
     """
 
     def __init__(self, layout: Layout, *, fold: Literal["show", "fold", "hide"] = "show") -> None:
-        self._thought = _Growing(WrittenLayout("dim"))
-        self._answer = _Growing(layout)
-        self._fold = fold
-        self._thinks = self._has_gap = False
-        self._tokens = 0  # of the reply up to the end of its reasoning
+        self._layout, self._fold = layout, fold
+        self._parts: list[_Growing] = []  # that are not final yet; the last of them grows
+        self._needs_gap = False  # before the next rows, since those above are of another part
+        self._tokens = 0  # of the reply so far
 
     @property
-    def rest(self) -> str:
-        """The text of the reply that is not final yet."""
-        return self._thought.text + self._answer.text
+    def rest(self) -> list[Delta]:
+        """The text that is not final yet, but no reasoning that is not shown."""
+        shown = [part for part in self._parts if self._fold == "show" or not part.thinks]
+        return [Delta(part.text, "thinking" if part.thinks else "answer") for part in shown]
 
     def push(self, text: str, tokens: int = 0, *, thinks: bool = False) -> None:
         """Add text of reasoning or answer, which is without control sequences.
 
         The reply has `tokens` tokens up to its end.
         """
-        if thinks:
-            self._thinks, self._has_gap = True, self._fold != "hide"
-            self._thought.text += text
-            self._tokens = tokens
-        elif text:
-            if self._thinks:  # marks came between
-                self._tokens = max(self._tokens, tokens - 1)
-            self._thinks = False
-            self._answer.text += text
+        last = self._parts[-1] if self._parts else None
+        if text and (last is None or last.thinks != thinks):
+            if last is not None:  # marks came between
+                last.end = max(last.end, tokens - 1)
+            layout = WrittenLayout("dim") if thinks else self._layout
+            last = _Growing(layout, thinks=thinks, start=self._tokens)
+            self._parts.append(last)
+        if last is not None and last.thinks == thinks:
+            last.text += text
+            last.end = tokens
+        self._tokens = tokens
 
     def take(self, width: int, height: int, *, is_end: bool = False) -> tuple[list[str], list[str]]:
         """Take the rows that are final now; also returns those below them, at most `height`."""
         final, below = list[str](), list[str]()
-        if self._thought.text:
-            is_over = is_end or not self._thinks
-            if self._fold == "show":
-                final, below = self._thought.take(width, height, is_end=is_over)
-            elif is_over:
-                self._thought.text = ""
-                told = f"thought for {counted(self._tokens, 'token')} (/thinking shows it)"
-                final = [told] if self._fold == "fold" else []
+        for part in list(self._parts):
+            is_over = is_end or part is not self._parts[-1]
+            if part.thinks and self._fold != "show":
+                rows, below = self._told(part, is_over=is_over)
             else:
-                below = [f"thinking, {counted(self._tokens, 'token')}"]
-        if not self._thinks:
-            more, below = self._answer.take(width, height, is_end=is_end)
-            if self._has_gap and self._answer.has_begun:
+                rows, below = part.take(width, height, is_end=is_over)
+            if self._needs_gap and (rows or below):
                 final.append("")
-                self._has_gap = False
-            final += more
+                self._needs_gap = False
+            final += rows
+            part.has_rows |= bool(rows)
+            if is_over:
+                self._needs_gap |= part.has_rows
+                self._parts.remove(part)
         return final, below
+
+    def _told(self, thought: _Growing, *, is_over: bool) -> tuple[list[str], list[str]]:
+        """The line that stands for reasoning: a final one, or one that counts."""
+        tokens = counted(thought.end - thought.start, "token")
+        if not is_over:
+            return [], [f"thinking, {tokens}"]
+        told = f"thought for {tokens} (/thinking shows it)"
+        return ([told] if self._fold == "fold" else []), []
 
 
 class _Growing:
-    """A text that grows, and is taken away from its beginning."""
+    """A text that grows, and is taken away from its beginning: a part of a reply.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        layout: turns it into rows.
+        thinks: whether it is reasoning.
+        start: number of tokens of the reply before it.
+    """
+
+    def __init__(self, layout: Layout, *, thinks: bool, start: int) -> None:
         self._layout = layout
+        self.thinks = thinks
+        self.start = self.end = start  # tokens of the reply up to its beginning and its end
         self.text = ""
-        self.has_begun = False
+        self.has_rows = False  # that are final
+        self._has_begun = False
+        self._uncut = 0  # characters of its unfinished block when that could not be cut
 
     def take(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
         """Take the rows of finished blocks, of all at the end; and those below, which may grow."""
-        if not self.has_begun:
+        if not self._has_begun:
             self.text = self.text.lstrip("\n")
-            self.has_begun = bool(self.text)
+            self._has_begun = bool(self.text)
         stop = len(self.text) if is_end else self._layout.finished(self.text)
         final = self._layout.rows(self.text[:stop], width, is_final=True)
-        self.text = self.text[stop:]
+        if stop:
+            self.text, self._uncut = self.text[stop:], 0
         below = self._layout.rows(self.text, width, is_final=False)
-        while len(below) > height and (parts := self._cut(below, width)):
+        while len(below) > height and len(self.text) >= self._uncut * _GROWTH:
+            parts = self._cut(below, width)
+            if parts is None:
+                self._uncut = len(self.text)
+                break
             final += self._layout.rows(parts[0], width, is_final=True)
-            self.text = parts[1]
+            self.text, self._uncut = parts[1], 0
             below = self._layout.rows(self.text, width, is_final=False)
         return final, below[-height:]
 
     def _cut(self, rows: list[str], width: int) -> tuple[str, str] | None:
         """The text in two parts whose rows are `rows` together, cut before its middle."""
-        text, first_half = self.text, self.text[: len(self.text) // 2]
+        text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
-        lines = [match.span() for match in re.finditer(r"\n+", first_half)]
-        words = [match.span() for match in re.finditer(r" +", first_half)]
-        if len(words) < _FEW:  # as in Chinese
-            words = [(at, at) for at in range(1, len(first_half))]
-        opener = _OPEN_CODE.match(text)  # what is cut within code goes on as code
-        again = f"{opener[0]}\n" if opener else ""
-        for end, start in [*reversed(lines[-_TRIES:]), *reversed(words[-_TRIES:])]:
+        again = ""
+        if opener := _OPEN_CODE.match(text):  # what is cut within code goes on as code
+            fence, info = opener.groups()
+            is_shown = Text.from_ansi(rows[0]).plain == info  # which is no language
+            again = f"{fence}\n" if is_shown else f"{fence}{info}\n"
+        for end, start in self._places(width, is_code=opener is not None):
             parts = text[:end], again + text[start:]
             head = self._layout.rows(parts[0], width, is_final=False)
             if not head or head != rows[: len(head)]:
@@ -155,6 +181,26 @@ class _Growing:
             if self._layout.rows(parts[1], width, is_final=False) == rows[len(head) :]:
                 return parts
         return None
+
+    def _places(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
+        """Where it may be cut: behind its first half's last lines, or where the last row begins.
+
+        Each is the end of one part and the start of the other.
+        """
+        half = self.text[: len(self.text) // 2].rstrip()
+        lines = [match.span() for match in re.finditer(r"\n+", half)]
+        if not is_code:  # a line that is indented belongs to an item of a list
+            lines = [(end, start) for end, start in lines if not half[start].isspace()]
+        yield from reversed(lines[-_LINES:])
+        if is_code:
+            return
+        row = Text.from_ansi(self._layout.rows(half, width, is_final=False)[-1]).plain
+        words, count = [match.span() for match in re.finditer(r" +", half)], len(row.split())
+        if len(words) < _FEW:  # as in Chinese
+            words, count = [(at, at) for at in range(1, len(half))], len(row)
+        for number in (len(words) - count + near for near in _NEAR):
+            if 0 <= number < len(words):
+                yield words[number]
 
 
 class WordBreaker:

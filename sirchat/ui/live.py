@@ -56,6 +56,7 @@ class LiveView:
         self._filter = DisplayFilter()
         self._text = TaggedText()  # as the reply is shown where nothing is dimmed
         self._streams = False  # the reply is streamed; its line is unfinished
+        self._hides_reasoning = False  # in what is streamed
         self._reply: GrowingReply | None = None  # the reply that is not streamed
         self._has_begun = False
         self._reading: Reading | None = None
@@ -107,7 +108,8 @@ class LiveView:
         if not self._has_begun and text:
             self._begin_reply()
         if self._reply is None:
-            self._stream(self._text.push(replace(new, text=text)))
+            if new.part == "answer" or not self._hides_reasoning:
+                self._stream(self._text.push(replace(new, text=text)))
             return
         tokens = self._session.state.reply.tokens_out
         self._reply.push(text, tokens, thinks=new.part == "thinking")
@@ -150,6 +152,7 @@ class LiveView:
         self._end_reply()
         gone, self._gone = sorted(self._gone), set()
         self._has_begun, self._text = False, TaggedText()
+        self._hides_reasoning = False
         if calls_tools(turn, self._session):
             return  # another reply follows
         if not self._screen.is_quiet:
@@ -187,8 +190,10 @@ class LiveView:
         self._size = self._screen.console.size
         if self._reply is not None and self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
-            self._stream(self._reply.rest)
+            for part in self._reply.rest:
+                self._stream(self._text.push(part))
             self._reply = None
+            self._hides_reasoning = self._session.profile.thinking != "show"
             return
         above, rows = list[str](), list[str]()
         if self._reply is not None:

@@ -492,10 +492,11 @@ def ask_for_key(
         nonlocal is_line
         press = event.key_sequence[0]
         key = press.data.lower()
-        is_key = key in keys and not isinstance(press, ChordEscape)
+        is_typed = len(key) == 1 and press.key != Keys.BracketedPaste
+        is_key = is_typed and key in keys and not isinstance(press, ChordEscape)
         if is_key and not event.app.is_done and (not is_line or press.key == Keys.Escape):
             event.app.exit(result=key)
-        is_line = press.key != Keys.Enter if is_line else key.isprintable()
+        is_line = press.key != Keys.Enter if is_line else bool(key) and key.isprintable()
 
     @bindings.add("c-c")
     @bindings.add("c-d")

@@ -184,7 +184,7 @@ class ToolUse(Toolbox):
             if key == "a":
                 self._always.append((call.name, tool))
             self.is_stopped = key == "\x1b"
-            return call if key in "ya" else _REFUSED
+            return call if key in ("y", "a") else _REFUSED
 
     def _as_listed(self, name: str) -> ChatTool | None:
         """A tool that is on, as its server describes it now; SirchatError if it is gone."""

@@ -163,6 +163,11 @@ def test_a_result_is_its_text_else_its_values_and_an_error_is_told(
     assert returned(tmp_path, result).startswith(told)
 
 
+def test_an_answer_with_half_a_character_is_an_error_at_once(tmp_path: Path) -> None:
+    said = returned(tmp_path, {"content": [text("so \ud800")]})
+    assert said == "error: its answer has half a character (a lone surrogate)"
+
+
 def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
     assert not servers.is_running("snow")
     assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
@@ -298,8 +303,11 @@ def test_a_stopped_call_ends_at_once(servers: ToolServers) -> None:
     assert time.monotonic() < start + 20
 
 
-def test_a_tool_without_parameters_has_a_schema_that_templates_can_read(tmp_path: Path) -> None:
-    made = scripted(tmp_path, tools=[{"name": "one", "inputSchema": {"type": "object"}}])
+@pytest.mark.parametrize("more", [{}, {"properties": None}], ids=str)
+def test_a_tool_without_parameters_has_a_schema_that_templates_can_read(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    made = scripted(tmp_path, tools=[{"name": "one", "inputSchema": {"type": "object", **more}}])
     servers = ToolServers(read_servers(str(made)), print)
     assert named(servers, "one").parameters == {"type": "object", "properties": {}}
     servers.close()
@@ -383,6 +391,14 @@ def test_a_hung_server_is_ended_and_started_again_by_the_next_call(hasty: ToolSe
     assert named(hasty, "pid").run({}, bool) != before
 
 
+def test_a_chat_that_ends_waits_for_a_hung_server_that_ends(hasty: ToolServers) -> None:
+    pid = int(named(hasty, "pid").run({}, bool))
+    with pytest.raises(SirchatError, match="it does not answer"):
+        named(hasty, "wait").run({}, bool)
+    hasty.close()
+    assert not _lives(pid)
+
+
 def test_a_call_after_a_stopped_one_does_not_wait_for_it(hasty: ToolServers) -> None:
     wait, start = named(hasty, "wait"), time.monotonic()
     with pytest.raises(SirchatError, match="the user stopped this"):
@@ -425,8 +441,8 @@ def test_a_server_that_does_not_answer_ends(tmp_path: Path) -> None:
     servers = ToolServers(mutes, print, lambda: 1)
     with pytest.raises(SirchatError, match="mute can't be started: it does not answer"):
         servers.tools("mute")
-    _await_end(int((tmp_path / "pid").read_text()))
     servers.close()
+    assert not _lives(int((tmp_path / "pid").read_text()))
 
 
 def _await_end(pid: int) -> None:

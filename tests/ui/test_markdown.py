@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -66,14 +67,23 @@ def test_what_was_streamed_is_the_document_rendered_at_once(
 
 
 _WORDS = ["the", "harbour", "**is", "very**", "old", "and", "`deep`", "so", "boats", ""]
+_CODE = "".join(f"def f{n}():\n    return {n}  # so\n" for n in range(25))
+_IN_ITEM = "1. Do:\n\n   ```python\n" + indent(_CODE, "   ") + "   ```\n2. Go on."
+_NESTED = "- Boats\n" + "".join(f"  - Boat **{n}**, and so on\n" for n in range(60)) + "\nEnd"
+_SET_OUT = {
+    "prose": " ".join(_WORDS * 60),
+    "list": "\n".join(f"{n}. **Boat {n}**: {' '.join(_WORDS * 3)}\n   - of oak" for n in range(12)),
+    "python": f"```python\n{_CODE}```\nso",
+    "plaintext": f"```plaintext\n{_CODE}```\nso",
+    "a name": f"~~~ boat-yard.py\n{_CODE}~~~\nso",
+    "quote": "> " + "\n> ".join(" ".join(_WORDS) for _ in range(30)),
+    "Chinese": "海は広い。" * 150,
+}
 _TALL = [
     *documents(DOCUMENTS),
-    " ".join(_WORDS * 60),
-    "\n".join(f"{n}. **Boat {n}**: {' '.join(_WORDS * 3)}\n   - of oak" for n in range(12)),
-    "```python\n" + "".join(f"def f{n}():\n    return {n}  # so\n" for n in range(25)) + "```\nso",
-    "> " + "\n> ".join(" ".join(_WORDS) for _ in range(30)),
+    *_SET_OUT.values(),
+    *(_IN_ITEM, _NESTED),
     "| a | b |\n|--|--|\n" + "".join(f"| {n} | **so** |\n" for n in range(25)),
-    "海は広い。" * 150,
 ]
 
 
@@ -90,6 +100,34 @@ def test_final_rows_are_those_of_the_whole_also_of_a_block_taller_than_the_windo
             rows += final
         rows += reply.take(columns, 12, is_end=True)[0]
         assert rows == _LAYOUT.rows(text.lstrip("\n"), columns, is_final=True), number
+
+
+class _Counting(MarkdownLayout):
+    """Counts how often it lays out a text."""
+
+    count = 0
+
+    def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
+        self.count += bool(text)
+        return super().rows(text, width, is_final=is_final)
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("kind", [*_SET_OUT, "code in an item", "nested"])
+def test_a_block_taller_than_the_window_is_laid_out_hardly_more_often_than_drawn(
+    kind: str, columns: int
+) -> None:
+    layout = _Counting(colours=True, color_system="256")
+    reply, most = GrowingReply(layout), 0
+    text = {**_SET_OUT, "code in an item": _IN_ITEM, "nested": _NESTED}[kind]
+    parts = pieces(text, 1, 6)
+    for part in parts:
+        reply.push(part)
+        reply.take(columns, 6)
+        most = max(most, len(layout.rows(reply.rest[0].text, columns, is_final=False)))
+    assert layout.count < 3 * len(parts)
+    if kind in _SET_OUT:  # and it is cut
+        assert most < 18
 
 
 @pytest.mark.parametrize("panel", ["off", "live", "turn"])

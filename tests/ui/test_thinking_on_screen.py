@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fake_terminal import FakeTerminal, show_reply
+from fake_terminal import FakeTerminal, show_reply, stub_session
 from markdown_documents import pieces
 from saved_chats import Chat, refusal
-from terminal import lines_of
+from sirchat.chat.events import Delta
+from sirchat.text.reply_parts import Part
+from sirchat.ui.live import LiveView
+from sirchat.ui.screen import Screen
+from terminal import everything_on, lines_of
 
 pytestmark = pytest.mark.usefixtures("every_frame")
 
@@ -71,6 +75,87 @@ def test_what_stays_is_the_answer_below_one_line_or_nothing(
         assert lines[1] == ""
         lines = lines[2:]
     assert lines == ["It is so." if markdown else "It is *so*.", "", "- one"]
+
+
+_AGAIN: list[tuple[Part, str]] = [
+    ("thinking", "Hm?"),
+    ("answer", "Let me look. *It* is 5."),
+    ("thinking", "\n\nhmm wait"),
+    ("answer", "\n\nSo it is."),
+    ("thinking", "\n\nno more"),
+]
+
+
+def _show_again(
+    terminal: FakeTerminal, thinking: str, panel: str, *, size: int = 1, small_at: int = -1
+) -> list[str]:
+    """Show the reply above in pieces; the window becomes too small at one of them.
+
+    Returns what the screen has after each.
+    """
+    seen = []
+    chat = stub_session(panel, thinking=thinking)
+    deltas = [
+        Delta(text[at : at + size], part)
+        for part, text in _AGAIN
+        for at in range(0, len(text), size)
+    ]
+    with LiveView(chat, Screen(terminal, terminal)) as view:
+        for number, delta in enumerate(deltas):
+            if number == small_at:
+                terminal.resize(8, 60)
+            chat.state.reply.tokens_out += 1
+            view.show(delta)
+            seen.append("\n".join(lines_of(terminal.screen)))
+    return seen
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+@pytest.mark.parametrize("size", [1, 99])
+@pytest.mark.parametrize("is_due", [True, False])
+def test_of_a_reply_that_thinks_again_nothing_is_lost_and_all_stays_in_its_order(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, panel: str, size: int, is_due: bool
+) -> None:
+    monkeypatch.setattr("sirchat.ui.live.Pace.is_due", lambda pace: is_due)
+    _show_again(terminal, "show", panel, size=size)
+    assert _lines(terminal) == [
+        *("Hm?", "", "Let me look. It is 5.", "", "hmm wait"),
+        *("", "So it is.", "", "no more"),
+    ]
+    terminal.clear()
+    _show_again(terminal, "hide", panel, size=size)
+    assert _lines(terminal) == ["Let me look. It is 5.", "", "So it is."]
+    terminal.clear()
+    _show_again(terminal, "fold", panel, size=size)
+    counts = [3, 10, 9] if size == 1 else [1, 1, 1]  # each of its own tokens
+    thoughts = [f"thought for {n} token{'s' * (n > 1)} (/thinking shows it)" for n in counts]
+    assert _lines(terminal) == [
+        *(thoughts[0], "", "Let me look. It is 5.", "", thoughts[1]),
+        *("", "So it is.", "", thoughts[2]),
+    ]
+
+
+@pytest.mark.parametrize("thinking", ["show", "fold", "hide"])
+def test_an_answer_stays_on_the_screen_while_the_model_thinks_again(
+    terminal: FakeTerminal, thinking: str
+) -> None:
+    seen = _show_again(terminal, thinking, "off")
+    begun = next(i for i, shown in enumerate(seen) if "It is 5." in shown)
+    assert all("It is 5." in shown for shown in seen[begun:])
+
+
+@pytest.mark.parametrize("thinking", ["show", "fold", "hide"])
+@pytest.mark.parametrize("small_at", [1, 5, 35])
+def test_in_a_window_that_becomes_too_small_hidden_reasoning_stays_hidden(
+    terminal: FakeTerminal, thinking: str, small_at: int
+) -> None:
+    _show_again(terminal, thinking, "live", small_at=small_at)
+    shown = " ".join(everything_on(terminal.screen).split())
+    for part, text in _AGAIN[2:] if small_at > 3 else _AGAIN:
+        is_shown = part == "answer" or thinking == "show"
+        assert (text.strip().replace("*", "") in shown.replace("*", "")) is is_shown
+    assert shown.count("<think>") == shown.count("</think>")
+    assert ("<think>" in shown) is (thinking == "show")
 
 
 def test_empty_reasoning_leaves_no_line_and_what_the_template_opened_is_known(

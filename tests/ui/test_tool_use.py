@@ -89,6 +89,8 @@ def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCa
     assert asked.use.decide(CALL) == decided
     assert 'wants to call snow__weather {"city": "Oslo"}' in asked.out.getvalue()
     assert asked.use.is_stopped is (keys == "\x1b")
+    asked.keys = [""]
+    assert asked.use.decide(CALL) == "the user refuses this call"
 
 
 def test_what_is_always_allowed_or_by_a_pattern_is_not_asked_and_all_else_is() -> None:

@@ -303,6 +303,17 @@ def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next
     assert not problems
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [paste("") + "n", paste("y") + ENTER + "n", paste("ye") + ENTER + "n", paste("y\n") + "n"],
+)
+def test_what_is_pasted_answers_no_question_that_wants_a_key(keys: str) -> None:
+    with create_pipe_input() as pressed:
+        prompt = Prompt(pressed, DummyOutput(), history=DummyHistory())
+        pressed.send_text(keys)
+        assert prompt.ask_for_key("?", "yen\x1b") == "n"
+
+
 # --- which signs were pasted
 
 
