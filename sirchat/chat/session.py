@@ -18,7 +18,14 @@ from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import ConversationState, Reply, UndoPoint
 from sirchat.chat.statements import Said, StatedFact, fit_rules, sentences_at, stated_in
-from sirchat.chat.targets import Target, erase_target, positions_of, tokens_asked, told_of
+from sirchat.chat.targets import (
+    Target,
+    erase_target,
+    positions_of,
+    tokens_asked,
+    tokens_to_erase,
+    told_of,
+)
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
@@ -285,6 +292,10 @@ class Session(Conversation):
         self.erasures += 1
         self.last_reply.cut = None
         return [Erased(count, self.resident)]
+
+    def tokens_to_erase(self, target: str) -> Positions:
+        """Positions of the tokens that `erase` would erase; raises what it raises."""
+        return tokens_to_erase(target, self.engine, self._texts, self.state, self.profile.system)
 
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""

@@ -60,11 +60,18 @@ def tokens_to_erase(
     """Positions of the tokens, held or evicted, that `target` names; `system` is the system prompt.
 
     Empty if the chat has the text, but the model has not read it: it is in an interrupted turn, or
-    in a system prompt before the first turn. Raises UsageError if nothing matches.
+    in a system prompt before the first turn. Raises UsageError if nothing matches, or only what
+    the chat template adds to each chat.
     """
     ledger, roles = engine.ledger, now.roles
     try:
-        return positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
+        at = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
+        own = own_prompt(ledger, texts)[0]
+        if np.isin(at, own).all():
+            where = "only in the system prompt that the model's chat template adds"
+            what = format_value(without_quotes(target))
+            raise UsageError(f"{what} is {where}: it would come back")
+        return np.setdiff1d(at, own)
     except UsageError:
         pattern = whole_words(without_quotes(target))
         unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in now.turns)]
@@ -177,11 +184,17 @@ def own_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
     at = ledger.of_turn(0)
     roles, ids = (ledger.column(name)[at].tolist() for name in ("role", "token_id"))
     count = roles.index(Role.USER) if Role.USER in roles else 0
-    # A token that begins a turn comes again: before the user's turn.
-    end = max((at for at in range(2, count) if ids[at] in ids[:2]), default=0)
-    if not end or {*roles[:count]} != {Role.TEMPLATE}:
+    if {*roles[:count]} != {Role.TEMPLATE}:
         return range(0), 0
-    start, stop = ids.index(ids[end]) + count - end, end  # both turns have marks of one length
+    # The id that begins a turn, the first of all or the second, comes again: at the user's turn.
+    begins = [at for at in range(2, count) if ids[at] in ids[:2]]
+    if not begins:
+        return range(0), 0
+    end = begins[-1]
+    if ids[2:end].count(ids[end]):  # several turns of the template: no one text
+        return range(0), end
+    marks = count - end  # ids before a turn's text: the same number in both turns
+    start, stop = ids.index(ids[end]) + marks, end
     while stop > start and not texts(ids[stop - 1 : stop], [stop - 1])[0].strip():
         stop -= 1
     return range(start, max(start, stop - 1)), end  # without the mark that ends it

@@ -162,20 +162,21 @@ class Spread:
         head = names[id(module.get_output_embeddings())] if is_tied else None
         parts = [part for part in _parts_of(module, layers) if part != head]
         said = self._planned(module, parts) if isinstance(self.said, str) else self.said
-        placement = self._placement_by_names(said, parts, layers)
+        known = parts if head is None else [*parts, head]
+        placement = self._placement_by_names(said, known, parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
     def _placement_by_names(
-        self, said: Placement, parts: list[str], layers: list[str]
+        self, said: Placement, known: list[str], parts: list[str], layers: list[str]
     ) -> Placement:
         for name in said:
-            if not any(is_within(part, name) for part in parts):
+            if not any(is_within(one, name) for one in known):
                 what = "has no such module, or has it within a layer"
                 raise ModelError(
                     f"the device map names {format_value(name)}; {self.model} {what}",
-                    hint=nearest(name, parts, alike=0.7) or f"its first layer is {layers[0]}",
+                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
                 )
         placement = Placement()
         for part in parts:
@@ -198,15 +199,17 @@ class Spread:
         share = weights / (weights + self.cache)  # each layer's keys and values are beside it
         placed = self._inferred(module, parts, {at: int(rooms[at] * share) for at in rooms})
         first = next(iter(rooms))
-        if DISK in placed.values():  # these layers' keys and values are in the first place
-            if rooms[first] < self.cache:
+        on_disk = [module.get_submodule(part) for part in parts if placed[part] == DISK]
+        if on_disk:  # these layers' keys and values are in the first place, where they compute
+            largest = max(sum(one.nbytes for one in part.parameters()) for part in on_disk)
+            if rooms[first] < self.cache + largest:
                 raise ModelError(
                     f"{self.model} does not fit, not even with its layers on disk",
                     hint="choose a smaller budget or model",
                 )
             placed = self._inferred(module, parts, rooms | {first: rooms[first] - self.cache})
         where: dict[int | str, Where] = {**places, CPU: CPU, DISK: DISK}
-        return {name: where[place] for name, place in placed.items()}
+        return {part: where[place] for part, place in placed.items()}
 
     def _inferred(
         self, module: Any, parts: list[str], memory: dict[int | str, int]
@@ -219,7 +222,10 @@ class Spread:
             if self.said == "balanced":
                 memory = get_balanced_memory(module, memory, unsplit)
             placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
-        return dict(placed)
+        # accelerate names a module that contains several parts if all of them have one place
+        return {
+            part: place for name, place in placed.items() for part in parts if is_within(part, name)
+        }
 
     def _offload_folder(self, placement: Placement) -> str | None:
         return str(self._folder.path) if DISK in placement.values() else None

@@ -192,8 +192,11 @@ def load_gguf_parts(
 
     is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
     way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
-    # the library alone multiplies five bits fast
-    how_made = (*way, "for the library") if compiles else way
+    native, may_pack = None, packs is not False and not for_hub
+    if compiles and may_pack and (library := library_when_made()) is not None:
+        native = NativePacking(library)
+    # The library alone multiplies five bits fast: what it packed is of no use without it.
+    how_made = way if native is None else (*way, "for the library")
     place, problem = prepared_path(path, how_made) if is_usual else None, ""
     if place is not None and place.exists():
         try:
@@ -215,9 +218,7 @@ def load_gguf_parts(
         with ThreadPoolExecutor(1, "tokenizer") as threads:
             making = threads.submit(vocabulary.load_tokenizer, file.metadata, kept)
             try:
-                if compiles and packs and (library := library_when_made()) is not None:
-                    how["native"] = NativePacking(library)
-                module = model.load_module(file, dtype, progress, **how)
+                module = model.load_module(file, dtype, progress, native=native, **how)
             finally:
                 tokenizer = making.result()
     add_sampling(module, file.metadata)

@@ -61,7 +61,7 @@ class Erasing:
         tokens, turns = self._matching_tokens(target)
         mine, others = self._count_typed_lines(target)
         if not (tokens or turns or mine or others):
-            self._session.why(target)  # raises the error that says what is missing
+            self._session.tokens_to_erase(target)  # raises the error that says what is missing
         parts = [f"{counted(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
         if mine:
             parts.append(counted(mine, "typed line"))
@@ -119,7 +119,7 @@ class Erasing:
         else:
             said = [turn] if 0 <= turn < len(turns) else []
         try:
-            return len(self._session.why(target)), said
+            return len(self._session.tokens_to_erase(target)), said
         except UsageError:
             return 0, said
 

@@ -142,8 +142,13 @@ class Switching:
 
     def _messages_at(self, positions: Sequence[int]) -> str:
         """Of how many messages, and whose, the tokens at these positions are."""
-        turns = np.unique(self._session.ledger.column("turn")[positions]).tolist()
-        roles = Counter(self._session.state.roles[turn] for turn in turns)
+        session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
+        own = session.snapshot(strongest=0).prompt  # the end of what the chat template adds
+        messages = {
+            (turn, "system" if position < own else session.state.roles[turn])
+            for position, turn in zip(positions, turns, strict=True)
+        }
+        roles = Counter(role for _, role in sorted(messages))
         whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
         return " and ".join(
             f"{counted(count, 'message')} {whose.get(role, f'({role})')}"
@@ -218,9 +223,9 @@ class Switching:
     def _value(self, name: str) -> str:
         """A setting's value; of `recall` also that it can't go by meaning, if so."""
         value = as_typed(getattr(self._session.profile, name))
-        is_without = value == BEST_RETRIEVER and not self._session.recall.by_meaning
-        is_without &= name == "recall"
-        return value + " (by words: no encoder for this model yet)" * is_without
+        if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
+            return f"{value} (by words: no encoder for this model yet)"
+        return value
 
     def _refuse_unknown(self, name: str) -> None:
         options = options_of(self._session.profile.policy)

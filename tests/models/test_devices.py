@@ -362,6 +362,22 @@ def test_a_plan_fills_devices_or_gives_them_equally_much(
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)
 
 
+@pytest.mark.parametrize("said", ["auto", "balanced", {"": "cpu", "lm_head": "cpu"}], ids=str)
+def test_a_model_whose_head_has_the_weights_of_the_embeddings_is_spread(
+    said: str | dict[str, str], tmp_path: Path
+) -> None:
+    vocabulary = len(hub_tokenizer())
+    build("llama", {"vocab_size": vocabulary, "tie_word_embeddings": True}).save_pretrained(
+        tmp_path
+    )
+    hub_tokenizer().save_pretrained(tmp_path)
+    if not isinstance(said, str):
+        (tmp_path / "map.json").write_text(json.dumps(said))
+    device_map = said if isinstance(said, str) else str(tmp_path / "map.json")
+    model = load_model(str(tmp_path), device_map=device_map, dtype="float32")
+    assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
@@ -407,3 +423,12 @@ def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
     with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
         load_model(str(folder), device_map="auto", dtype="float32", rows=2000)
+
+
+def test_a_layer_on_disk_has_room_on_the_first_device(
+    folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
+    monkeypatch.setattr("sirchat.models.device_map.free_bytes", lambda _: 10**9 + 1000)
+    with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
+        load_model(str(folder), device_map="auto", dtype="float32")

@@ -16,6 +16,7 @@ from sirchat.chat.events import Switched
 from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.statements import StatedFact
+from sirchat.errors import UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_memory, draw_panel
@@ -84,6 +85,19 @@ def test_words_of_the_templates_own_system_prompt_are_explained_listed_and_resto
     assert rows[2][4:] == ["Hi"]
     assert "a kind pirate." in chat.do("/recall pirate")
     assert "pirate" not in chat.do("/pin turn 0")
+    assert "in 1 message of the system" in chat.do("/pin pirate")
+    with pytest.raises(UsageError, match="chat template adds"):
+        chat.do("/erase pirate")
+    assert "“pirate” is" in chat.do("/why pirate")
+
+
+def test_of_several_turns_that_the_template_adds_no_text_is_taken() -> None:
+    turns = (f"<|im_start|>{role}\nBe kind.<|im_end|>\n" for role in ("system", "developer"))
+    chat = session(_with_own_prompt("".join(turns)), policy="full", max_new_tokens=4)
+    list(chat.ask("Hi."))
+    with pytest.raises(UsageError, match="not in this chat"):
+        chat.why("kind")
+    assert "developer" in "".join(row.text for row in chat.tokens(range(chat.snapshot().prompt)))
 
 
 def test_what_you_told_is_held_in_part_or_evicted() -> None:
