@@ -130,7 +130,6 @@ def _memory(conversation: ServedConversation) -> dict[str, Any]:
     snapshot = asdict(conversation.session.snapshot())
     session = conversation.session
     more = {"recall": session.profile.recall, "left_out": len(session.ledger.left_out)}
-    more["own_text"] = [*snapshot["own_text"]]  # JSON has no ranges
     return {**snapshot, **more, "busy": conversation.is_busy}
 
 
