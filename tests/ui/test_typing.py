@@ -328,7 +328,12 @@ def test_what_is_pasted_answers_no_question_that_wants_a_key(keys: str) -> None:
 def test_a_line_that_one_chat_adds_while_another_erases_is_kept(own_home: Path) -> None:
     ours, others = input_history(print), input_history(print)
     lines = [f"line {number}" for number in range(100)]
-    adding = threading.Thread(target=lambda: [others.append_string(line) for line in lines])
+
+    def add() -> None:
+        for line in lines:
+            others.append_string(line)
+
+    adding = threading.Thread(target=add)
     adding.start()
     while adding.is_alive():
         ours.erase(lambda line: line == "a secret")
