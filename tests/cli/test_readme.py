@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import traced_turn
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.lab.commands.eval import eval_app
@@ -108,6 +109,11 @@ def test_every_module_is_named_in_the_readme_of_its_package() -> None:
             text = text_of(folder / "README.md")
             names = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
             assert not [name for name in names if f"`{name}`" not in text], folder
+
+
+def test_the_turn_with_real_numbers_is_what_the_program_prints() -> None:
+    shown = "".join(f"    {line}\n" for line in traced_turn.lines())
+    assert f"\n\n{shown}\n" in text_of(INSIDE)
 
 
 @pytest.mark.parametrize("path", [INSIDE, PACKAGE / "memory" / "policies" / "README.md"])

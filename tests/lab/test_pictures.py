@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from chatting import babbler, session
-from command import run
+from command import refused, run
 from sirchat.chat.session import Session
 from sirchat.lab.pictures import picture
 from sirchat.memory.ledger import Flag
@@ -195,3 +195,12 @@ def test_a_record_of_what_is_held_stays_after_erasing_and_goes_with_what_is_undo
         known = store.held_after()
     assert list(known) == [1, 3, 5, 7, 9, 11, 13]
     assert set(known[13].tolist()) == set(saved[0].ledger.held_positions.tolist())
+
+
+def test_without_the_laboratory_a_line_says_that_it_is_missing(
+    saved: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sirchat.lab", None)
+    out, home = str(tmp_path / "a.svg"), str(tmp_path)
+    code, error = refused("sessions", "map", "last", "--out", out, SIRCHAT_HOME=home)
+    assert (code, error) == (2, "sirchat: this command needs sirchat.lab, which is not installed\n")

@@ -6,8 +6,10 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 
@@ -191,6 +193,27 @@ def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
     assert "snow__weather" not in each.use.told
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same: bool) -> None:
+    file = scripted(tmp_path, tools=[tool("read")], results={"read": {}})
+    each = Asked("n", "", "snow__*", file=file)
+    each.use.begin()
+    assert each.call("read") == ""
+    comes_back = each.use.tools["snow__read"]
+    servers = each.use._servers
+    with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match="more"):
+        each.call("read")
+    assert "snow__read" not in each.use.tools
+    changed = comes_back if is_same else replace(comes_back, description="It reads all.")
+    with patch.object(servers, "tools", return_value=[changed]):
+        run_tools_command(each.chat, "on snow__read")
+        assert (each.call("read") is not None) is is_same
+    assert each.questions == (not is_same)
+    is_told = "snow__read was changed by its server" in " ".join(each.out.getvalue().split())
+    assert is_told is not is_same
+    each.use.close()
 
 
 def test_a_pattern_that_begins_with_a_server_means_only_its_tools(tmp_path: Path) -> None:

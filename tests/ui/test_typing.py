@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,22 @@ def test_what_is_pasted_answers_no_question_that_wants_a_key(keys: str) -> None:
         prompt = Prompt(pressed, DummyOutput(), history=DummyHistory())
         pressed.send_text(keys)
         assert prompt.ask_for_key("?", "yen\x1b") == "n"
+
+
+def test_a_line_that_one_chat_adds_while_another_erases_is_kept(own_home: Path) -> None:
+    ours, others = input_history(print), input_history(print)
+    lines = [f"line {number}" for number in range(100)]
+
+    def add() -> None:
+        for line in lines:
+            others.append_string(line)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    while adding.is_alive():
+        ours.erase(lambda line: line == "a secret")
+    adding.join()
+    assert input_history(print).lines() == lines[::-1]
 
 
 # --- which signs were pasted
