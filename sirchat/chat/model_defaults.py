@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sirchat.config.profile import Profile
+from sirchat.config.profile import LEAST_TEMPERATURE, Profile
 from sirchat.config.values import as_typed
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -93,6 +93,9 @@ def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
     values = {name: given[name] for name in SAMPLING_PARAMETERS if given.get(name) is not None}
     if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
+    temperature = values.get("temperature")
+    if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+        values["temperature"] = 0.0  # as some write "the likeliest"
     try:
         Profile.model_validate(values, strict=True)
     except ValueError:

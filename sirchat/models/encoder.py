@@ -125,7 +125,9 @@ class Encoder:
             restored = {name: one.float() for name, one in tensors.items()}
             restored["weight"] *= restored.pop("scale")
             if all(tensor.isfinite().all() for tensor in restored.values()):
-                return cls(layers, about=about, **restored)
+                found = cls(layers, about=about, **restored)
+                found._try()
+                return found
         raise _unusable(path, "is damaged")
 
     @classmethod
@@ -144,6 +146,15 @@ class Encoder:
         if not (is_valid and len(found.weight) == len(found.layers) * size > 0):
             raise _unusable(path, "was trained for another model")
         return replace(found, about={**found.about, "bundled": "yes"}) if path == bundled else found
+
+    def _try(self) -> None:
+        """Compute all once; any exception says that shapes do not fit each other."""
+        numbers = self.numbers(torch.zeros(1, len(self.weight)))
+        if numbers.shape != (1, self.size):
+            raise ValueError
+        vectors = self.unit_vectors(numbers)
+        self.is_kind(KINDS[-1], vectors)
+        self.asks_back(vectors[0])
 
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)

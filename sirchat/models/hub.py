@@ -7,6 +7,7 @@ deletes what it has fetched, so large files are fetched here, into `blobs/ETAG.p
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from sirchat.models.names import all_parts, cache_folder, cached_folder, locate,
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from huggingface_hub import ModelInfo
 
 _SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
@@ -116,7 +118,7 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
             raise
         raise _unreachable(name, hint) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"invalid response from the hub for model {name!r}") from error
+        raise ModelError(f"invalid response from the hub for model {name!r}: {error}") from error
     except Exception as error:  # the library's own network errors have no common public base
         if "http" not in type(error).__module__:
             raise
@@ -203,11 +205,12 @@ def _check_space(name: str, total: int) -> None:
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     bar = bar_class(progress)
     with explain_hub_errors(name, "run the same command again to continue"):
-        if size > _LARGE:
+        # The library has another way for files that are too large for this one.
+        if _LARGE < size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             url = hf_hub_url(name, file)
             etag = get_hf_file_metadata(url, timeout=_ANSWER_SECONDS).etag or ""
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
@@ -227,24 +230,44 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
     blob.parent.mkdir(parents=True, exist_ok=True)
     part = blob.with_name(f"{blob.name}.part")
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-    with part.open("ab") as stream:
+    has_wrong_length = False
+    with _LimitedFile(part, size) as stream:
         there = stream.tell()
         if there <= size:
-            http_get(
-                url,
-                stream,
-                resume_size=there,
-                headers=headers,
-                expected_size=size,
-                tqdm_class=bar,
-            )
+            try:
+                http_get(
+                    url,
+                    stream,
+                    resume_size=there,
+                    headers=headers,
+                    expected_size=size,
+                    tqdm_class=bar,
+                )
+            except OSError as error:  # those of the disk have a number, and others another type
+                has_wrong_length = type(error) is OSError and error.errno is None
+                if not has_wrong_length:
+                    raise
     digest = blob.name if _SHA256.fullmatch(blob.name) else ""
-    if part.stat().st_size > size or (digest and _digest(part) != digest):
+    has_wrong_length |= part.stat().st_size > size
+    if has_wrong_length or (digest and _digest(part) != digest):
         part.unlink()
         raise ModelError(
             f"the download of {url} is damaged", hint="run the same command to fetch it again"
         )
     part.replace(blob)
+
+
+class _LimitedFile(io.BufferedWriter):
+    """A file to append to that refuses more than `size` bytes: an answer may be endless."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(io.FileIO(path, "a"))
+        self._size = size
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if self.tell() + memoryview(data).nbytes > self._size:
+            raise OSError("the answer is longer than the file")
+        return super().write(data)
 
 
 @contextmanager

@@ -58,8 +58,9 @@ def test_sampling_follows_the_models_files(
     [
         {},
         {"do_sample": False, "temperature": 0.7},
-        *({"do_sample": True, "temperature": given} for given in (-3.0, 1e-8, "0.7", [0.7])),
+        *({"do_sample": True, "temperature": given} for given in (-3.0, "0.7", [0.7])),
         {"do_sample": True, "temperature": 0.6, "top_p": 7.0},
+        {"do_sample": True, "temperature": 0.6, "top_k": 20.0},
     ],
 )
 def test_without_sound_settings_in_the_files_sampling_is_sound(
@@ -70,6 +71,13 @@ def test_without_sound_settings_in_the_files_sampling_is_sound(
         setattr(config, name, value)
     monkeypatch.setattr(model.module, "generation_config", config)
     assert drawing(with_model_defaults(profile(), model)) == SOUND
+
+
+def test_a_tiny_temperature_in_the_files_is_the_likeliest_token(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(model, monkeypatch, do_sample=True, temperature=1e-6, top_k=1)
+    assert drawing(with_model_defaults(profile(), model)) == {"top_k": 1}
 
 
 @pytest.mark.parametrize("set_by_user", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}])

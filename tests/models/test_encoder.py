@@ -163,6 +163,10 @@ def test_an_encoder_that_can_t_be_used_or_written_is_refused_by_its_path(own_hom
         ],
         "is damaged": [
             replace(right, bias=right.bias * math.nan),
+            replace(right, bias=right.bias[1:]),
+            replace(right, bias=right.bias[:1]),
+            replace(right, hidden=torch.ones(4, 3), kinds=torch.ones(2, 5)),
+            replace(right, question=torch.ones(3)),
         ],
     }
     for why, ones in wrong.items():

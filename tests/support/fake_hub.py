@@ -22,6 +22,8 @@ class FakeHub:
         gated: repositories whose files are refused.
         stalls_after: bytes of a file's body after which the server sends no more; -1 for never.
         ends_after: bytes of a large file's body after which the connection is closed; -1 for never.
+        sends: bytes that a large file is said to have in an answer, of its own and then zeros; -1
+            for as many as it has.
         asked: method, path and `Range` of each request for a file.
     """
 
@@ -30,6 +32,7 @@ class FakeHub:
     gated: set[str] = field(default_factory=set)
     stalls_after: int = -1
     ends_after: int = -1
+    sends: int = -1
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -114,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        if self.hub.sends >= 0 and self.command == "GET" and len(body) > 2**20:
+            body = body[: self.hub.sends].ljust(self.hub.sends, b"\0")
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
