@@ -161,7 +161,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._turn.stats.finish = found or ("interrupt" if stopped is None else stopped.reason)
 
     def _said_before(self) -> tuple[list[int], list[Piece]]:
-        """The positions and pieces of what a reply that goes on has said, for both arguments."""
+        """The positions and pieces of what a continued reply has said, its parts, too."""
         ledger, said = self._turn.engine.ledger, list[Piece]()
         is_said = ledger.column("turn") == self._turn.ref.turn
         at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
@@ -192,7 +192,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
 
 def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
-    """The ids `closing` but the first ones, before an end id, with which the reply has ended."""
+    """The part of `closing` still to be read, without the beginning that the reply has written."""
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
     said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
     return closing[next(said, 0) :]

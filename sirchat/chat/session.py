@@ -193,7 +193,7 @@ class Session(Conversation):
         """Change the settings `updates`, and evict or restore tokens as the new settings require.
 
         If the system prompt of a begun chat changes, the old one is evicted and the new one read;
-        an interrupt ends the reading; so it is with another `template`. Raises SettingError, which
+        another `template` does the same. An interrupt ends the reading. Raises SettingError, which
         begins with `source`, for a value that is not allowed, changing nothing.
         """
         before, state = self.profile, self.state

@@ -36,7 +36,7 @@ from sirchat.cli.chat import (
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, with_settings
-from sirchat.cli.registry import commands, lazy_commands, overview, with_example
+from sirchat.cli.registry import command_modules, commands, overview, with_example
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
@@ -103,7 +103,7 @@ class _Commands(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         lines = commands()
-        for name, module in lazy_commands().items():
+        for name, module in command_modules().items():
             self.add_command(LazyCommand(name, module, lines[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

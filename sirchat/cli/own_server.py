@@ -1,7 +1,7 @@
-"""How `sirchat ask` finds a server of the same user, and each knows that the other is of that user.
+"""How `sirchat ask` finds a running server of the same user, and how each proves to be that user's.
 
-The server has a port of this machine for it, and a file, which only the user can read, with the
-port and a token. A server that was killed leaves its file, and another program may take the port:
+The server listens on a second local port, and writes that port and a token to a file which only
+the user can read. A server that was killed leaves its file, and another program may take the port:
 so a server first proves that it knows the token, without sending it.
 """
 

@@ -149,7 +149,7 @@ def commands() -> dict[str, str]:
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
-def lazy_commands() -> dict[str, str]:
+def command_modules() -> dict[str, str]:
     """The modules, by command, that are imported when used; each has the command as `NAME_app`."""
     modules = {
         "serve": "sirchat.cli.serve",

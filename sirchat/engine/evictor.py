@@ -328,7 +328,7 @@ class Evictor:
         self._place(self._store.placement)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these tokens, except sinks, for good; with `excluded` False, let them return."""
+        """Evict these tokens, except sinks, and let none return, unless `excluded` is False."""
         positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
         now = self._store.placement

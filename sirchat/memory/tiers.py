@@ -32,7 +32,7 @@ class Tiers:
     centres: list[Tensor]
 
     def fit(self, row: list[Tensor], seen: int) -> bool:
-        """Whether they are of a stream of `seen` tokens with such keys and values [H, 1, D]."""
+        """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`'s."""
         shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
         is_known = np.isin(self.bits, [EXACT, *LOWER.values(), NOWHERE]).all()
         is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
@@ -51,7 +51,7 @@ def lowered(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: int)
 
 @torch.inference_mode()
 def decoded(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
-    """The numbers [H, n, D] of what is stored in so many bits, in the type of the centres."""
+    """Decode what is stored with `bits` bits to numbers [H, n, D], in the type of `centres`."""
     if bits == EXACT:
         return tensors
     return [_decoded(one, centre, bits) for one, centre in zip(tensors, centres, strict=True)]

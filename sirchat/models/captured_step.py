@@ -328,7 +328,7 @@ def capture_first(
 
 
 class StepInputs(NamedTuple):
-    """What a step for B conversations reads."""
+    """The fixed input tensors of a captured step, for B conversations."""
 
     numbers: Tensor  # int64 [5, B]: ids, lengths, positions; addresses and capacities of pools
     spare: Tensor | None  # a pool of one row [L, 3, H, 1, D], for places without a conversation

@@ -31,7 +31,7 @@ from sirchat.models.devices import (
     Where,
     accelerators,
     free_bytes,
-    is_within,
+    is_submodule,
     pick_dtype,
 )
 from sirchat.models.fit import PROGRAM
@@ -172,7 +172,7 @@ class Spread:
         self, said: Placement, known: list[str], parts: list[str], layers: list[str]
     ) -> Placement:
         for name in said:
-            if not any(is_within(one, name) for one in known):
+            if not any(is_submodule(one, name) for one in known):
                 what = "has no such module, or has it within a layer"
                 raise ModelError(
                     f"the device map names {format_value(name)}; {self.model} {what}",
@@ -180,7 +180,9 @@ class Spread:
                 )
         placement = Placement()
         for part in parts:
-            longest = max((name for name in said if is_within(part, name)), key=len, default=None)
+            longest = max(
+                (name for name in said if is_submodule(part, name)), key=len, default=None
+            )
             if longest is None:
                 raise ModelError(
                     f"the device map has no device for {part}",
@@ -224,7 +226,10 @@ class Spread:
             placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
         # accelerate names a module that contains several parts if all of them have one place
         return {
-            part: place for name, place in placed.items() for part in parts if is_within(part, name)
+            part: place
+            for name, place in placed.items()
+            for part in parts
+            if is_submodule(part, name)
         }
 
     def _offload_folder(self, placement: Placement) -> str | None:
@@ -268,9 +273,9 @@ def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
     for name, part in module.named_modules():
         if name in layers:
             yield name
-        elif not any(is_within(name, layer) for layer in layers):
+        elif not any(is_submodule(name, layer) for layer in layers):
             tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-            if tensors and any(is_within(layer, name) for layer in layers):
+            if tensors and any(is_submodule(layer, name) for layer in layers):
                 whose = name or "its root"
                 raise ModelError(
                     f"the model can't be spread: {whose} has weights beside its layers"

@@ -57,7 +57,7 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def is_within(name: str, outer: str) -> bool:
+def is_submodule(name: str, outer: str) -> bool:
     """Whether the module `name` is the module `outer`, or a part of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
@@ -254,7 +254,7 @@ def weights_by_device(module: Any) -> Counter[str]:
     for name, tensor in chain(parameters_once(module), module.named_buffers()):
         where = str(tensor.device)
         if tensor.is_meta:
-            where = next(str(at) for part, at in placement.items() if is_within(name, part))
+            where = next(str(at) for part, at in placement.items() if is_submodule(name, part))
         key = name if tensor.is_meta else (where, tensor.data_ptr(), tensor.nbytes)
         if key not in seen:
             seen.add(key)

@@ -70,12 +70,12 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_MOST_TOLD = 1000  # different notes, and characters of those of one request
-_SILENT = 1.0  # seconds in which a stream has at least one byte
-_UNREAD = 60.0  # for which a client may leave a stream unread, while its buffers are full
-_FIRST = 0.5  # in which it begins, without the time in which a long request is parsed
-# Settings that are fixed when a model is loaded, so a request can't have others.
+_MOST_NOTES = 1000  # different notes that the log has once; also characters of those of a request
+_KEEPALIVE_SECONDS = 1.0  # after which a stream without an event sends a comment
+_UNREAD_SECONDS = 60.0  # for which a client may leave a stream unread, while its buffers are full
+_HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing of its request
 _OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may have others
+# Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in _OWN)
 
 
@@ -204,8 +204,8 @@ class ChatServer:
         try:
             begun = _await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
-                await asyncio.wait_for(begun, _FIRST if asked.stream else None)
-            headers = self._tell(options.notes) | options.headers
+                await asyncio.wait_for(begun, _HEADERS_SECONDS if asked.stream else None)
+            headers = self._note_headers(options.notes) | options.headers
             if asked.stream:
                 return _EventStream(shape.events(parts), shape.media, parts, headers)
             whole = await _await_unless_disconnected(request, shape.whole_response(parts))
@@ -214,14 +214,14 @@ class ChatServer:
             parts.cancel()
             raise
 
-    def _tell(self, notes: list[str]) -> dict[str, str]:
+    def _note_headers(self, notes: list[str]) -> dict[str, str]:
         """The header that says what is not quite as the request asked; the log says it once."""
         # Some quote the request; a header and a log are safe with one line of ASCII.
         notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
         for note in set(notes) - self._told:
             _LOG.warning("a request is not quite met: %s", note)
-        self._told = {*notes, *(self._told if len(self._told) < _MOST_TOLD else ())}
-        return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))[:_MOST_TOLD]} if notes else {}
+        self._told = {*notes, *(self._told if len(self._told) < _MOST_NOTES else ())}
+        return {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))[:_MOST_NOTES]} if notes else {}
 
     def _history(self, asked: ChatRequest, name: str = "") -> History:
         """The messages of a request, for the conversation `name` unless the request names one."""
@@ -340,7 +340,7 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(event: Message) -> None:
-            async with asyncio.timeout(_UNREAD):
+            async with asyncio.timeout(_UNREAD_SECONDS):
                 await send(event)
 
         try:
@@ -355,7 +355,7 @@ async def _with_comments(events: AsyncIterator[str]) -> AsyncIterator[str]:
     following = asyncio.ensure_future(anext(events, None))
     try:
         while True:
-            await asyncio.wait((following,), timeout=_SILENT)
+            await asyncio.wait((following,), timeout=_KEEPALIVE_SECONDS)
             if not following.done():
                 yield ": waiting\n\n"
                 continue

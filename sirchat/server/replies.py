@@ -107,7 +107,7 @@ class AnsweredRequest:
         self._whole = cached = session.seen
         if conversation.kept:
             self._whole = -1  # a failure within leaves a part of this
-            read = partial(_read, session, never)
+            read = partial(_read_message, session, never)
             parts = edited(conversation, history, conversation.kept, read)
             cached = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
             try:
@@ -138,7 +138,7 @@ class AnsweredRequest:
         conversation, session = self._conversation, self._session
         new = self._history.messages[len(conversation.roles) :]
         for (role, text), (following, _) in pairwise(new):
-            yield from (None for _ in _read(session, gone, role, text, following))
+            yield from (None for _ in _read_message(session, gone, role, text, following))
             conversation.add(role, text)
             self._whole = session.seen
             if gone():
@@ -245,7 +245,7 @@ def _check_beginning(conversation: ServedConversation, history: History) -> None
         conversation.begin_anew()
 
 
-def _read(
+def _read_message(
     session: Session,
     gone: Interrupted,
     role: str,

@@ -85,7 +85,7 @@ class CustomTool(Fields):
 
 
 class Namespace(Fields):
-    """Functions under a common name, which may have names that others have."""
+    """A named group of functions; functions of two groups may have the same name."""
 
     type: Literal["namespace"]
     name: Name

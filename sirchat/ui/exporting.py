@@ -64,7 +64,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     """
     words = rest.split()
     target = " ".join(word for word in words if word != _FLAG)
-    text = displayable(_text_of(session, target)).strip("\n")
+    text = displayable(_text_to_copy(session, target)).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
     count = counted(len(text), "character")
@@ -193,7 +193,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
         raise UsageError(f"{name} can't be written: {reason}") from None
 
 
-def _text_of(session: Session, target: str) -> str:
+def _text_to_copy(session: Session, target: str) -> str:
     """The last reply, for "code" its last code block, for N the Nth reply before it."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:

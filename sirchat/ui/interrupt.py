@@ -1,4 +1,7 @@
-"""Handles signals: Ctrl-C in a chat, in imports, another program, a reply; all while drawing."""
+"""What Ctrl-C does in a chat, during imports, in another program and during a reply.
+
+While the screen is drawn, every signal waits.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class KeyParser(Vt100Parser):
             self._feed_pasted(data)
 
     def flush(self) -> None:
-        """Take what has begun as it is, unless more of it may come: an Esc, Alt-[ or Alt-O."""
+        """End a key sequence that has begun, as Esc, Alt-[ or Alt-O, if no more came in time."""
         if time.monotonic() - self._last < 0.8 * ESCAPE_SECONDS:
             return
         self._is_flushing = True

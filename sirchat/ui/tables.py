@@ -79,7 +79,7 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
-    """Draw a table of what the user stated: when, whether it is held or a rule, the text."""
+    """A table with a row for each fact: its time, whether it is held or a rule, and its text."""
     newer = [shorten(displayable_line(fact.newer_text), _NEWER) for fact in facts]
     columns: Columns = {
         "when": [ago(fact.time, now) for fact in facts],

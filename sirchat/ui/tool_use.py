@@ -88,7 +88,7 @@ class ToolUse(Toolbox):
         self._servers.close()
 
     def command(self, session: Session, rest: str) -> None:
-        """Run `/tools [on|off|NAME]`; raises UsageError for a wrong name."""
+        """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError for a wrong name, or none."""
         if not self._names:
             raise UsageError(_NO_SERVERS)
         verb, _, name = rest.strip().partition(" ")
@@ -98,7 +98,9 @@ class ToolUse(Toolbox):
                 state = "started" if self._servers.is_running(one) else "not started"
                 self._screen.note(f"{displayable_line(one)}: {counted(on, 'tool')} on, {state}")
             self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
-        elif verb in ("on", "off") and name.strip():
+        elif verb in ("on", "off"):
+            if not name.strip():
+                raise UsageError(f"/tools {verb} needs a name", hint="/tools lists the servers")
             self._turn(session, verb == "on", name.strip())
         else:
             self._list(rest.strip())

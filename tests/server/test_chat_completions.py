@@ -231,7 +231,7 @@ def test_too_many_requests_are_refused_until_a_client_that_left_makes_room(
 def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_UNREAD", 0.3)
+    monkeypatch.setattr(app, "_UNREAD_SECONDS", 0.3)
     padding = f": {'a' * 10**6}\n\n"  # a comment, which fills the buffers soon
     usual = completions.server_sent_event
     monkeypatch.setattr(completions, "server_sent_event", lambda told: usual(told) + padding)
@@ -251,8 +251,8 @@ def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
 
 
 def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SILENT", 0.05)
-    monkeypatch.setattr(app, "_FIRST", 0.05)
+    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(app, "_HEADERS_SECONDS", 0.05)
     body = {"messages": [user("Hi")], "stream": True}
     with served(max_new_tokens=2) as server:
         busy = server.server.replies.call(lambda: time.sleep(0.5))
@@ -270,8 +270,8 @@ def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stream_that_fails_late_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SILENT", 0.05)
-    monkeypatch.setattr(app, "_FIRST", 0.05)
+    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(app, "_HEADERS_SECONDS", 0.05)
     with served(policy="full", max_new_tokens=2) as server:
         server.server.replies.call(lambda: time.sleep(0.3))
         body = {"messages": [user("word " * 30_000)], "stream": True}

@@ -275,7 +275,7 @@ def test_tools_that_take_most_of_the_context_are_not_pinned(tmp_path: Path) -> N
 def test_tools_that_no_budget_holds_are_refused_before_the_reply(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.server.app._FIRST", 60)  # a busy machine takes long
+    monkeypatch.setattr("sirchat.server.app._HEADERS_SECONDS", 60)  # a busy machine takes long
     with served(tool_tiny(), budget=160, max_new_tokens=4) as one:
         asked = one.post([user("Hi!")], tools=many_tools(120), stream=stream)
         error = refusal(asked)

@@ -156,6 +156,8 @@ def test_tools_are_off_until_they_are_turned_on(
     for wrong in ("on sno", "off snow__fail", "on snow__none", "rain"):
         with pytest.raises(UsageError):
             run_tools_command(asked.chat, wrong)
+    with pytest.raises(UsageError, match="/tools on needs a name"):
+        run_tools_command(asked.chat, "on")
     with pytest.raises(UsageError, match="no tools: sirchat --tools FILE"):
         run_tools_command(session(), "")
 
