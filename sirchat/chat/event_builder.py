@@ -206,12 +206,11 @@ class EventBuilder:
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
                     "bytes; of what is evicted, only the text is kept"
                 )
-        counts_attention = settings.attention_stats is not None
-        if "policy" in changed and counts_attention and not model.exposes_attention:
+        lacks_attention = settings.attention_stats is not None and not model.exposes_attention
+        if "policy" in changed and lacks_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"
-            return
-        if "policy" in changed and len(held) and not is_measured(self.engine, held).any():
+        elif "policy" in changed and len(held) and not is_measured(self.engine, held).any():
             yield (
                 "attention is recorded from the next message on; until then, policy "
                 f"{profile.policy} keeps the newest tokens"

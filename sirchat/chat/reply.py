@@ -149,7 +149,9 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
     def _note_finish(self) -> None:
         """Store why the reply ends; a stop id that is no end id is a control token."""
-        stopped, found = self._stopped, self._finish
+        stopped = self._stopped
+        was_interrupted = stopped is None and not self._parts.has_ended
+        found = None if was_interrupted else self._finish
         if self._failure is not None:
             found = "context"
         elif found is None and stopped is not None and stopped.reason == "stop":

@@ -57,10 +57,12 @@ def retry_with(
     if before is None or before != reply_at_end(session.ledger, session.turns):
         yield Notice("the last reply is replaced by this one")
         return
-    why = ""
+    hint = "try /retry --temperature 0.7 --top-k 40"
     if temperature == 0 or top_k == 1:
-        why = f": with {'top_k 1' if temperature else 'temperature 0'} it can't differ"
-    yield Notice(f"the reply is the same{why}; try /retry --temperature 0.7 --top-k 40")
+        setting = "temperature 0" if temperature == 0 else "top_k 1"
+        yield Notice(f"the reply is the same: with {setting} it can't differ; {hint}")
+    else:
+        yield Notice(f"the reply is the same; {hint}")
 
 
 def retry_under(

@@ -56,12 +56,12 @@ def make_summary(session: Session, facts: list[StatedFact]) -> str:
 
 def left_out_of(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
     """Names the rules and facts that are not in a summary, if there are some."""
-    out = [one for one in facts if one.text not in summary + one.newer_text]
-    how = {True: " (corrected in part)", False: " (corrected)"}
-    named = [
-        format_value(one.text) + (how[one.is_newer_in_part] if one.newer_text else "")
-        for one in out
-    ]
+    named = list[str]()
+    for one in facts:
+        if one.text in summary + one.newer_text:
+            continue
+        corrected = " (corrected in part)" if one.is_newer_in_part else " (corrected)"
+        named.append(format_value(one.text) + (corrected if one.newer_text else ""))
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     if named:
         listed = ", ".join(named[-_NAMED:]) + more

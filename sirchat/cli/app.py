@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,7 +123,14 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, typed = args[0], ctx.meta["typed"]
-        flags = [flag for flag in typed[: len(typed) - len(args)] if flag != "--debug"]
+        front = typed[: len(typed) - len(args)]
+        options: list[Any] = self.params
+        with_value = {name for option in options if not option.is_flag for name in option.opts}
+        flags = [
+            word
+            for before, word in pairwise(["", *front])
+            if word != "--debug" or before in with_value  # not every command has --debug
+        ]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
             if name in _OTHER_COMMANDS:
@@ -268,7 +275,7 @@ def _run() -> None:
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
             sys.exit(2)
-        _fail(_with_hint(error.format_message()), 2)
+        _fail(_with_hint(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except BrokenPipeError:
@@ -281,11 +288,17 @@ def _run() -> None:
         _fail(*_message_and_exit_code(error))
 
 
-def _with_hint(message: str) -> str:
-    """An error of the parser; if a question of `sirchat ask` was taken for a flag, with a hint."""
+def _with_hint(error: Any) -> str:
+    """An error of the parser; with a hint if a flag or a question is in a wrong place."""
+    message = str(error.format_message())
+    if not message.startswith("No such option"):
+        return message
     asked = next((argument for argument in sys.argv if re.match(r"-+\S*[\s\d]", argument)), "")
-    if message.startswith("No such option") and "ask" in sys.argv and asked:
+    if "ask" in sys.argv and asked:
         return f"{message} (a question that begins with - follows --: ask -- {shlex.quote(asked)})"
+    if isinstance(error.ctx.command, TyperGroup) and error.ctx.parent is not None:
+        path, flag = error.ctx.command_path, error.option_name
+        return f"{message} (put {flag} after the command: {path} COMMAND {flag} ...)"
     return message
 
 

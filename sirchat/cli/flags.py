@@ -13,6 +13,7 @@ import typer
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
+from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, sessions_dir
 from sirchat.text.json_schema import load_schema
@@ -104,12 +105,13 @@ def open_session(
         model = load(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
-        told = tell_when_learned(model.name) if model.encoder.size else ""
+        profile, told = with_model_defaults(profile, model), ""
+        if model.encoder.size and profile.recall == BEST_RETRIEVER:
+            told = tell_when_learned(model.name)
         if profile.learn_encoder and may_learn and not model.encoder.size:
             told = learn_in_background(model.name, model.module, trust_remote_code=trust)
         if told:
             model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), told]
-        profile = with_model_defaults(profile, model)
         return Session(model, profile, rows_in_events=rows_in_events)
 
 

@@ -146,11 +146,14 @@ def candidates(
     lowest = largest - _FAR
     if sampling.top_k is not None and sampling.top_k < len(scores):
         lowest = max(lowest, np.partition(scores, -sampling.top_k)[-sampling.top_k])
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    if sampling.min_p and top_p == 1.0:  # rounding aside, what `least` leaves out below
+        lowest = max(lowest, largest + math.log(sampling.min_p) - 1e-3)
     ids = np.flatnonzero(scores >= lowest)
     chances = np.exp(scores[ids].astype(np.float64) - largest)  # relative to the likeliest
     least = sampling.min_p or 0.0
-    if sampling.top_p is not None and sampling.top_p < 1.0:
-        left_out = (1 - sampling.top_p) * chances.sum()
+    if top_p < 1.0:
+        left_out = (1 - top_p) * chances.sum()
         # Ids with less than an equal share of that are all left out, and need no sorting.
         is_rare = chances < left_out / len(chances)
         rising = np.sort(chances[~is_rare])

@@ -23,7 +23,6 @@ class Purpose(IntEnum):
     ARRIVAL = 1
     EVICTION = 2
     SAMPLING = 3
-    RECALL = 4
 
 
 def uniform(

@@ -25,7 +25,13 @@ from sirchat.models.processor import processor
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = (
-    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit", "gguf"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "prompt-toolkit",
+    "gguf",
 )
 _READ = 512  # tokens that the speed test reads in one pass
 _DECODED = 32  # tokens that it then decodes, one at a time

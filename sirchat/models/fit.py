@@ -150,9 +150,13 @@ def _choice(
 
 
 def _form_of(shape: ModelShape, profile: Profile) -> _Form:
-    item = 4 if unpacked_type(profile) == "float32" else 2
-    how = packed_rows(profile), uses_cpu(profile), has_own_products(profile)
-    return _Form(precision(shape, profile), item, *how)
+    return _Form(
+        precision=precision(shape, profile),
+        item=4 if unpacked_type(profile) == "float32" else 2,
+        block=packed_rows(profile),
+        on_cpu=uses_cpu(profile),
+        has_own_products=has_own_products(profile),
+    )
 
 
 def _weight_bytes(stored: StoredWeights, form: _Form) -> int:

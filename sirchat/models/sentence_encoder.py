@@ -64,10 +64,12 @@ class Pooling:
 
         Damaged files raise all kinds of errors.
         """
-        listed, modules = folder / "modules.json", [{"type": "Pooling", "path": "1_Pooling"}]
+        listed = folder / "modules.json"
         if listed.exists():
             modules = json.loads(listed.read_bytes())[1:]  # without the transformer
-        elif not (folder / "1_Pooling").exists():
+        elif (folder / "1_Pooling").exists():
+            modules = [{"type": "Pooling", "path": "1_Pooling"}]
+        else:
             return None
         kinds = [one["type"].rpartition(".")[2] for one in modules]
         if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):

@@ -172,7 +172,10 @@ def compiler() -> list[str]:
 
 
 def has_own_products(profile: Profile) -> bool:
-    """Whether packed weights are multiplied by `products.cpp`, which never unpacks them."""
+    """Whether packed weights are multiplied by `products.cpp`, mostly without unpacking them.
+
+    With AMX, but compiled without its instructions, it leaves many rows to unpacked weights.
+    """
     can_compile = profile.compile != "off" and bool(compiler())
     return can_compile and uses_cpu(profile) and packed_rows(profile) > 0
 

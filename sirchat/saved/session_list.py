@@ -242,7 +242,8 @@ def remove_session(path: Path) -> None:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
         remove_segments(path.with_suffix(FOLDER))
-        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal")
+        # `.open`: which process had the chat open, of an earlier version
+        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", ".open")
         for suffix in (*beside, SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
     remove_from_index(path)

@@ -13,8 +13,10 @@ import pytest
 from by_heart import SHAPES
 from by_heart import tokenizer as tokenizer_of
 from chatting import ids_of, session, smallest
+from sirchat.chat.events import Delta, Event
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
+from sirchat.chat.state import Reply
 from sirchat.models.model import LoadedModel
 from sirchat.text.transcript import split_tagged, tagged
 from template_shapes import HEADERS, with_template
@@ -87,3 +89,17 @@ def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> No
         if message["role"] == "assistant":
             message["content"] = tagged(*split_tagged(message["content"]))
     assert ids_of(read_whole(chat)) == whole(model(name).tokenizer, messages)
+
+
+@pytest.mark.parametrize(("most", "finish"), [(2, "interrupt"), (99, "stop")])
+def test_a_given_reply_that_is_interrupted_says_so(most: int, finish: str) -> None:
+    chat, said = session(), list[Event]()
+    given = Reply(tuple(chat.model.tokenizer.encode("Hello there, and welcome.")), "stop")
+
+    def stops() -> bool:
+        return sum(isinstance(event, Delta) for event in said) > most
+
+    for event in chat.ask("Hi.", stops, reply=given):
+        said.append(event)
+    assert chat.turns[-1].finish == finish
+    assert chat.turns[-1].text.startswith("Hello")

@@ -89,6 +89,7 @@ def test_what_is_not_held_is_said_on_stderr(question: list[str]) -> None:
         ("--max-new-tokens", "2", "ask", "Tell me a joke."),
         ("ask", "-m", "tiny", "Tell me a joke.", "--max-new-tokens", "2"),
         ("-m", "tiny", "ask", "--max-new-tokens", "2", "Tell me a joke."),
+        ("--system", "--debug", "--debug", "ask", "--max-new-tokens", "2", "Tell me a joke."),
     ],
 )
 def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:

@@ -206,6 +206,7 @@ def seconds_of(*arguments: str) -> float:
         (["--model", "/no/such/model.gguf"], ["/no/such/model.gguf"]),
         (["ask", "-m", "~no-such-user/x", "Hi"], ["~no-such-user/x"]),
         (["--budget", "64", "profiles", "show", "default"], ["No such option: --budget"]),
+        (["--seed", "1", "bench", "decode"], ["--seed after the command: sirchat bench"]),
         (["replay", "/no/such/file"], ["/no/such/file"]),
         (["profiles", "show", "nothing"], ["nothing"]),
         (["serve", "--cors", "*"], ['--cors can\'t be "*"']),

@@ -26,6 +26,7 @@ from engine_steps import (
 )
 from families import HELD, BigramModel, build, loaded
 from sirchat.engine.engine import Engine
+from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
@@ -401,6 +402,34 @@ def test_out_of_memory_with_a_single_token_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         prefill(engine, some_ids(20))
     assert engine.ledger.seen == engine.resident == 0
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_alternatives_are_scored_as_if_each_was_read_and_nothing_is_held(
+    name: str, absolute: bool
+) -> None:
+    settings = CacheSettings(Sink(), budget=40, absolute_positions=absolute)
+    engine = Engine(loaded(name), settings)
+    prefill(engine, some_ids(60), 0)
+    prefill(engine, some_ids(10, 1), 2)
+    engine.erase(engine.ledger.held_positions[10:20])  # there is room for those that are read
+    before, checkpoint = state_of(engine), engine.checkpoint()
+    assert engine.logits is not None
+    alternatives = [[int(engine.logits.argmax())], some_ids(4, 3), some_ids(3, 4)]
+    scores = score_continuations(engine.reader, alternatives)
+    assert state_of(engine) == before
+    for ids, score in zip(alternatives, scores, strict=True):
+        likeliest = []
+        for token_id in ids:
+            assert engine.logits is not None
+            likeliest.append(int(engine.logits.argmax()))
+            prefill(engine, [token_id], 4)
+        nats = engine.ledger.column("surprisal")[-len(ids) :]
+        assert score.ids == tuple(ids)
+        assert score.greedy == (likeliest == ids)
+        assert [-nat for nat in score.log_probabilities] == pytest.approx(nats, abs=1e-4)
+        engine.undo(checkpoint)
 
 
 def assert_same_conversation(engine: Engine, other: Engine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.memory.policies.base import ScorePolicy, rows_of_text
+from sirchat.memory.policies.base import ScorePolicy
 from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
@@ -356,16 +355,3 @@ def test_scores_and_factors_are_a_number_for_each_row() -> None:
     assert contract_violations(Odd()) == [
         "score() and log_factors() must return tensors with one number for each row"
     ]
-
-
-@given(st.lists(st.floats(0, 20), min_size=6, max_size=40))
-def test_a_text_without_a_chat_is_ranked_as_its_rows_would_be_kept(surprisal: list[float]) -> None:
-    rows = rows_of_text(range(len(surprisal)), [math.nan, *surprisal[1:]], sinks=2)
-    assert set(rows.role.tolist()) == {Role.USER}
-    for policy in (Entropy(recent=0), Salience(recent=3)):
-        order = policy.best_first(rows).tolist()
-        assert set(order[:2]) == {0, 1}
-        for count in range(2, len(rows) + 1):
-            assert sorted(order[:count]) == policy.keep(rows, count).tolist()
-    by_surprisal = sorted(range(2, len(rows)), key=lambda at: (-np.float32(surprisal[at]), -at))
-    assert Entropy(recent=0).best_first(rows).tolist()[2:] == by_surprisal

@@ -166,9 +166,9 @@ def test_the_first_chat_with_a_learned_encoder_says_so_and_no_later_one(
     learned = replace(tiny(), encoder=random_encoder(tiny(), (1,), 8))
     monkeypatch.setattr(flags, "load", lambda *_: learned)
     monkeypatch.setattr(learned.tokenizer, "notices", [], raising=False)
-    for is_first in (True, False):
+    for recall, is_first in (("words", False), ("meaning", True), ("meaning", False)):
         learned.tokenizer.notices = []
-        session = open_session(Profile(compile="off", save=False), False, None)
+        session = open_session(Profile(compile="off", save=False, recall=recall), False, None)
         notices = [getattr(event, "text", "") for event in session.opening_events()]
         assert any(text.startswith("learned what words mean") for text in notices) == is_first
     assert not started(learns("true"))[1:]

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.ledger import Flag, HeldRows, KeyValueStat, Ledger, Role
+from sirchat.memory.ledger import HeldRows, KeyValueStat
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,6 @@ class ScorePolicy(Policy):
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         return highest(self._ranking(rows), rows.protected, num_keep)
 
-    def best_first(self, rows: HeldRows) -> Tensor:
-        """The numbers [n] of all rows; the one that would be evicted last comes first."""
-        return _best_first(self._ranking(rows), rows.protected)
-
     def _ranking(self, rows: HeldRows) -> Tensor:
         return self.score(rows)
 
@@ -110,41 +104,9 @@ def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
 
     Those that `protected` [n] marks come first; of equal values, the newer row.
     """
-    kept: Tensor = _best_first(ranking, protected)[:num_keep].sort().values
-    return kept
-
-
-def _best_first(ranking: Tensor, protected: Tensor) -> Tensor:
     newest_first = ranking.double().flip(0)
     order = torch.argsort(newest_first, descending=True, stable=True)
     order = len(ranking) - 1 - order
     is_protected = protected[order]
-    return torch.cat((order[is_protected], order[~is_protected]))
-
-
-def rows_of_text(
-    ids: Sequence[int],
-    surprisal: Sequence[float],
-    *,
-    roles: Sequence[Role] = (),
-    continues_word: Sequence[bool] = (),
-    sinks: int = 4,
-    seed: int = 0,
-) -> HeldRows:
-    """The table that a policy sees, from a text of n tokens without a chat, all of them held.
-
-    `surprisal` is in nats, NaN for the first token; without `roles`, the user wrote all. Statistics
-    of attention, keys and values are 0; `dataclasses.replace` can set them.
-    """
-    ledger = Ledger(seed)
-    ledger.append(
-        list(ids),
-        list(surprisal),
-        turn=0,
-        round=0,
-        roles=[int(role) for role in roles] or [int(Role.USER)] * len(ids),
-        flags=[int(Flag.CONTINUES) if continues else 0 for continues in continues_word]
-        or [0] * len(ids),
-    )
-    ledger.set_first_surprisal(len(ids))
-    return ledger.held(sinks=sinks, protected=np.arange(len(ids)) < sinks)
+    best_first = torch.cat((order[is_protected], order[~is_protected]))
+    return best_first[:num_keep].sort().values
