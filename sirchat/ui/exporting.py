@@ -156,10 +156,10 @@ def _page(session: Session) -> str:
 
     from sirchat.ui.markdown_rules import parser
 
-    turns = list[tuple[str, str, str]]()
+    turns = list[tuple[str, str, str | None]]()  # speaker, text, markup if it has any
     for role, turn in _said(session):
         text = displayable(turn.text).strip()
-        turns.append((_speaker(role), text, parser().render(text) if role == "assistant" else ""))
+        turns.append((_speaker(role), text, parser().render(text) if role == "assistant" else None))
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     template = jinja2.Template(page, autoescape=True)
     drawn: str = template.render(model=displayable_line(session.model.name), turns=turns)

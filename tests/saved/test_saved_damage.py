@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), NONE),
     "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
     "foreign": (foreign_database, NONE),
-    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads format {FORMAT}"),
+    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads {FORMAT - 1} and {FORMAT}"),
     "damaged": (cut_short, "is damaged"),
 }
 

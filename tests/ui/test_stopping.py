@@ -62,7 +62,7 @@ def test_a_key_stops_a_reply_that_is_kept_and_the_panel_below_it_goes(
     speaker: Terminal, paged: Path, key: str, newer: str
 ) -> None:
     speaker.begin_reply()
-    speaker.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S ")
+    speaker.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S")
     assert " written, " not in speaker.shown
     assert speaker.screen.cursor.hidden
     speaker.send(key)
