@@ -12,17 +12,18 @@ is read.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
 from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers, decoded, lowered
-from sirchat.paths import open_private
 
 SEGMENT_ROWS = 512
 _MOST_ARRIVING = 8  # unfinished transfers from a GPU
@@ -49,7 +49,6 @@ class Archive:
         self.limit = limit
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
         self._numbers = {bits: dict[int, None]() for bits in (EXACT, *LOWER.values())}  # of tiers
         self._sizes = Counter[int]()  # of each tier in bytes, by its bits
@@ -70,7 +69,6 @@ class Archive:
     def close(self) -> None:
         """Remove everything, also the files on disk."""
         self.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
         self._files.close()
 
     def clear(self) -> None:
@@ -285,7 +283,7 @@ class Archive:
             ]
         if not self._ahead or self._ahead[0] != number:
             given = list(segment.tensors), self._centres, segment.bits, LOWER[segment.bits]
-            self._ahead = number, self._thread.submit(lowered, *given)
+            self._ahead = number, self._files.run(partial(lowered, *given))
         return self._ahead[1]
 
     @torch.inference_mode()
@@ -295,14 +293,18 @@ class Archive:
         positions = positions[self.has(positions)]
         slots = self._slots[positions]
         for number in np.unique(slots // SEGMENT_ROWS).tolist():
+            self._files.wait()  # a pending write would set the old tensors again
             self._ahead = None
             segment = self._segments[number]
             is_open = number == self._open.get(segment.bits)
             segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS, is_open)
-            self._files.drop(number, segment)
             if not len(segment.stored):
                 self._drop(number)
-            elif segment.is_full:
+            elif segment.has_file and not segment.is_full:
+                # It gets more tokens, which would not be in a file that is written meanwhile.
+                self._files.drop(number)
+                segment.has_file = False
+            elif segment.has_file:
                 self._files.put(number, segment)
         self._slots[positions] = -1
         self.forget(positions)
@@ -379,7 +381,7 @@ class Archive:
         segment = self._segments.pop(number)
         del self._numbers[segment.bits][number]
         self._sizes[segment.bits] -= segment.nbytes
-        self._files.drop(number, segment)
+        self._files.drop(number)
         self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
 
 
@@ -399,7 +401,7 @@ class Segment:
         self.positions = np.full(SEGMENT_ROWS, -1, np.int64)  # -1: no token, or erased
         self.written_at = np.zeros(SEGMENT_ROWS, np.int64)
         self.used = 0
-        self.has_file = False
+        self.has_file = False  # or soon will have one
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -446,47 +448,69 @@ class Segment:
 class SegmentFiles:
     """A private folder with one file for each full segment; without a folder nothing is written.
 
-    The files are read through memory maps, so that only the pages in use take memory. `error` says
-    why a segment could not be written; None without an error.
+    A background thread writes the files. They are read through memory maps, so that only the pages
+    in use take memory. `error` says why a segment could not be written; None without an error.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.error: str | None = None
         self._folder = ArchiveFolder(folder) if folder is not None else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
+        self._pending: list[Future[None]] = []
 
-    @torch.inference_mode()
+    def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
+        """Call a function in the thread that writes the files, after what waits there."""
+        return self._writer.submit(convert)
+
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment, whose tensors then become memory maps of the file."""
-        if self._folder is None:
-            return
-        path = self._path(number)
-        try:
-            self._folder.make()
-            open_private(path, "xb").close()
-            save_file({str(n): tensor for n, tensor in enumerate(segment.tensors)}, path)
-            path.chmod(0o600)  # safetensors may have replaced the file
-            stored = load_file(path)
-            segment.tensors, segment.has_file = [stored[str(n)] for n in range(len(stored))], True
-            trim_memory()  # else what was in RAM leaves gaps in the heap
-        except (OSError, SafetensorError, MemoryError) as error:
-            self.error = f"{getattr(error, 'strerror', None) or error}: {self._folder.path}"
-            self._delete(number)  # a part of a file would fill the disk for good
+        """Write a full segment; its tensors then become memory maps of the file."""
+        if self._folder is not None:
+            segment.has_file = True
+            self._pending = [future for future in self._pending if not future.done()]
+            self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
-    def drop(self, number: int, segment: Segment) -> None:
-        """Delete a segment's file, if it has one."""
-        if segment.has_file:
-            segment.has_file = False
-            self._delete(number)
+    def drop(self, number: int) -> None:
+        """Delete a segment's file, after all pending writes."""
+        if self._folder is not None:
+            self._pending.append(self._writer.submit(_delete, _path(self._folder, number)))
+
+    def wait(self) -> None:
+        """Wait until all pending writes are done."""
+        for future in self._pending:
+            future.result()
+        self._pending = []
 
     def close(self) -> None:
         """Delete the folder now; otherwise it is deleted when the program ends."""
+        self._writer.shutdown(wait=True, cancel_futures=True)
         if self._folder is not None:
             self._folder.remove()
 
-    def _path(self, number: int) -> Path:
-        assert self._folder is not None
-        return self._folder.path / f"{number:06}.safetensors"
+    @torch.inference_mode()
+    def _write(self, folder: ArchiveFolder, number: int, segment: Segment) -> None:
+        path = _path(folder, number)
+        new = path.with_suffix(".safetensors.new")
+        try:
+            folder.make()
+            os.close(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+            save_file({str(n): tensor for n, tensor in enumerate(segment.tensors)}, new)
+            os.chmod(new, 0o600)
+            os.replace(new, path)
+            stored = load_file(path)
+            segment.tensors = [stored[str(n)] for n in range(len(stored))]
+            trim_memory()  # else what was in RAM leaves gaps in the heap
+        except Exception as error:  # safetensors raises its own errors for a full disk
+            self.error = f"{getattr(error, 'strerror', None) or error}: {folder.path}"
+            segment.has_file = False
+            for one in (new, path):  # a part would fill the disk for good, an old one has more
+                with suppress(OSError):
+                    one.unlink(missing_ok=True)
 
-    def _delete(self, number: int) -> None:
-        with suppress(OSError):  # the folder is deleted when the program ends
-            self._path(number).unlink(missing_ok=True)
+
+def _path(folder: ArchiveFolder, number: int) -> Path:
+    return folder.path / f"{number:06}.safetensors"
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):  # the folder is deleted when the program ends
+        path.unlink(missing_ok=True)

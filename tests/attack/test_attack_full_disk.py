@@ -203,4 +203,5 @@ def test_an_archive_that_does_not_fit_leaves_no_part_of_a_file(folder: Path) -> 
         chat = Chat(archive="disk", save=False)
         chat.say(*[f"{words} " * 90 for words in SAYINGS[:2]])
         assert len(chat.session.engine.store.archive) > SEGMENT_ROWS
+        chat.session.engine.store.archive._files.wait()
         assert not [one for one in data_dir().rglob("archives/*/*") if one.is_file()]

@@ -311,6 +311,7 @@ def test_all_that_is_written_is_for_its_owner_alone(
     monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
     chat = Chat(archive="disk", budget=64, save_kv="on")
     chat.say("Some words, and more of them. " * 9, "more")
+    chat.session.engine.store.archive._files.wait()
     chat.do("/save good")
     for format in ("md", "html", "json"):
         chat.do(f"/export {format} out.{format}")

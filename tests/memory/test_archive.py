@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -15,14 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chatting import babbler, notices, session, tiny
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
-from sirchat.memory.archive import SEGMENT_ROWS, Archive
+from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.memory.placement import Placement
@@ -154,29 +155,21 @@ def test_fetching_rows_that_are_not_stored_is_an_error(positions: list[int]) -> 
         archive.fetch(np.array(positions))
 
 
-def test_what_is_removed_is_in_no_file_and_its_place_at_the_end_is_used_again(
+def test_the_end_of_a_segment_is_overwritten_on_disk_each_time_some_of_it_is_removed(
     tmp_path: Path,
 ) -> None:
     with closing(Archive(folder=tmp_path / "a")) as archive:
-
-        def numbers() -> list[float]:
-            (path,) = (tmp_path / "a").iterdir()
-            return load_file(path)["0"][0, :, 0].tolist()
-
         archive.add(rows(list(range(1, 2 * SEGMENT_ROWS + 6))))
-        archive.remove(np.arange(SEGMENT_ROWS + 1, 2 * SEGMENT_ROWS + 6))
         sizes = archive.bytes_by_device()
         for start in (SEGMENT_ROWS - 8, SEGMENT_ROWS - 16):
             archive.remove(np.arange(start, SEGMENT_ROWS + 1))
-            assert numbers() == [*range(1, start), *[0] * (SEGMENT_ROWS - start + 1)]
+            archive._files.wait()
+            numbers = load_file(min((tmp_path / "a").iterdir()))["0"][0, :, 0].tolist()
+            assert numbers == [*range(1, start), *[0] * (SEGMENT_ROWS - start + 1)]
         assert archive.bytes_by_device() == sizes
         archive.remove(np.arange(1, SEGMENT_ROWS + 1))
-        archive.add(rows(list(range(SEGMENT_ROWS))))
-        archive.truncate(SEGMENT_ROWS - 9)
-        assert not list((tmp_path / "a").iterdir())  # the segment is open again
-        archive.add(rows([1000, 1001, 1002, *range(2000, 2006)]))
-        assert numbers()[-9:] == [1000, 1001, 1002, *range(2000, 2006)]
-        check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
+        archive._files.wait()
+        assert len(list((tmp_path / "a").iterdir())) == 1
 
 
 def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
@@ -187,12 +180,43 @@ def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
 
     with closing(Archive(folder=tmp_path / "a")) as archive:
         archive.add(rows(list(range(SEGMENT_ROWS))))
+        archive._files.wait()
         monkeypatch.setattr("sirchat.memory.archive.save_file", full)
         archive.remove(np.array([17]))
+        archive._files.wait()
         assert archive.disk_error
         assert not list((tmp_path / "a").iterdir())
         assert archive.bytes_by_device() == {"cpu": archive.nbytes}
         check_fetched(archive, [16, 18])
+
+
+@pytest.mark.parametrize("removed", ["truncate", "remove"])
+def test_rows_added_while_a_segment_is_written_are_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    """As after an undo: a full segment has room again, and gets rows while the disk is slow."""
+    go_on = threading.Event()
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        copied = {name: one.clone() for name, one in tensors.items()}
+        assert go_on.wait(60)
+        save_file(copied, path)
+
+    with closing(Archive(folder=tmp_path / "a")) as archive:
+        archive.add(rows(list(range(SEGMENT_ROWS))))
+        archive._files.wait()
+        monkeypatch.setattr("sirchat.memory.archive.save_file", slow)
+        last = np.arange(SEGMENT_ROWS - 9, SEGMENT_ROWS)
+        archive.truncate(int(last[0])) if removed == "truncate" else archive.remove(last)
+        archive.add(rows([1000, 1001, 1002]))
+        go_on.set()
+        archive._files.wait()
+        check_fetched(archive, [3, 1000, 1001, 1002])
+        assert not list((tmp_path / "a").iterdir())  # nothing that was removed is still there
+        archive.add(rows(list(range(2000, 2006))))
+        archive._files.wait()
+        assert len(list((tmp_path / "a").iterdir())) == 1
+        check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
 
 
 # In a chat.
@@ -253,6 +277,13 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
 ) -> None:
     """A search is undone, and what a switch restores is restored, from memory."""
     monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
+    put = SegmentFiles.put
+
+    def put_at_once(files: SegmentFiles, number: int, segment: Segment) -> None:
+        put(files, number, segment)
+        files.wait()
+
+    monkeypatch.setattr(SegmentFiles, "put", put_at_once)
     chats = [long_chat(1, archive=place, recall=recall)[0] for place in ("disk", "ram")]
 
     def full(*_: object) -> None:
