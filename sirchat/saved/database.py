@@ -94,6 +94,16 @@ def is_session(connection: sqlite3.Connection) -> bool:
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
+def is_older(path: Path) -> bool:
+    """Whether the file says that it has an older format than the present; False if it is none."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)  # SQLite's header; its user version stands at its end
+    except OSError:
+        return False
+    return len(head) == 64 and int.from_bytes(head[60:]) < FORMAT
+
+
 def check_format(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file has the format before the present; raises SessionError if it is no session.
 

@@ -27,6 +27,7 @@ from sirchat.saved.database import (
     connect,
     result_code,
 )
+from sirchat.saved.older_format import divided
 
 NAME = "search.index"  # the file's name
 MARKS = "\ufdd0", "\ufdd1"  # stand around each match in a snippet; Unicode has no such characters
@@ -292,9 +293,12 @@ def _read(path: Path) -> tuple[str, str, str]:
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
-                thinking = "''" if check_format(connection, path) else "thinking"
+                is_older = check_format(connection, path)
                 about = dict(connection.execute("SELECT name, value FROM about"))
-                turns = connection.execute(f"SELECT {thinking}, text FROM turns ORDER BY turn")
+                columns = "role, text" if is_older else "thinking, text"
+                turns = connection.execute(f"SELECT {columns} FROM turns ORDER BY turn").fetchall()
+                if is_older:
+                    turns = [divided(role, written) for role, written in turns]
                 text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
             return str(json.loads(about.get("name", '""'))), str(family), text

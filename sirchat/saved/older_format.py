@@ -30,13 +30,18 @@ def convert(connection: sqlite3.Connection) -> None:
     connection.execute("DROP TABLE turns")
     connection.execute(TABLES["turns"])
     for number, role, written, finish, began in turns:
-        match = _TAGGED.fullmatch(written) if role == "assistant" else None
-        thinking, text = match.groups() if match else ("", written)
-        texts = role, text, finish, _ESCAPED_TAG.sub(r"think\1>", thinking)
+        thinking, text = divided(role, written)
         flags = int(number in chat["summaries"]), int(number in chat["left_out"])
         torn = json.dumps([sentence for turn, sentence in chat["torn"] if turn == number])
-        put(connection, "turns", number, *texts, began, *flags, torn)
+        put(connection, "turns", number, role, text, finish, thinking, began, *flags, torn)
     connection.execute(f"PRAGMA user_version={FORMAT}")
+
+
+def divided(role: str, written: str) -> tuple[str, str]:
+    """The reasoning and the text of a turn as it was `written`."""
+    match = _TAGGED.fullmatch(written) if role == "assistant" else None
+    thinking, text = match.groups() if match else ("", written)
+    return _ESCAPED_TAG.sub(r"think\1>", thinking), text
 
 
 def _convert_head(connection: sqlite3.Connection) -> dict[str, list[Any]]:

@@ -32,6 +32,7 @@ from sirchat.saved.database import (
     check_contents,
     check_format,
     connect,
+    is_older,
     locked,
     make_durable,
     new_file,
@@ -163,15 +164,15 @@ class SessionStore:
         """
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
-            before, is_older = path.stat(), check_format(connection, path)
+            before, was_older = path.stat(), check_format(connection, path)
             check_contents(connection, path)
-            if is_older:
+            if was_older:
                 convert(connection)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()
             store._finish_erasing()
-            if is_older:  # the chat is no newer than it was
+            if was_older:  # the chat is no newer than it was
                 with suppress(OSError):  # another user's file
                     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
@@ -180,12 +181,14 @@ class SessionStore:
     def read(cls, path: Path) -> Self:
         """As `open`, but only to read; of a session in use, this is a copy of what was saved last.
 
-        Raises SessionError as `open` does.
+        So it is of a file of the older format, which stays as it is. Raises SessionError as `open`.
         """
-        try:
-            return cls.open(path)
-        except SessionInUseError as error:
-            refused = error
+        refused = SessionError(f"{path} changed while it was read", hint="try again")
+        if not is_older(path):
+            try:
+                return cls.open(path)
+            except SessionInUseError as error:
+                refused = error
         for _ in range(_COPIES):
             copy = sqlite3.connect(":memory:", isolation_level=None)
             with (
@@ -196,10 +199,10 @@ class SessionStore:
                 before = _last_written(path)
                 saved.backup(copy)
                 if before and before == _last_written(path):
-                    is_older = check_format(copy, path)
-                    check_contents(copy, path)
-                    if is_older:
+                    if check_format(copy, path):
+                        check_contents(copy, path)
                         convert(copy)
+                    check_contents(copy, path)
                     return cls(path, copy)
             copy.close()
             time.sleep(_PAUSE)  # the other process was writing

@@ -102,9 +102,15 @@ def test_what_an_older_file_said_of_its_turns_elsewhere_stands_with_them(folder:
     path = folder / "turns" / "chat.sqlite"
     listed = list_sessions(path.parent).sessions[0]
     assert (listed.first, listed.turns) == ("My name is Anna.", 4)
-    for _ in range(2):
-        with SessionStore.read(path) as store:
-            turns = store.turns()
+    (hit,) = search_sessions(path.parent, "think").hits
+    line = "".join(part.text for part in hit.line)
+    assert "She says </think> and think\\> and <think>. Nice to meet you" in line
+    before = path.read_bytes()
+    with SessionStore.read(path) as store:
+        turns = store.turns()
+    assert path.read_bytes() == before  # what is only read stays as it is
+    with SessionStore.open(path) as store:
+        assert store.turns() == turns
     assert turns[1].thinking == "She says </think> and think\\> and <think>."
     assert turns[1].text == "Nice to meet you, Anna."
     assert [turn.is_left_out for turn in turns] == [False, False, False, True]

@@ -41,13 +41,17 @@ def run_in_processes(
     pool = ProcessPoolExecutor(min(workers, len(keys)), server, initializer=_begin)
     try:
         running = {pool.submit(_run_unit, shared, key): key for key in keys}
-        for future in as_completed(running):
-            yield running[future], future.result()
-    except BrokenProcessPool:
-        raise SirchatError(
-            "a process of the study died",
-            hint="use fewer --workers, which need less memory; with --out it goes on from there",
-        ) from None
+        died = False
+        for future in as_completed(running):  # first all results that are there
+            if isinstance(future.exception(), BrokenProcessPool):
+                died = True
+            else:
+                yield running[future], future.result()
+        if died:
+            raise SirchatError(
+                "a process of the study died",
+                hint="use fewer --workers, which need less memory; with --out it goes on from there",
+            )
     finally:
         if usual is None:
             del os.environ["PYTHONSAFEPATH"]
