@@ -50,7 +50,7 @@ def run_in_processes(
         if died:
             raise SirchatError(
                 "a process of the study died",
-                hint="use fewer --workers, which need less memory; with --out it goes on from there",
+                hint="use fewer --workers, which need less memory; --out goes on from there",
             )
     finally:
         if usual is None:
