@@ -136,10 +136,12 @@ def sessions_rm(
     remove_session(path)
     typer.echo(displayable_line(f"removed chat {path.stem}"), err=True)
     _tell_or_erase_typed_lines(messages, erases=history)
-    branches = [other for other in listed if chat and other.family == chat.family and other != chat]
-    if branches:
-        left = counted(len(branches), "chat")
-        typer.echo(f"its branches stay ({left}): sirchat sessions lists all chats", err=True)
+    family = [other for other in listed if chat and other.family == chat.family and other != chat]
+    if family:
+        left = counted(len(family), "chat")
+        typer.echo(
+            f"other chats of its family stay ({left}): sirchat sessions lists all chats", err=True
+        )
 
 
 @sessions_app.command("trim")

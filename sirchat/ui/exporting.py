@@ -46,7 +46,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
             hint=nearest(format, FORMATS) or "/export md FILE",
         )
     name, more = first_name(file)
-    if not name or more:
+    if name in ("", '""', "''") or more:
         raise UsageError(
             "/export: expected the name of one file",
             hint=f'type /export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
@@ -183,6 +183,8 @@ def _write(name: str, text: str, *, force: bool) -> None:
     """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
     path = expand_path(name)
     try:
+        if path.is_dir():
+            raise UsageError(f"{name} is a folder", hint="give the name of a file in it")
         if os.path.lexists(path) and not path.is_file():
             raise UsageError(f"{name} is not a regular file and can't be replaced")
         write_private(path, text.rstrip("\n") + "\n", replaces=force)

@@ -156,7 +156,7 @@ def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw the large panel: all held tokens, rankings, a histogram of surprisal, and all turns."""
+    """Draw the large panel: all held tokens, a histogram of surprisal, and all turns."""
     inner = width - 4
     sections = [
         _gauge(snapshot, theme, inner),

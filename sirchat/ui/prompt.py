@@ -544,7 +544,10 @@ class _Filtered(Processor):
 
 
 def _picker_bindings(items: RadioList[int]) -> KeyBindings:
-    keys = KeyBindings()
+    keys, of_list = KeyBindings(), items.control.key_bindings
+    assert isinstance(of_list, KeyBindings)
+    for key in ("pageup", "pagedown", Keys.Any, "j", "k"):
+        of_list.remove(key)  # the first three move the list without its mark, which Enter opens
 
     @keys.add("enter", eager=True)
     def _choose(event: KeyPressEvent) -> None:

@@ -8,8 +8,7 @@ from math import inf
 from typing import Any, Final
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -39,6 +38,7 @@ _TEXTS: Final[dict[str, dict[str, Any]]] = {
     "words that were evicted": {"ratio": 1},
     "you said": {"ratio": 1},
 }
+_GAP = 2  # cells between two columns
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NEWER = 40  # most characters of a newer statement
 
@@ -225,10 +225,10 @@ def significant(number: float) -> str:
 def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
     """A table; in a window that is too narrow for it, texts are cut with …, and no number."""
     table = Table(
-        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
+        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
     )
     for name, cells in columns.items():
-        longest = max(cell_len(str(cell)) for cell in [name, *cells])
+        longest = _longest(name, cells)
         if name in _TEXTS:
             # rich makes only columns that wrap narrower.
             table.add_column(Text(name, no_wrap=True), **_TEXTS[name])
@@ -246,9 +246,13 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
 def _tables(theme: Theme, columns: Columns, width: int | None) -> RenderableType:
     """As many tables as it takes for `columns` to fit; each has the columns position and token."""
     tables: list[Columns] = [{}]
+    widths = {
+        name: max(_longest(name, cells), _TEXTS.get(name, {}).get("min_width", 0)) + _GAP
+        for name, cells in columns.items()
+    }
     for name, texts in columns.items():
         wider = {**tables[-1], name: texts}
-        if width and len(tables[-1]) > 2 and _width(_table(theme, wider)) > width:
+        if width and len(tables[-1]) > 2 and sum(widths[key] for key in wider) - _GAP > width:
             wider = {key: columns[key] for key in ("position", "token", name)}
             tables.append(wider)
         tables[-1] = wider
@@ -282,10 +286,9 @@ def _role(role: str, theme: Theme) -> Text:
     return Text(ROLE_NAMES.get(role, role), theme.role(role), no_wrap=True)
 
 
-def _width(table: Table) -> int:
-    """Width of a table in cells, if nothing is cut."""
-    console = Console(width=1000)
-    return Measurement.get(console, console.options, table).maximum
+def _longest(name: str, cells: Sequence[str] | Sequence[str | Text]) -> int:
+    """Width of a column in cells, if nothing is cut."""
+    return max(cell_len(str(cell)) for cell in [name, *cells])
 
 
 def _bin(name: str, held: str, evicted: str) -> str:

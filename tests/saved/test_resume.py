@@ -202,7 +202,7 @@ def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder
     _typed(SAYINGS[0], "something else", SAYINGS[1])
     done = run("sessions", "rm", "twig", "--yes")
     assert "2 lines of this chat left in the input history, " in done.stderr
-    assert "its branches stay (1 chat): " in done.stderr
+    assert "other chats of its family stay (1 chat): " in done.stderr
     done = run("sessions", "rm", "trunk", "--yes", "--history")
     assert done.stderr.endswith("\n2 lines erased from the input history\n")
     assert _typed() == ["something else"]

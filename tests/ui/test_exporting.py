@@ -106,7 +106,8 @@ def test_names_may_have_spaces_and_a_tilde_and_what_is_wrong_costs_one_line(
     (folder / "dangling").symlink_to("nowhere")
     for rest, said in (
         ("md no/chat.md", "No such file or directory"),
-        ("md dir --force", "dir is not a regular file"),
+        ("md dir --force", "dir is a folder (give the name of a file in it)"),
+        ('md ""', "expected the name of one file"),
         ("md pipe --force", "pipe is not a regular file and can't be replaced"),
         ("md dangling", "dangling is not a regular file"),
         (f"md {'x' * 300}", "can't be written"),
