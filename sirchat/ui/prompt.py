@@ -545,9 +545,12 @@ class _Filtered(Processor):
 
 def _picker_bindings(items: RadioList[int]) -> KeyBindings:
     keys, of_list = KeyBindings(), items.control.key_bindings
-    assert isinstance(of_list, KeyBindings)
-    for key in ("pageup", "pagedown", Keys.Any, "j", "k"):
-        of_list.remove(key)  # the first three move the list without its mark, which Enter opens
+    assert of_list is not None
+    # Pages and letters of a RadioList move it without its mark: the arrows alone stay.
+    items.control.key_bindings = None
+    for binding in of_list.bindings:
+        if binding.keys in ((Keys.Up,), (Keys.Down,)):
+            keys.add(*binding.keys)(binding)
 
     @keys.add("enter", eager=True)
     def _choose(event: KeyPressEvent) -> None:
