@@ -117,7 +117,7 @@ class ModelRoutes:
         except Exception as error:  # for damaged files, of all kinds
             raise RequestError(f"this model makes no vectors: {error}") from error
         encode = partial(model.tokenizer.encode, add_special_tokens=adds)
-        each = [encode(text) or [0] for text in texts]
+        each = await asyncio.to_thread(lambda: [encode(text) or [0] for text in texts])
         if (longest := max(map(len, each))) > most:
             raise RequestError(
                 f"a text has {longest:,} tokens; the model's context length is {most:,}",
