@@ -267,7 +267,8 @@ class ChatServer:
             options = ReplyOptions(is_for_ask=True, **fields)
             return replace(options, format=partial(format_of, self._formats, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
-        if asked.messages[-1].role == "assistant":
+        last = asked.messages[-1]
+        if last.role == "assistant" and last.text.strip() and asked.turns[-1][0] == "user":
             notes.append("the last message is the assistant's: the reply is another one after it")
         for name, value in settings.items():
             settings[name] = had = nearest(name, value)
