@@ -110,9 +110,19 @@ def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
             notes.append(f"{_NOT_KEPT}: {name} {format_value(value)}")
         elif is_far:
             raise refusal(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
+        elif name in ("const", "enum") and _has_far_number(value):
+            raise refusal(subject, f"has a schema with a value of {-_FAR:,} or less")
         elif name in _SCHEMAS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
         else:
             kept[name] = value if name in _VALUES else _with_near_bounds(value, subject, notes)
     return kept
+
+
+def _has_far_number(value: Any) -> bool:
+    """Whether a value has a number that llguidance crashes with: a negative one, far from zero."""
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return any(map(_has_far_number, items))
+    return isinstance(value, int) and value <= -_FAR

@@ -83,6 +83,15 @@ def test_only_bounds_of_schemas_must_not_be_far(name: str, tmp_path: Path) -> No
         load_schema(write_schema(tmp_path / "named.json", named))
 
 
+@pytest.mark.parametrize("used", [{"const": -(2**63)}, {"enum": [{"a": [1 - 2**63]}]}])
+def test_a_value_that_llguidance_crashes_with_is_refused(
+    used: dict[str, Any], tmp_path: Path, own_home: Path
+) -> None:
+    bad = write_schema(tmp_path / "crash.json", used)
+    problem = "has a schema with a value of -1,000,000,000,000,000,000 or less"
+    assert problem in refused("ask", "--json-schema", bad, "Hello.")[1]
+
+
 NOT_KEPT = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]'
 
 
