@@ -86,6 +86,8 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
     SettingError for another bound that is far from zero, or if no JSON is ever complete.
     """
     kept = _with_near_bounds(schema, subject, notes)
+    if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
+        raise refusal(subject, f"has a schema with a value of {-_FAR:,} or less")
     rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
     library = guidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
@@ -110,8 +112,6 @@ def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
             notes.append(f"{_NOT_KEPT}: {name} {format_value(value)}")
         elif is_far:
             raise refusal(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
-        elif name in ("const", "enum") and _has_far_number(value):
-            raise refusal(subject, f"has a schema with a value of {-_FAR:,} or less")
         elif name in _SCHEMAS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}

@@ -83,7 +83,14 @@ def test_only_bounds_of_schemas_must_not_be_far(name: str, tmp_path: Path) -> No
         load_schema(write_schema(tmp_path / "named.json", named))
 
 
-@pytest.mark.parametrize("used", [{"const": -(2**63)}, {"enum": [{"a": [1 - 2**63]}]}])
+@pytest.mark.parametrize(
+    "used",
+    [
+        {"const": -(2**63)},
+        {"enum": [{"a": [1 - 2**63]}]},
+        {"$ref": "#/default", "default": {"const": -(2**63)}},
+    ],
+)
 def test_a_value_that_llguidance_crashes_with_is_refused(
     used: dict[str, Any], tmp_path: Path, own_home: Path
 ) -> None:
