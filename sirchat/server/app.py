@@ -74,6 +74,7 @@ _MOST_NOTES = 1000  # different notes that the log has once; also characters of 
 _KEEPALIVE_SECONDS = 1.0  # after which a stream without an event sends a comment
 _UNREAD_SECONDS = 60.0  # for which a client may leave a stream unread, while its buffers are full
 _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing of its request
+_PIECE = 50_000  # characters of a text that are counted at once
 _OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may have others
 # Settings that are fixed when a model is loaded, so a request can't have others.
 _LOADED = tuple(name for name in FIXED if name not in _OWN)
@@ -184,10 +185,15 @@ class ChatServer:
         given = {"max_tokens": 1} | parse_object(await read_body(request))
         asked = make_request(MessagesRequest, given).as_request()
         self._check_name(asked.model)
-        history, encode = self._history(asked), self._loaded.tokenizer.encode
+        history = self._history(asked)
         texts = [history.system or "", history.tools, *(text for _, text in history.messages)]
-        count = sum(len(encode(text, add_special_tokens=False)) for text in texts)
-        return JSONResponse({"input_tokens": count})
+        return JSONResponse({"input_tokens": await asyncio.to_thread(self._count, texts)})
+
+    def _count(self, texts: Sequence[str]) -> int:
+        encode = self._loaded.tokenizer.encode
+        # No other thread runs while the tokenizer reads: a cut may add a token.
+        pieces = (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE))
+        return sum(len(encode(piece, add_special_tokens=False)) for piece in pieces)
 
     async def _answer(
         self, request: Request, asked: ChatRequest, shape: Shape, notes: Sequence[str] = ()
@@ -261,7 +267,8 @@ class ChatServer:
             options = ReplyOptions(is_for_ask=True, **fields)
             return replace(options, format=partial(format_of, self._formats, asked, options.notes))
         settings, notes = asked.settings(), list[str]()
-        if asked.messages[-1].role == "assistant":
+        last = asked.messages[-1]
+        if last.role == "assistant" and last.text.strip() and asked.turns[-1][0] == "user":
             notes.append("the last message is the assistant's: the reply is another one after it")
         for name, value in settings.items():
             settings[name] = had = nearest(name, value)

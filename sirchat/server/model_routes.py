@@ -41,6 +41,13 @@ class EmbeddingRequest(Body):
 
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class ShowRequest(Body):
+    """The body of a request to `/api/show`; `name` is the model's in earlier versions."""
+
+    name: str | None = None
 
 
 class ModelRoutes:
@@ -91,7 +98,7 @@ class ModelRoutes:
     async def _embed(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), EmbeddingRequest)
         self.check_name(asked.model)
-        vectors, tokens = await self._vectors(asked.input)
+        vectors, tokens = await self._vectors(asked)
         data = [
             {"object": "embedding", "index": at, "embedding": _encoded(one, asked.encoding_format)}
             for at, one in enumerate(vectors)
@@ -105,19 +112,24 @@ class ModelRoutes:
     async def _embed_as_ollama(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), EmbeddingRequest)
         self.check_name(asked.model)
-        vectors, tokens = await self._vectors(asked.input)
+        vectors, tokens = await self._vectors(asked)
         about = {"model": self._names[-1], "prompt_eval_count": tokens}
         return JSONResponse(about | {"embeddings": [vector.tolist() for vector in vectors]})
 
-    async def _vectors(self, texts: list[str]) -> tuple[list[NDArray[np.float32]], int]:
+    async def _vectors(self, asked: EmbeddingRequest) -> tuple[list[NDArray[np.float32]], int]:
         """The vectors of texts, one at a time between the steps of replies, and their tokens."""
-        model, most = self._model, self._model.context_length
+        model, most, texts = self._model, self._model.context_length, asked.input
+        hidden = model.module.config.get_text_config(decoder=True).hidden_size
         try:
+            size = model.passage_encoder.size or hidden
             adds = model.sentence_encoder is None and model.pooling is not None
         except Exception as error:  # for damaged files, of all kinds
             raise RequestError(f"this model makes no vectors: {error}") from error
+        if asked.dimensions not in (None, size):
+            problem = f"dimensions can't be {asked.dimensions}; allowed: {size}, the model's own"
+            raise RequestError(problem, param="dimensions", code="unsupported_value")
         encode = partial(model.tokenizer.encode, add_special_tokens=adds)
-        each = [encode(text) or [0] for text in texts]
+        each = await asyncio.to_thread(lambda: [encode(text) or [0] for text in texts])
         if (longest := max(map(len, each))) > most:
             raise RequestError(
                 f"a text has {longest:,} tokens; the model's context length is {most:,}",
@@ -141,7 +153,8 @@ class ModelRoutes:
         return JSONResponse({"models": [about | {"details": self._details}]})
 
     async def _show(self, request: Request) -> Response:
-        self.check_name(parse_request(await read_body(request), Body).model)
+        asked = parse_request(await read_body(request), ShowRequest)
+        self.check_name(asked.model or asked.name)
         kind = self._model.module.config.model_type
         template = str(self._model.tokenizer.chat_template or "")
         able = ["completion", *(("tools",) if "tools" in template else ())]

@@ -26,6 +26,7 @@ from sirchat.server.fields import (
 )
 from sirchat.server.pieces import ReplyEnd, ReplyText
 from sirchat.server.requests import (
+    Arguments,
     ChatRequest,
     ConversationFields,
     FunctionCall,
@@ -41,11 +42,17 @@ class OllamaOptions(SamplingFields, Options):
     num_predict: int | None = Field(default=None, ge=1, le=MANY)
 
 
+class OllamaFunction(FunctionCall):
+    """The field `function` of a tool call; without arguments, the tool was given none."""
+
+    arguments: Arguments = "{}"
+
+
 class OllamaCall(Fields):
     """A tool call in a message; without an id, its result is found by order and by name."""
 
     id: CallId | None = None
-    function: FunctionCall
+    function: OllamaFunction
 
 
 class OllamaMessage(Fields):

@@ -62,11 +62,14 @@ def _as_text(given: Any) -> Any:
     return json.dumps(refuse_deep_nesting(given)) if isinstance(given, dict) else given
 
 
+Arguments = Annotated[str, BeforeValidator(_as_text)]
+
+
 class FunctionCall(Fields):
     """The field `function` of a tool call; `arguments` is JSON text."""
 
     name: FunctionName
-    arguments: Annotated[str, BeforeValidator(_as_text)]
+    arguments: Arguments
 
 
 class CallFields(Fields):

@@ -16,6 +16,8 @@ from sirchat.text.transcript import parse_json
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _FAR = 10**18
 _VALUES = ("enum", "const", "default", "examples")  # of a schema: may look like one
+# Objects that have schemas by names, which may be those of a bound or value.
+_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _NOT_KEPT = "a part of the schema is not kept"
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # begins the part of a grammar that an error shows
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
@@ -83,44 +85,44 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
 
     SettingError for another bound that is far from zero, or if no JSON is ever complete.
     """
-    kept = _without_far_bounds(schema, notes)
-    if _has_far_bound(kept):
-        raise refusal(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
+    kept = _with_near_bounds(schema, subject, notes)
+    if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
+        raise refusal(subject, f"has a schema with a value of {-_FAR:,} or less")
     rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
     library = guidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
     if not matcher.is_error():  # else `check_grammar` tells what is wrong
-        matcher.consume_tokens(
-            matcher.compute_ff_tokens()[:1]
-        )  # fails if what must follow is endless
+        # Fails if what must follow is too long, or endless as a schema needs itself within itself.
+        matcher.consume_tokens(matcher.compute_ff_tokens()[:1])
         if matcher.is_error():
-            raise refusal(
-                subject, "has a schema that no JSON can meet: it needs itself within itself"
-            )
+            raise refusal(subject, "has a schema that no JSON of a possible length can meet")
     return rule
 
 
-def _without_far_bounds(schema: Any, notes: list[str]) -> Any:
-    """A schema without bounds that exclude nothing, which are added to `notes`."""
+def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
+    """A schema without far bounds that exclude nothing; SettingError for another far bound."""
     if isinstance(schema, list):
-        return [_without_far_bounds(item, notes) for item in schema]
+        return [_with_near_bounds(item, subject, notes) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in schema.items():
-        is_bound = name in _BOUNDS and isinstance(value, int | float)
-        if is_bound and value * _BOUNDS[name] >= _FAR:
+        is_far = name in _BOUNDS and isinstance(value, int | float) and abs(value) >= _FAR
+        if is_far and value * _BOUNDS[name] > 0:
             notes.append(f"{_NOT_KEPT}: {name} {format_value(value)}")
+        elif is_far:
+            raise refusal(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
+        elif name in _SCHEMAS and isinstance(value, dict):
+            named = value.items()
+            kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
         else:
-            kept[name] = value if name in _VALUES else _without_far_bounds(value, notes)
+            kept[name] = value if name in _VALUES else _with_near_bounds(value, subject, notes)
     return kept
 
 
-def _has_far_bound(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_has_far_bound, schema))
-    if not isinstance(schema, dict):
-        return False
-    bounds = (schema.get(name) for name in _BOUNDS)
-    is_far = any(isinstance(bound, int | float) and abs(bound) >= _FAR for bound in bounds)
-    return is_far or any(map(_has_far_bound, schema.values()))
+def _has_far_number(value: Any) -> bool:
+    """Whether a value has a number that llguidance crashes with: a negative one, far from zero."""
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return any(map(_has_far_number, items))
+    return isinstance(value, int) and value <= -_FAR

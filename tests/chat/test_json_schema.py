@@ -20,6 +20,7 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
 from sirchat.errors import SettingError
+from sirchat.text.json_schema import load_schema
 from sirchat.text.reply_marks import Marks
 from template_shapes import tool_tiny
 from typed_chat import TypedChat
@@ -54,12 +55,47 @@ def test_a_file_that_is_no_schema_is_not_set(file: str, tmp_path: Path, own_home
     assert chat.session.profile.json_schema == "off"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "minItems": 20_000, "items": {"const": "a"}},
+    ],
+)
 def test_a_schema_that_no_reply_can_end_by_is_refused_in_one_line(
-    tmp_path: Path, own_home: Path
+    schema: dict[str, Any], tmp_path: Path, own_home: Path
 ) -> None:
-    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    bad = write_schema(tmp_path / "endless.json", endless)
-    problem = "no JSON can meet: it needs itself within itself"
+    bad = write_schema(tmp_path / "endless.json", schema)
+    problem = "has a schema that no JSON of a possible length can meet"
+    assert problem in refused("ask", "--json-schema", bad, "Hello.")[1]
+
+
+FAR = {"type": "integer", "minimum": 10**20}
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "examples"])
+def test_only_bounds_of_schemas_must_not_be_far(name: str, tmp_path: Path) -> None:
+    value = {"minimum": 10**20}
+    used = {name: [value] if name in ("enum", "examples") else value}
+    assert load_schema(write_schema(tmp_path / "value.json", used)) == used
+    named = {"type": "object", "properties": {name: FAR}}  # a property of that name
+    with pytest.raises(SettingError, match="has a schema with a bound of"):
+        load_schema(write_schema(tmp_path / "named.json", named))
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        {"const": -(2**63)},
+        {"enum": [{"a": [1 - 2**63]}]},
+        {"$ref": "#/default", "default": {"const": -(2**63)}},
+    ],
+)
+def test_a_value_that_llguidance_crashes_with_is_refused(
+    used: dict[str, Any], tmp_path: Path, own_home: Path
+) -> None:
+    bad = write_schema(tmp_path / "crash.json", used)
+    problem = "has a schema with a value of -1,000,000,000,000,000,000 or less"
     assert problem in refused("ask", "--json-schema", bad, "Hello.")[1]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
-from serving import Served, served, system, user
+from serving import URL, Served, served, system, user
 from sirchat.server.anthropic import MessagesRequest
 from sirchat.server.fields import parse_request
 from template_shapes import WEATHER, script, tool_tiny
@@ -203,6 +206,33 @@ def test_the_tokens_of_a_request_are_counted_without_a_reply(server: Served) -> 
     longer = [*CALLED, user("It is late. " * 500)]
     more = server.send(f"{PATH}/count_tokens", **fields | {"messages": longer})["input_tokens"]
     assert more - counted == len(tool_tiny().tokenizer.encode(longer[-1]["content"]))
+
+
+def test_while_tokens_are_counted_other_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, tokenizer, sizes = threading.Event(), tool_tiny().tokenizer, list[int]()
+
+    def encode(text: str, **how: Any) -> list[int]:
+        sizes.append(len(text))
+        assert answered.wait(10)
+        return [1]
+
+    async def both(app: Any) -> None:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url=URL) as client:
+            fields = {"model": "tiny", "messages": [user("word " * 200_000)]}
+            counting = asyncio.create_task(client.post(f"{PATH}/count_tokens", json=fields))
+            while not sizes:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/health")).status_code == 200
+            answered.set()
+            assert (await counting).json()["input_tokens"] == len(sizes)
+
+    with served(tool_tiny()) as server:
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        asyncio.run(both(server.server.app))
+    assert max(sizes) < 100_000  # while one text is read, no other thread runs
 
 
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])

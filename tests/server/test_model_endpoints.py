@@ -65,6 +65,8 @@ def test_embeddings_are_the_vectors_by_which_recall_finds_sentences(server: Serv
     as_ollama = server.send("/api/embed", model="tiny", input=texts)
     assert as_ollama["embeddings"] == [item["embedding"] for item in found["data"]]
     assert as_ollama["prompt_eval_count"] == found["usage"]["prompt_tokens"]
+    own = server.send("/v1/embeddings", input=texts, dimensions=len(wanted))
+    assert own["data"] == found["data"]
     packed = server.send("/v1/embeddings", input=ANNA, encoding_format="base64")["data"][0]
     numbers = struct.unpack(f"<{len(wanted)}f", b64decode(packed["embedding"]))
     assert list(numbers) == pytest.approx(found["data"][0]["embedding"], abs=1e-6)
@@ -75,7 +77,7 @@ def test_embeddings_are_the_vectors_by_which_recall_finds_sentences(server: Serv
 
 def test_without_an_encoder_a_vector_is_the_mean_of_the_last_states() -> None:
     with served(replace(tiny(), encoder=Encoder())) as server:
-        found = server.send("/v1/embeddings", input=ANNA)
+        found = server.send("/v1/embeddings", input=ANNA, dimensions=len(last_states(ANNA)[0]))
         assert "last layer" in found["sirchat"]["vectors"]
         wanted = last_states(ANNA).mean(0)
         given = found["data"][0]["embedding"]
@@ -192,6 +194,8 @@ def test_ollama_is_told_what_the_model_is(server: Served) -> None:
     assert model["size"] > 1000
     error = server.client.post("/api/show", json={"model": "llama3"})
     assert (error.status_code, type(error.json()["error"])) == (404, str)
+    assert server.send("/api/show", model="", name="tiny") == shown
+    assert server.client.post("/api/show", json={"name": "llama3"}).status_code == 404
 
 
 def test_only_pages_of_sites_that_were_named_may_ask() -> None:

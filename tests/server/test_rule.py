@@ -420,6 +420,23 @@ def test_a_call_has_the_arguments_of_its_api(
     assert words in refused(server, path, {"messages": [user("a"), calling, returned("a")]})
 
 
+@pytest.mark.parametrize("given", [{}, {"arguments": None}])
+def test_a_call_of_ollama_may_have_no_arguments(server: Served, given: dict[str, Any]) -> None:
+    calling = CALLING | {"tool_calls": [{"function": {"name": "weather"} | given}]}
+    said = {"role": "tool", "tool_name": "weather", "content": "x"}
+    response = ask(server, OLLAMA, messages=[user("a"), calling, said], stream=False)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("last", [assistant(""), CALLING, CALLING | {"content": "b"}])
+def test_a_last_message_that_no_reply_follows_has_no_note(
+    server: Served, last: dict[str, Any]
+) -> None:
+    response = ask(server, CHAT, messages=[user("a"), last])
+    assert response.status_code == 200, response.text
+    assert "X-Sirchat-Note" not in response.headers
+
+
 def test_a_result_that_answers_no_call_is_refused_by_its_number_among_the_results(
     server: Served,
 ) -> None:
