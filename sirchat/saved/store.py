@@ -199,10 +199,10 @@ class SessionStore:
                 before = _last_written(path)
                 saved.backup(copy)
                 if before and before == _last_written(path):
-                    if check_format(copy, path):
-                        check_contents(copy, path)
-                        convert(copy)
+                    was_older = check_format(copy, path)
                     check_contents(copy, path)
+                    if was_older:
+                        convert(copy)
                     return cls(path, copy)
             copy.close()
             time.sleep(_PAUSE)  # the other process was writing

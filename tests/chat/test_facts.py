@@ -160,6 +160,14 @@ def test_what_corrects_a_fact_is_listed_though_the_encoder_takes_it_for_no_fact(
     assert [fact.text for fact in chat.facts("wrong")] == [said[1]]
 
 
+@pytest.fixture
+def all_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sentence is a fact, and near every other one."""
+    every = "sirchat.models.encoder.Encoder.is_kind"
+    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
+    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
+
+
 @pytest.mark.parametrize(
     ("older", "newer", "is_marked"),
     [
@@ -177,12 +185,9 @@ def test_what_corrects_a_fact_is_listed_though_the_encoder_takes_it_for_no_fact(
     ],
 )
 def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer(
-    older: str, newer: str, is_marked: bool, monkeypatch: pytest.MonkeyPatch
+    older: str, newer: str, is_marked: bool, all_near: None
 ) -> None:
     chat = chat_of(older, newer)
-    every = "sirchat.models.encoder.Encoder.is_kind"
-    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
-    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
     assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
 
 
@@ -196,12 +201,9 @@ def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_
     ],
 )
 def test_of_a_sentence_that_tells_two_things_one_may_be_replaced(
-    older: str, newer: str, is_in_part: bool, monkeypatch: pytest.MonkeyPatch
+    older: str, newer: str, is_in_part: bool, all_near: None
 ) -> None:
     chat = chat_of(older, newer)
-    every = "sirchat.models.encoder.Encoder.is_kind"
-    monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
-    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
     facts = chat.facts()
     assert [fact.newer_text for fact in facts] == [newer, ""]
     how = "newer in part" if is_in_part else "newer"
