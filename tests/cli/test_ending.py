@@ -195,6 +195,17 @@ finally:
     time.sleep(2)
     print("closed")
 """
+AWAITING_A_THREAD = """
+import atexit, threading
+from sirchat.cli.signals import leave_terminal
+atexit.register(print, "closed")
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+finally:
+    threading.Thread(target=time.sleep, args=({},)).start()
+    leave_terminal()
+"""
 
 
 @pytest.mark.slow
@@ -205,6 +216,7 @@ finally:
         (SWALLOWED, "SIGTERM", 143, ""),
         (SWALLOWED, "SIGHUP", 129, ""),
         *((IN_AN_EVENT_LOOP, str(blocking), 143, "closed\n") for blocking in (0, 30)),
+        (AWAITING_A_THREAD, "2", 143, "closed\n"),  # as that which writes the archive
         (CLOSING, "raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
         (CLOSING, "os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
         (CLOSING, "time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
