@@ -183,12 +183,12 @@ def models_pull(
     from sirchat.models.hub import pull
     from sirchat.models.names import cached_folder, snapshot_of
     from sirchat.models.shape import shape_of_folder
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
     from sirchat.ui.screen import make_notes_console
-    from sirchat.ui.status import pull_progress
+    from sirchat.ui.status import download_bar
 
     try:
-        with pull_progress(make_notes_console()) as progress:
+        with download_bar(make_notes_console()) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
         sys.stderr.write(
@@ -202,7 +202,7 @@ def models_pull(
             shape_of_folder(folder)
         except ModelError as error:
             use = str(error.args[0]).replace(str(folder), "it")
-    _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
+    _say(f"{pulled.name}: {format_bytes(pulled.size)}; {use}")
 
 
 @models_app.command("recommend")
@@ -214,16 +214,16 @@ def models_recommend(debug: Debug = False) -> None:
     """
     from sirchat.models.fit import recommended
     from sirchat.models.shape import free_memory, uses_cpu
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
 
     free = free_memory()
     model = recommended(free, on_cpu=uses_cpu(_profile(None)))
     there = "the system does not say what is free"
     if free is not None:
         is_more = "more than is " if model["memory"] > free else ""
-        there = f"{is_more}free here, in main memory: {in_bytes(free)}"
-    takes = f"takes about {in_bytes(model['memory'])} of memory; {there}"
-    size, command = in_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
+        there = f"{is_more}free here, in main memory: {format_bytes(free)}"
+    takes = f"takes about {format_bytes(model['memory'])} of memory; {there}"
+    size, command = format_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
     typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {takes}")
     typer.echo(f"to download it ({size}): sirchat models {command}")
 
@@ -245,7 +245,7 @@ def models_prepared(
     """
     from sirchat.models.prepared import prepared_files
     from sirchat.text.times import local_time
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
 
     found = [file for file in prepared_files() if name is None or name in file.model]
     if json:
@@ -256,8 +256,8 @@ def models_prepared(
         if not json:
             day = local_time(file.used).strftime("%Y-%m-%d")
             model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
-            typer.echo(displayable_line(f"{in_bytes(file.size):>7}  {day}  {model}"))
-    total = in_bytes(sum(file.size for file in found))
+            typer.echo(displayable_line(f"{format_bytes(file.size):>7}  {day}  {model}"))
+    total = format_bytes(sum(file.size for file in found))
     _say(
         f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
     )

@@ -24,15 +24,15 @@ from sirchat.recall.retrievers import retriever
 from sirchat.saved.session_list import MOST_LISTED, list_sessions
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
-from sirchat.ui.exporting import FORMATS
-from sirchat.ui.text import class_help, displayable_line, shorten
+from sirchat.ui.exporting import EXPORT_FORMATS
+from sirchat.ui.text import class_summary, displayable_line, shorten
 
 # A value that completion offers, and its meaning, which is shown as help.
 Selection = tuple[str, str]
 
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
 _WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
-_PATHS = f"read|export +(?:{'|'.join(FORMATS)})|set +(?:format|json_schema)"
+_PATHS = f"read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)"
 _BEFORE_PATH = re.compile(rf"/(?:{_PATHS}) +")
 
 
@@ -100,7 +100,7 @@ class SlashCompleter(Completer):
     @cached_property
     def _policies(self) -> list[Selection]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
-        return [(name, class_help(policy_class, name)) for name in policy_choices()]
+        return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
         yield from (
@@ -136,7 +136,7 @@ def _value_help(setting: str, value: str) -> str:
         return ""
     if value == "on":
         return f"the best retriever: {BEST_RETRIEVER}"
-    return class_help(retriever, value)
+    return class_summary(retriever, value)
 
 
 def _options(policy: str) -> Iterator[Selection]:

@@ -39,7 +39,7 @@ from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import counted, shorten
+from sirchat.ui.text import pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
@@ -128,7 +128,7 @@ class Switching:
         how = "restored" if came else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
         evicted = f", {came:,} of them were evicted" if came else ""
-        price = counted(len(asked), "token") + evicted
+        price = pluralize(len(asked), "token") + evicted
         who = "1 other steps" if aside == 1 else f"{aside:,} others step"
         others = f"; {who} aside until it is answered" if aside else ""
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
@@ -151,7 +151,7 @@ class Switching:
         roles = Counter(role for _, role in sorted(messages))
         whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
         return " and ".join(
-            f"{counted(count, 'message')} {whose.get(role, f'({role})')}"
+            f"{pluralize(count, 'message')} {whose.get(role, f'({role})')}"
             for role, count in roles.items()
         )
 
@@ -170,7 +170,7 @@ class Switching:
         changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
         count = len(changed)
         if not pinned:
-            unpinned = f"{counted(count, 'token')} no longer pinned"
+            unpinned = f"{pluralize(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
             self._screen.note(_moved_in_words(evicted, len(restored), self._session))
             return
@@ -179,11 +179,11 @@ class Switching:
             price = ["all of this is pinned already"]
         else:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
-            price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
+            price = [pluralize(count, "token") + (f", {came:,} of them restored" if came else "")]
             price.append(f"in {self._messages_at(changed)}")
         if others := len(restored) - came:
             why = f"as policy {session.profile.policy} fills the budget anew"
-            price.append(f"{counted(others, 'other')} restored, {why}")
+            price.append(f"{pluralize(others, 'other')} restored, {why}")
         if evicted:
             price.append(f"{evicted:,} evicted to make room")
         held = f"holds {self._session.resident:,}/{self._session.budget:,}"

@@ -68,7 +68,7 @@ def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[TerminalInpu
 
 def ask_background(keys: Input, screen: Screen) -> None:
     """Ask the terminal whether it is light, if no variable tells; inside a `Keyboard`."""
-    is_told = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.is_auto
+    is_told = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.has_auto_theme
     # Old consoles of Linux print the question.
     if is_told or screen.terminal is None or os.environ.get("TERM") == "linux":
         return
