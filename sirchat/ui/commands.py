@@ -230,7 +230,7 @@ class Commands:
         if recall.nothing and not shown:
             screen.note(f"nothing was restored for your last message: {recall.nothing}")
         if recall.by_meaning:
-            screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
+            screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
 
     def _are_words(self, rest: str) -> bool:

@@ -12,7 +12,7 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import left_out_of, make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.devices import threads_in_words
+from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
@@ -124,7 +124,7 @@ class Chat:
                 view.show(event)
         profile = self._session.profile
         device = self._session.model.device
-        threads = threads_in_words(device, was_free=profile.threads == 0)
+        threads = describe_threads(device, was_free=profile.threads == 0)
         self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}{', ' if threads else ''}{threads}: "

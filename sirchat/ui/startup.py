@@ -21,7 +21,7 @@ from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
-from sirchat.models.importing import preload_torch
+from sirchat.models.torch_imports import preload_torch
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.prompt import Line, Prompt, ask_for_key
 from sirchat.ui.screen import Screen
