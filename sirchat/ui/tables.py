@@ -24,7 +24,7 @@ from sirchat.ui.cells import StyledRun, cut, join_runs, quote_token
 from sirchat.ui.text import displayable_line, messages_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
-NOTHING_HELD_GLYPH: Final = "·"  # the sign of a turn of which no word is held
+NOTHING_HELD: Final = "·"  # the sign of a turn of which no word is held
 
 # The cells of a table's columns, by their titles; columns of text are aligned on the left.
 Columns = dict[str, Sequence[str] | Sequence[str | Text]]
@@ -191,7 +191,7 @@ def held_share_glyph(turn: HeldShare) -> str:
     if turn.held >= turn.tokens > 0:
         return "█"
     if not turn.held_said:
-        return NOTHING_HELD_GLYPH
+        return NOTHING_HELD
     return _SHARES[turn.held * len(_SHARES) // turn.tokens]
 
 

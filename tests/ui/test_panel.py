@@ -42,7 +42,7 @@ from sirchat.ui.cells import (
     COMBINING_BASE,
     StyledRun,
     known_width_line,
-    replace_unsafe_widths,
+    with_known_widths,
     wrap_runs,
 )
 from sirchat.ui.panel import draw_compact_panel, draw_full_panel
@@ -229,7 +229,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 def test_every_shown_character_has_the_same_width_everywhere() -> None:
     for code in (*range(0x20, 0x32000, 1 if MANY else 5), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
-        text = replace_unsafe_widths(f"a{char}b") + replace_unsafe_widths(f"字{char}{char}क")
+        text = with_known_widths(f"a{char}b") + with_known_widths(f"字{char}{char}क")
         assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
 
 
