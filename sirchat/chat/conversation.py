@@ -20,7 +20,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -156,7 +156,7 @@ class Conversation:
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant("", ids.header).ids, *self.template.closing]
-        with self.engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
@@ -237,7 +237,7 @@ class Conversation:
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(is_given=True)
             stream.divide(ids.ids if self.seen == positions.stop else ())
@@ -250,7 +250,7 @@ class Conversation:
         self,
         interrupted: Interrupted,
         reply: Reply | None = None,
-        allowed: Allowed | None = None,
+        allowed: TokenFilter | None = None,
         turn: OpenTurn | None = None,
         *,
         attempt: int | None = None,

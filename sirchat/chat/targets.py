@@ -100,7 +100,7 @@ def tokens_asked(
         if not whole:
             raise
         at = np.unique(np.concatenate(whole))
-    at, room = told_of(at, engine.ledger, now), engine.evictor.room_beside() // 2
+    at, room = told_of(at, engine.ledger, now), engine.evictor.free_budget() // 2
     if not len(at) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
     both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)

@@ -28,7 +28,7 @@ class Division:
     hard_bound: int  # most tokens at any time; above the budget only under `between-turns`
     sinks: int
     pins: int  # held ones, without pinned sinks
-    most_pins: int | None  # that the user may pin; None: no limit
+    max_pins: int | None  # that the user may pin; None: no limit
     evictable: int  # E, that the policy decides about
     protected: int  # most tokens of the current round that are protected from eviction
     chunk_size: int  # ids for which room is made at once while a turn is read
@@ -55,7 +55,7 @@ def divide_budget(
         hard_bound=max(total, context_length) if is_exceeded else total,
         sinks=sinks,
         pins=held_pins,
-        most_pins=min(total // 2, total - sinks - _LEAST) if limits_pins else None,
+        max_pins=min(total // 2, total - sinks - _LEAST) if limits_pins else None,
         evictable=evictable,
         protected=protected,
         chunk_size=max(1, min(evictable // 4, protected)),
@@ -63,7 +63,7 @@ def divide_budget(
     )
 
 
-def budget_for(
+def smallest_budget_for(
     tokens: int, settings: CacheSettings, ledger: Ledger, context_length: int
 ) -> int | None:
     """The smallest budget under which the policy decides about at least `tokens` tokens.
@@ -80,7 +80,7 @@ def budget_for(
     return None
 
 
-def is_pinned(settings: CacheSettings, ledger: Ledger, at: Positions) -> NDArray[np.bool_]:
+def pinned_mask(settings: CacheSettings, ledger: Ledger, at: Positions) -> NDArray[np.bool_]:
     """Mask [n] of the pinned tokens at positions `at` [n]; all False if the policy ignores pins."""
     if not settings.policy.honours_pins:
         return np.zeros(len(at), bool)
@@ -90,10 +90,10 @@ def is_pinned(settings: CacheSettings, ledger: Ledger, at: Positions) -> NDArray
 def count_pins(settings: CacheSettings, ledger: Ledger, at: Positions) -> int:
     """How many of the tokens at positions `at` are pinned, not counting sinks."""
     sinks = settings.sinks if settings.policy.honours_sinks else 0
-    return int((is_pinned(settings, ledger, at) & (at >= sinks)).sum())
+    return int((pinned_mask(settings, ledger, at) & (at >= sinks)).sum())
 
 
-def most_recalled(wanted: int | None, room: int) -> int:
+def recall_limit(wanted: int | None, room: int) -> int:
     """How many tokens recall may restore, of `wanted` ones, in `room` beside sinks and pins.
 
     `wanted` is None under `recall_n: auto`.

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned, most_recalled
-from sirchat.engine.extra_passes import read_apart
+from sirchat.engine.budget import Division, count_pins, divide_budget, pinned_mask, recall_limit
+from sirchat.engine.extra_passes import recompute_rows
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.errors import SettingError
@@ -67,9 +67,9 @@ class Evictor:
 
         Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_of(self._store.placement.chosen, round)
+        return self.view_tokens(self._store.placement.chosen, round)
 
-    def view_of(
+    def view_tokens(
         self, at: Positions, round: int | None = None, division: Division | None = None
     ) -> HeldRows:
         """The tokens at stream positions `at` [n], held or archived, as the policy sees them.
@@ -79,7 +79,7 @@ class Evictor:
         settings, ledger = self.settings, self._ledger
         if division is None:
             division = divide_budget(settings, ledger, self.context_length, at)
-        protected = (at < division.sinks) | is_pinned(settings, ledger, at)
+        protected = (at < division.sinks) | pinned_mask(settings, ledger, at)
         if settings.protect and round is not None:
             is_current = ledger.column("round")[at] == round
             protected |= is_current & (at >= ledger.seen - division.protected)
@@ -102,7 +102,7 @@ class Evictor:
         if policy.compacts_at_anchors and self._ends_at_anchor():
             now = self._store.placement
             own = now.own
-            stays = policy.reduce(self.view_of(own))
+            stays = policy.reduce(self.view_tokens(own))
             if stays is not None:
                 gone = np.setdiff1d(own, own[stays.numpy()], assume_unique=True)
                 self._place(now.without(gone))
@@ -113,7 +113,7 @@ class Evictor:
         if excess <= 0:
             return evicted
         if not self._store.has_recall:
-            rows = self.view_of(self._ledger.held_positions, self.round, division)
+            rows = self.view_tokens(self._ledger.held_positions, self.round, division)
             evicted += self._keep(rows, division.hard_bound - count)
         elif (placement := self._reduced_placement(excess)) is not None:
             self._place(placement)
@@ -150,9 +150,9 @@ class Evictor:
         recall = self.settings.recall
         if recall is None or not self.settings.policy.bounded:
             return 0
-        return most_recalled(recall.n, self.room_beside(incoming))
+        return recall_limit(recall.n, self.free_budget(incoming))
 
-    def room_beside(self, incoming: int = 0) -> int:
+    def free_budget(self, incoming: int = 0) -> int:
         """How much of the budget sinks, pins and a turn of `incoming` ids leave."""
         division = self.divide_budget()
         return min(division.total, division.hard_bound - incoming) - division.sinks - division.pins
@@ -176,7 +176,7 @@ class Evictor:
         held, to_come = ledger.held_positions.copy(), max(incoming, self._to_come)
         if not (len(chosen) or focused):
             return moves
-        stays = self.view_of(held).protected.numpy() | np.isin(held, chosen)
+        stays = self.view_tokens(held).protected.numpy() | np.isin(held, chosen)
         restored = np.setdiff1d(chosen, held)
         most = division.total - len(restored)
         if stays.sum() > most:
@@ -208,7 +208,7 @@ class Evictor:
         return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
 
     @contextmanager
-    def recall_ends_at_error(self) -> Iterator[None]:
+    def ending_recall_on_error(self) -> Iterator[None]:
         """Context manager: if its block fails or ends early, tokens that stepped aside return."""
         try:
             yield
@@ -224,7 +224,7 @@ class Evictor:
         return self._at_most(now.own, self.divide_budget().hard_bound - count)
 
     @contextmanager
-    def holding(self, placement: Placement) -> Iterator[None]:
+    def temporary_placement(self, placement: Placement) -> Iterator[None]:
         """Context manager: tokens are where `placement` says in its block, and then as before."""
         before = self._store.placement
         with self._store.unlimited():
@@ -288,7 +288,7 @@ class Evictor:
         lost = self._store.lost(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
-            for rows in read_apart(self._reader, lost, sinks):
+            for rows in recompute_rows(self._reader, lost, sinks):
                 self._store.add_reread(rows)
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
@@ -334,7 +334,7 @@ class Evictor:
         now = self._store.placement
         return self._place(now.without(positions) if excluded else now)
 
-    def leave_out(self, positions: Positions) -> None:
+    def evict_until_recalled(self, positions: Positions) -> None:
         """Evict the tokens at these positions; from now on, only recall may restore them."""
         ledger = self._ledger
         ledger.pin(np.intersect1d(positions, ledger.pinned_positions), False)
@@ -342,7 +342,7 @@ class Evictor:
         self._place(self._store.placement.without(positions))
 
     @contextmanager
-    def reading_before(self, position: int) -> Iterator[None]:
+    def without_tokens_from(self, position: int) -> Iterator[None]:
         """Context manager: in it, tokens are read as if none from stream `position` on were there.
 
         Those are archived after it; the archive must be unlimited. Recall, which must have ended,
@@ -367,16 +367,16 @@ class Evictor:
         The pins are those among the positions `among`, by default of all tokens held or archived.
         """
         division = self.divide_budget()
-        if division.most_pins is None:
+        if division.max_pins is None:
             return
         pins = count_pins(
             self.settings, self._ledger, self._reachable() if among is None else among
         )
         pins += more - min(more, max(0, division.sinks - self._ledger.seen))
-        if pins > division.most_pins:
+        if pins > division.max_pins:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {division.total} allows only "
-                f"{division.most_pins}",
+                f"{division.max_pins}",
                 hint="raise the budget, unpin something, turn off tools, or set pin_system false",
             )
 
@@ -423,7 +423,7 @@ class Evictor:
     def _holds_pins(self, placement: Placement) -> bool:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
         reachable = self._reachable()
-        pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
+        pinned = reachable[pinned_mask(self.settings, self._ledger, reachable)]
         return bool(np.isin(pinned, placement.chosen).all())
 
     def _last_pass_if_unread(self) -> _LastPass | None:
@@ -451,7 +451,7 @@ class Evictor:
         """Let the policy choose among all tokens held or archived; none counts as recalled."""
         policy, reachable = self.settings.policy, self._reachable()
         if policy.compacts_at_anchors:
-            rows = policy.reduce(self.view_of(reachable))
+            rows = policy.reduce(self.view_tokens(reachable))
             reachable = reachable if rows is None else reachable[rows.numpy()]
         num_keep = self.divide_budget().total
         if len(reachable) <= num_keep:
@@ -460,7 +460,7 @@ class Evictor:
             if self._cache.length > num_keep:
                 policy.keep(self.view(None), num_keep)  # raises the error, in its own words
             return Placement(self._ledger.held_positions.copy())
-        chosen = self._choose_rows(self.view_of(reachable, self.round), num_keep)
+        chosen = self._choose_rows(self.view_tokens(reachable, self.round), num_keep)
         return Placement(reachable[chosen.numpy()])
 
     def _place(self, placement: Placement) -> CacheUpdate:
@@ -486,7 +486,7 @@ class Evictor:
         """
         now, rounds = self._store.placement, self._ledger.column("round")
         own = now.chosen
-        fixed = self.view_of(own).protected.numpy() | (rounds[own] == self.round)
+        fixed = self.view_tokens(own).protected.numpy() | (rounds[own] == self.round)
         is_wanted = np.isin(own, now.wanted)
         stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)
         excess -= len(own) - len(stays)
@@ -507,7 +507,7 @@ class Evictor:
         num_keep = max(most, int(stays.sum()))
         if num_keep >= len(at):
             return at
-        rows = replace(self.view_of(at), protected=torch.from_numpy(stays))
+        rows = replace(self.view_tokens(at), protected=torch.from_numpy(stays))
         kept: Positions = at[self._choose_rows(rows, num_keep).numpy()]
         return kept
 
@@ -515,7 +515,7 @@ class Evictor:
         """Those of the tokens at these positions that the policy keeps if there are more."""
         if len(at) <= most:
             return at
-        chosen: Positions = at[self._choose_rows(self.view_of(at, self.round), most).numpy()]
+        chosen: Positions = at[self._choose_rows(self.view_tokens(at, self.round), most).numpy()]
         return chosen
 
     def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:

@@ -42,7 +42,7 @@ def attention_from(
     if is_narrow or cache.has_state:
         return None
     cache.grow_to(cache.length + most)
-    reader.drop_ahead()  # its rows are overwritten
+    reader.drop_precomputed()  # its rows are overwritten
     slots, total = torch.arange(len(held)), np.zeros(len(held))
     hidden = slots[torch.from_numpy(~visible)]
     for start in range(0, len(rows), most):
@@ -80,14 +80,14 @@ def score_continuations(
         logits = first[None]
         if read := ids[:-1]:  # the last id's own logits are not needed
             cache.grow_to(cache.length + len(read))
-            reader.drop_ahead()
+            reader.drop_precomputed()
             after = _forward(reader, read)
             logits = torch.cat([logits.to(after.device), after])  # [m, V]
         scores.append(_scored(ids, logits))
     return tuple(scores)
 
 
-def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
+def recompute_rows(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
     """Compute keys and values of the tokens at ascending `positions` [n] from their ids again.
 
     Each passage is read in a cache of its own, after the chat's first `sinks` tokens and some right

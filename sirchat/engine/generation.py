@@ -15,7 +15,7 @@ from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
-from sirchat.models.captured_step import Likeliest
+from sirchat.models.captured_step import LikeliestToken
 from sirchat.models.encoder import Readings
 
 _LOG = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Generation(AbstractContextManager["Generation"]):
     def is_shared(self) -> bool:
         """Whether the chosen token may be read in one pass with those of other conversations."""
         may_be = self.chosen >= 0 and self._may_look_ahead
-        return may_be and not self.reader.is_ahead(self.chosen)
+        return may_be and not self.reader.is_precomputed(self.chosen)
 
     def choose(self, *, alone: bool) -> None:
         """Choose the next token, and make room for it; if `alone`, a GPU may read it in advance."""
@@ -120,7 +120,11 @@ class Generation(AbstractContextManager["Generation"]):
             self._division = division = engine.evictor.divide_budget()
             self.records += engine.evictor.make_room(division.eviction_block, division)
         self.left -= 1
-        if self._may_look_ahead and self._lookup is not None and not reader.is_ahead(token_id):
+        if (
+            self._may_look_ahead
+            and self._lookup is not None
+            and not reader.is_precomputed(token_id)
+        ):
             self._look_ahead(self._lookup, token_id)
         if cursor.length == cursor.capacity:
             engine.grow_for(1)
@@ -143,7 +147,7 @@ class Generation(AbstractContextManager["Generation"]):
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int) -> None:
         """Compute the logits after `token_id` and some guessed tokens, in one pass."""
-        used = self.reader.drop_ahead()
+        used = self.reader.drop_precomputed()
         if used is not None:
             lookup.learn(used - 1)
         engine, cursor = self.engine, self.engine.cache.cursor
@@ -153,7 +157,7 @@ class Generation(AbstractContextManager["Generation"]):
         ids = engine.ledger.column("token_id")
         if guess := lookup.guess(ids, token_id, min(self.left, room - 1)):
             with suppress(torch.OutOfMemoryError):  # the token is then read alone
-                self.reader.look_ahead([token_id, *guess])
+                self.reader.precompute([token_id, *guess])
 
 
 def step(replies: Sequence[Generation]) -> list[StepResult]:
@@ -195,7 +199,9 @@ def _read_together(replies: Sequence[Generation]) -> None:
         )
         readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
         model.encoder.fill(readings, states)
-        for at, (reply, most) in enumerate(zip(replies, Likeliest.of_rows(logits), strict=True)):
-            reply.reader.note_ahead(reply.chosen, logits[at][None], readings.part(at), most)
+        for at, (reply, most) in enumerate(
+            zip(replies, LikeliestToken.of_rows(logits), strict=True)
+        ):
+            reply.reader.set_precomputed(reply.chosen, logits[at][None], readings.part(at), most)
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import Sampler, penalized
+from sirchat.engine.sampling import Sampler, apply_repetition_penalty
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -21,11 +21,11 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.captured_step import (
-    MOST_SAID,
+    MAX_RECENT_IDS,
     CapturedStep,
-    Chosen,
-    Likeliest,
-    TokenChoice,
+    ChoiceMethod,
+    ChosenToken,
+    LikeliestToken,
     TokenRun,
 )
 from sirchat.models.encoder import Readings
@@ -48,7 +48,7 @@ _ANCHOR = int(Flag.ANCHOR)
 class _Ahead:
     """The ids [m] that may be read next, and what was computed for them in advance.
 
-    `Reader.look_ahead` fills it with a guess of two ids or more, `note_ahead` with a single id.
+    `Reader.precompute` makes it for a guess of two ids or more, `set_precomputed` for a single id.
     Keys and values are in the cache's buffers already, but do not count as held.
     """
 
@@ -56,7 +56,7 @@ class _Ahead:
     logits: Tensor  # [m, V], after each id
     readings: Readings  # of the m ids
     start: int  # slot of the first id
-    likeliest: Likeliest | None = None  # after the id, if there is one id
+    likeliest: LikeliestToken | None = None  # after the id, if there is one id
     used: int = 0  # ids that have turned out right and been read
 
 
@@ -78,8 +78,8 @@ class Reader:
         self._logits: Tensor | None = None
         self._ahead: _Ahead | None = None
         self._run: TokenRun | None = None  # of a reply that a GPU reads and chooses
-        self._chosen: Chosen | None = None  # by the run, and to be read next
-        self._likeliest: Likeliest | None = None  # the most likely next token, if it is known
+        self._chosen: ChosenToken | None = None  # by the run, and to be read next
+        self._likeliest: LikeliestToken | None = None  # the most likely next token, if it is known
 
     @property
     def logits(self) -> Tensor | None:
@@ -98,7 +98,7 @@ class Reader:
 
     def begin_reply(self, sampler: Sampler | None) -> None:
         """Let a GPU read and choose a reply's tokens by itself, if it can, as `sampler` would."""
-        self.drop_ahead()
+        self.drop_precomputed()
         step = self.model.decode_step
         if sampler is None or not isinstance(step, CapturedStep):
             return
@@ -121,7 +121,7 @@ class Reader:
         if token_id is not None:
             return token_id
         likeliest = self._likeliest  # known since the last token was read with others
-        if likeliest is not None and likeliest.is_valid and sampler.takes_likeliest:
+        if likeliest is not None and likeliest.is_valid and sampler.is_greedy:
             return likeliest.id
         return self._choose_by_sampler(sampler)
 
@@ -164,7 +164,11 @@ class Reader:
         `stats` says which attention weights are recorded. With `anchor_sinks`, an anchor at the end
         attends only to so many sinks and to its own sequence.
         """
-        if self._run is not None and self._chosen is not None and not self.is_ahead(chunk.ids[0]):
+        if (
+            self._run is not None
+            and self._chosen is not None
+            and not self.is_precomputed(chunk.ids[0])
+        ):
             return [self._read_chosen(chunk, self._run, self._chosen)]
         start, count = 0, len(chunk.ids)
         surprisals = list[float]()
@@ -235,7 +239,7 @@ class Reader:
         cache.commit(1, at)
         self.logits = result.logits
 
-    def look_ahead(self, ids: Sequence[int]) -> None:
+    def precompute(self, ids: Sequence[int]) -> None:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
         The cache must have room for them. Raises RuntimeError if the model has a recurrent state,
@@ -249,7 +253,7 @@ class Reader:
         )
         self._ahead = _Ahead(ids, logits, readings, self.cache.length)
 
-    def is_ahead(self, token_id: int) -> bool:
+    def is_precomputed(self, token_id: int) -> bool:
         """Whether the logits after `token_id`, read next, were computed in advance."""
         ahead = self._ahead
         return (
@@ -259,7 +263,7 @@ class Reader:
             and ahead.start + ahead.used == self.cache.length
         )
 
-    def drop_ahead(self) -> int | None:
+    def drop_precomputed(self) -> int | None:
         """Discard what was computed in advance; returns how many ids of a guess were read.
 
         None if nothing was computed, or only for one id, which was chosen and not guessed.
@@ -272,8 +276,8 @@ class Reader:
         """The rotary position of the next token."""
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
-    def note_ahead(
-        self, token_id: int, logits: Tensor, readings: Readings, likeliest: Likeliest
+    def set_precomputed(
+        self, token_id: int, logits: Tensor, readings: Readings, likeliest: LikeliestToken
     ) -> None:
         """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
         self._ahead = _Ahead([token_id], logits, readings, self.cache.length, likeliest)
@@ -286,7 +290,7 @@ class Reader:
         size = min(count, self.rows_per_pass)
         if size > _MOST_OF_OWN and self.model.has_plain_head:
             how = matmul_method_of(self.model.module)
-            if how is not None and how.own >= size:
+            if how is not None and how.max_native_rows >= size:
                 size = _MOST_OF_OWN
         if not is_observed:
             return size
@@ -309,7 +313,7 @@ class Reader:
         """Run ids [m] through the model, or take what was computed in advance."""
         ahead = self._ahead
         if ahead is not None:
-            if len(ids) == 1 and observer is None and mask is None and self.is_ahead(ids[0]):
+            if len(ids) == 1 and observer is None and mask is None and self.is_precomputed(ids[0]):
                 logits = ahead.logits[ahead.used]
                 readings.numbers = ahead.readings.part(ahead.used).numbers
                 ahead.used += 1
@@ -341,7 +345,7 @@ class Reader:
         if vectors.wanted and readings.numbers is not None:
             vectors.append(start, readings.numbers)
 
-    def _read_chosen(self, chunk: NewTokens, run: TokenRun, chosen: Chosen) -> float:
+    def _read_chosen(self, chunk: NewTokens, run: TokenRun, chosen: ChosenToken) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
         ids, roles, flags, ref = chunk
         ledger, cache = self.ledger, self.cache
@@ -398,14 +402,14 @@ class Reader:
         return nats
 
 
-def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
+def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
     """How a GPU chooses what `sampler` would; None if only the host can choose."""
     if not sampler.is_plain:
         return None
     sampling = sampler.sampling
     penalty = sampling.repetition_penalty
     window = 0 if penalty == 1.0 else sampling.repetition_window
-    if penalty != 1.0 and not 0 < window <= MOST_SAID:
+    if penalty != 1.0 and not 0 < window <= MAX_RECENT_IDS:
         return None
     if sampling.temperature:
         if not (sampling.narrows and step.draws):
@@ -415,13 +419,15 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
     def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         if window:
             padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
-            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
+            logits = apply_repetition_penalty(
+                padded, torch.where(said < 0, len(logits), said), penalty
+            )[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
             values, ids = scores.topk(min(_CANDIDATES, len(scores)))
             top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            return kernels.draw(scores, values, ids, draw, top_k, top_p, min_p, _AROUND)
+            return kernels.draw_token(scores, values, ids, draw, top_k, top_p, min_p, _AROUND)
         token_id = logits.argmax().view(1)
         return token_id, torch.ones_like(token_id)
 
@@ -430,4 +436,4 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
         return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
 
     key = replace(sampling, seed=0)
-    return TokenChoice(key, None if sampler.takes_likeliest else choose, window, draws)
+    return ChoiceMethod(key, None if sampler.is_greedy else choose, window, draws)

@@ -17,7 +17,7 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 # Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
 # that may follow; or float32 [V], which is added to the logits.
-Allowed = Callable[[Sequence[int]], Tensor]
+TokenFilter = Callable[[Sequence[int]], Tensor]
 
 _FAR = 80.0  # an id with a score so much below the largest is never drawn
 
@@ -44,7 +44,7 @@ class Sampler:
     """Picks each next token of a reply; each `attempt` at it gets different random numbers."""
 
     def __init__(
-        self, sampling: Sampling, attempt: int = 0, allowed: Allowed | None = None
+        self, sampling: Sampling, attempt: int = 0, allowed: TokenFilter | None = None
     ) -> None:
         self.sampling, self.attempt = sampling, attempt
         self._allowed = allowed
@@ -56,7 +56,7 @@ class Sampler:
         return self._allowed is None
 
     @property
-    def takes_likeliest(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the id of the largest logit is picked each time."""
         if not self.is_plain:
             return False
@@ -84,7 +84,7 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
             said = to_device([said], scores.device)[0]
-            scores = penalized(scores.float(), said, sampling.repetition_penalty)
+            scores = apply_repetition_penalty(scores.float(), said, sampling.repetition_penalty)
         if sampling.temperature == 0.0:
             best = scores.max(-1)  # NaN counts as the largest
             chosen = int(torch.where(best.values.isnan(), -1, best.indices))  # the only wait
@@ -110,7 +110,7 @@ class Sampler:
         return int(ids[heights.searchsorted(draw * heights[-1], side="right")])
 
 
-class Continued(Sampler):
+class ForcedPrefixSampler(Sampler):
     """A sampler that picks given ids first, and samples those after them, which are `allowed`."""
 
     is_plain = False
@@ -120,7 +120,7 @@ class Continued(Sampler):
         ids: Sequence[int],
         sampling: Sampling,
         attempt: int = 0,
-        allowed: Allowed | None = None,
+        allowed: TokenFilter | None = None,
     ) -> None:
         super().__init__(sampling, attempt, allowed)
         self._left = list(reversed(ids))
@@ -129,7 +129,7 @@ class Continued(Sampler):
         return self._left.pop() if self._left else super().pick(logits, said_ids, position)
 
 
-def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
     """The scores [V]; those of the ids `said` [k] are lowered by the factor `penalty`."""
     chosen = scores[said]
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))

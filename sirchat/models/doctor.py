@@ -17,11 +17,11 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
+from sirchat.models.compiling import Compile, describe_decode_step, use_compiled
 from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
 from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.processor import processor
+from sirchat.models.processor import processor_name
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = (
@@ -74,7 +74,7 @@ def _processor() -> str:
     cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{processor()}, {cores} cores, {free_threads()} of them free, {kind}"
+    return f"{processor_name()}, {cores} cores, {free_threads()} of them free, {kind}"
 
 
 def _gpu() -> str:
@@ -113,7 +113,7 @@ def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
         use_compiled(model, "auto")
     yield from _memory(model)
     is_off = compiles == "off"
-    yield Finding("compiled step", "no: --compile off" if is_off else compiled_in_words(model))
+    yield Finding("compiled step", "no: --compile off" if is_off else describe_decode_step(model))
     yield _speed(model)
 
 

@@ -16,7 +16,7 @@ from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.generation import Generation, StepResult
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
@@ -146,7 +146,7 @@ class AnsweredRequest:
                 return False
         return True
 
-    def _reply(self, cached: int, allowed: Allowed | None, *, is_again: bool) -> Parts:
+    def _reply(self, cached: int, allowed: TokenFilter | None, *, is_again: bool) -> Parts:
         """Read the last message, unless it `is_again` answered, and reply.
 
         `cached` tokens had been read before this request.
@@ -189,7 +189,7 @@ class AnsweredRequest:
         yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls))
 
     def _generate(
-        self, pieces: Pieces, allowed: Allowed | None
+        self, pieces: Pieces, allowed: TokenFilter | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
 
@@ -217,7 +217,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
     they would take more than half of that, they are not pinned. RequestError if they don't fit.
     """
     session, (role, text) = conversation.session, history.messages[0]
-    room = session.engine.evictor.divide_budget().most_pins
+    room = session.engine.evictor.divide_budget().max_pins
     if room is None or not session.profile.pin_system or role != "user":
         return
     with _refuse_template_errors("messages"):

@@ -91,7 +91,7 @@ def test_a_policy_may_see_the_keys_of_each_layer_and_head_as_the_example_does() 
     wanted = np.sort(np.argsort(total[4:])[-16:] + 4)
     engine.evictor.switch(bounded(votes, budget=20))
     assert engine.ledger.held_positions.tolist() == [*range(4), *wanted]
-    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
     again = talked(bounded(Sink()))
     for layer in range(4):
         kept = again.cache.layer_keys(layer)[0], again.cache.layer_values(layer)[0]
@@ -113,7 +113,7 @@ def test_the_example_of_a_press_scores_as_kvpress_does_in_each_layer_and_head() 
             scores.append(products / products.sum())
     wanted = np.mean(scores, axis=0)
     engine.evictor.switch(bounded(cur, budget=20))
-    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
     assert cur.score(rows).numpy() == pytest.approx(wanted, rel=1e-4)
     best = np.sort(np.argsort(wanted[4:])[-16:] + 4)
     assert engine.ledger.held_positions.tolist() == [*range(4), *best]

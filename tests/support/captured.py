@@ -49,7 +49,7 @@ def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     step = CapturedStep(body, model.device, captures=True, encoder=model.encoder, **options)
     vars(step)["draws"] = True
     kernels = ModuleType("sirchat.models.kernels")
-    vars(kernels).update(draw=draw)
+    vars(kernels).update(draw_token=draw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
         patch.setitem(sys.modules, kernels.__name__, kernels)

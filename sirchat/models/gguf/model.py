@@ -25,10 +25,10 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    four_bit_kind,
+    int4_class,
     quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
+from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, may_be_joined
 from sirchat.models.progress import Progress, switch_off_bars
 
 _NUMBERS = 2**20  # weights that are unpacked at a time: few calls, little memory
@@ -87,7 +87,7 @@ class _Loader:
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
         self._module = empty_module(self._values, dtype, for_hub=for_hub)
-        self._four = four_bit_kind(device)
+        self._four = int4_class(device)
         self._store = WeightStore(_most_packed(file) if keep_packed else 0, device)
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
@@ -98,7 +98,7 @@ class _Loader:
         if change in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, change, tensor)
         elif self._stays_packed(target, tensor):
-            is_alone = not has_same_input(target.removesuffix(".weight"))
+            is_alone = not may_be_joined(target.removesuffix(".weight"))
             packed = self._packed(tensor, change, _may_have_few_bits(name), is_alone)
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
@@ -174,7 +174,7 @@ class _Loader:
         if wants_four:
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
-                self._four.of_nibbles(
+                self._four.from_nibbles(
                     *(_undo_change(x, change, values) for x in split_four_bit(part))
                 )
                 for part in parts
