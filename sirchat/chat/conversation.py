@@ -277,7 +277,7 @@ class Conversation:
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=most,
-            closing=len(closing),
+            closing_tokens=len(closing),
             lookup=PromptLookup() if profile.lookup else None,
         )
         opened = OpenReply(

@@ -1,7 +1,7 @@
 """Decodes on a GPU: a step is captured once as a CUDA graph, and replayed for every token.
 
 Nothing in a step needs a number of the host, so the host can start the next step before it knows
-the token that the last one chose (`TokenRun`).
+the token that the last one chose (`DeviceRun`).
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class CapturedStep:
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
         self._inputs: dict[int, StepInputs] = {}
-        self.run: TokenRun | None = None  # the one whose numbers are on the device
+        self.run: DeviceRun | None = None  # the one whose numbers are on the device
 
     @cached_property
-    def draws(self) -> bool:
+    def can_draw(self) -> bool:
         """Whether ids are drawn on the device; if not, only the likeliest one is chosen there."""
         if self.body.kernels != "triton":
             return False
@@ -274,7 +274,7 @@ class CapturedStep:
         self._graphs[key] = graph  # the last one used is the last one dropped
         return graph
 
-    def switch_run(self, run: TokenRun | None) -> None:
+    def switch_run(self, run: DeviceRun | None) -> None:
         """Let another run use the device's numbers; the last one notes its logits."""
         if self.run is not None and self.run is not run:
             self.run.pause()
@@ -344,7 +344,7 @@ class RunBuffers(NamedTuple):
 
     logits: Tensor  # float32 [slots, V]
     slot: Tensor  # int64 [1], of the newest logits
-    said: Tensor  # int64 [MAX_RECENT_IDS], the newest ids said, -1 for none
+    recent_ids: Tensor  # int64 [MAX_RECENT_IDS], the newest ids said, -1 for none
     draws: Tensor  # float64 [n], random numbers
     drawn: Tensor  # int64 [1], how many of them are used
     results: Tensor  # float64 [slots, 3]: the fields of `ChosenToken`
@@ -373,7 +373,7 @@ class RunBuffers(NamedTuple):
         )
 
 
-class TokenRun:
+class DeviceRun:
     """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
 
     `begin` chooses the first token, `launch` starts to read the one that was chosen last and to
@@ -397,13 +397,15 @@ class TokenRun:
         self._paused: Tensor | None = None  # the logits, while another run uses the device
         self._length = -1  # of the cache, after what has been launched
         self._place: Hashable = None
-        self.is_ahead = False  # whether a token is being read that the cache does not count yet
+        self.is_reading_ahead = (
+            False  # whether a token is being read that the cache does not count yet
+        )
         self.has_logits = False  # whether `begin` was called after the last `drop`
         self._position = 0  # in the stream, of the next choice
         self._draws_left = 0
 
     @property
-    def is_begun(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a token has been chosen that was not returned."""
         return bool(self._pending)
 
@@ -419,13 +421,13 @@ class TokenRun:
         return self._length == cache.length < cache.capacity and self._place == _place(cache)
 
     @torch.inference_mode()
-    def begin(self, logits: Tensor, seen: int, said: Sequence[int]) -> None:
+    def begin(self, logits: Tensor, seen: int, recent_ids: Sequence[int]) -> None:
         """Choose a token from logits [V], for stream position `seen`."""
         self._step.switch_run(self)
         state, self._paused = self._state, None
         self._pending, self._position, self._length, self._draws_left = [], seen, -1, 0
-        self.is_ahead, self.has_logits = False, True
-        self._upload_said(said)
+        self.is_reading_ahead, self.has_logits = False, True
+        self._upload_said(recent_ids)
         state.logits[self._slot].copy_(logits)
         state.slot.fill_(self._slot)
         self._upload_draws()
@@ -436,7 +438,7 @@ class TokenRun:
         self._replay(self._graph(key, work), reads=False)
 
     @torch.inference_mode()
-    def resume(self, token_id: int, rotary: int, said: Sequence[int]) -> None:
+    def resume(self, token_id: int, rotary: int, recent_ids: Sequence[int]) -> None:
         """Say where the chosen token is to be read, after the beginning and after rows moved."""
         if self._step.run is not self:  # another one has used the device's numbers since
             self._step.switch_run(self)
@@ -444,7 +446,7 @@ class TokenRun:
             self._draws_left = 0
         self._paused = None
         self._step.upload([self._cache], [token_id], [rotary])
-        self._upload_said([*said, token_id])
+        self._upload_said([*recent_ids, token_id])
         self._length, self._place = self._cache.length, _place(self._cache)
 
     @torch.inference_mode()
@@ -467,7 +469,7 @@ class TokenRun:
         self._length += 1
         self._position += 1
         self._upload_draws()
-        self.is_ahead = True
+        self.is_reading_ahead = True
         self._replay(graph, reads=True)
 
     def result(self) -> ChosenToken:
@@ -485,20 +487,20 @@ class TokenRun:
         """A copy of the logits [V] after the last token that was committed."""
         if self._paused is not None:
             return self._paused
-        return self._state.logits[(self._slot - self.is_ahead) % _SLOTS].clone()
+        return self._state.logits[(self._slot - self.is_reading_ahead) % _SLOTS].clone()
 
     def drop(self) -> None:
         """Forget everything: logits were computed elsewhere."""
         self._pending, self._length, self._paused = [], -1, None
-        self.is_ahead = self.has_logits = False
+        self.is_reading_ahead = self.has_logits = False
         self._leave()
 
     def pause(self) -> None:
         """Note logits and numbers, because another run takes the device's numbers."""
         self._paused = self.logits()
-        if self._pending and not self.is_ahead:
+        if self._pending and not self.is_reading_ahead:
             self.result()
-        self._pending, self._length, self.is_ahead = [], -1, False
+        self._pending, self._length, self.is_reading_ahead = [], -1, False
         self._leave()
 
     def _leave(self) -> None:
@@ -512,7 +514,7 @@ class TokenRun:
         chosen: tuple[Tensor, ...] = ()
         if choose is not None:
             draw = state.draws.index_select(0, state.drawn)
-            chosen = choose(logits, state.said[MAX_RECENT_IDS - window :], draw)
+            chosen = choose(logits, state.recent_ids[MAX_RECENT_IDS - window :], draw)
         elif not has_triton:
             chosen = logits.argmax().view(1), torch.ones(1, device=logits.device)
         if chosen:
@@ -520,7 +522,7 @@ class TokenRun:
             surprisal = -torch.log_softmax(logits, -1).index_select(0, token_id)
             chosen = token_id, surprisal, is_right
             if window:
-                state.said.copy_(torch.cat((state.said[1:], token_id)))
+                state.recent_ids.copy_(torch.cat((state.recent_ids[1:], token_id)))
         if has_triton:
             from sirchat.models import kernels
 
@@ -565,12 +567,12 @@ class TokenRun:
             self._state.drawn.zero_()
             self._draws_left = _DRAWS
 
-    def _upload_said(self, said: Sequence[int]) -> None:
+    def _upload_said(self, recent_ids: Sequence[int]) -> None:
         if self._choice.window:
             ids = np.full(MAX_RECENT_IDS, -1, np.int64)
-            newest = said[-MAX_RECENT_IDS:]
+            newest = recent_ids[-MAX_RECENT_IDS:]
             ids[MAX_RECENT_IDS - len(newest) :] = newest
-            self._state.said.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
+            self._state.recent_ids.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
 
 
 def _place(cache: BoundedCache) -> tuple[int, int] | None:

@@ -341,10 +341,12 @@ def test_only_recent_words_count_as_said_before_and_never_the_templates() -> Non
     asked: list[list[int]] = []
 
     class Asking(Sampler):
-        is_plain = False
+        is_unconstrained = False
 
-        def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-            asked.extend(said_ids(count) for count in (0, 2, 64))
+        def pick(
+            self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int
+        ) -> int:
+            asked.extend(recent_ids(count) for count in (0, 2, 64))
             return 0
 
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))

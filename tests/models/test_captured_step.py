@@ -28,7 +28,7 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.captured_step import CapturedStep, LikeliestToken, TokenRun, capture_first
+from sirchat.models.captured_step import CapturedStep, DeviceRun, LikeliestToken, capture_first
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel, wrap_model
 
@@ -177,7 +177,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             prefill(engine, IDS)
             choice = device_choice(Sampler(sampling), step)
             assert choice is not None
-            run = TokenRun(step, engine.cache, choice, lambda readings: None)
+            run = DeviceRun(step, engine.cache, choice, lambda readings: None)
             assert engine.logits is not None
             run.begin(engine.logits, len(IDS), IDS)
             run.resume(run.result().id, len(IDS), IDS)

@@ -47,7 +47,7 @@ def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     """Within this block, the model decodes with the captured step that this yields."""
     body = LlamaStep(model.module, "torch", model.encoder.layers)
     step = CapturedStep(body, model.device, captures=True, encoder=model.encoder, **options)
-    vars(step)["draws"] = True
+    vars(step)["can_draw"] = True
     kernels = ModuleType("sirchat.models.kernels")
     vars(kernels).update(draw_token=draw)
     with pytest.MonkeyPatch.context() as patch:
