@@ -110,7 +110,7 @@ class ModelRoutes:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         response = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
         model = self._model
-        vector_kind = model.encoder_in_words if model.passage_encoder.size else _POOLED_STATES
+        vector_kind = model.encoder_description if model.passage_encoder.size else _POOLED_STATES
         return JSONResponse(response | {"sirchat": {"vectors": vector_kind}})
 
     async def _embed_as_ollama(self, request: Request) -> Response:
