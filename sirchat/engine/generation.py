@@ -16,7 +16,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.captured_step import LikeliestToken
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 
 _LOG = logging.getLogger(__name__)
 
@@ -196,13 +196,15 @@ def _read_together(replies: Sequence[Generation]) -> None:
                 for reply in replies
             ]
         )
-        readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
-        model.encoder.fill(readings, states)
+        encoder_output = EncoderOutput(
+            any(reader.ledger.token_vectors.wanted for reader in readers)
+        )
+        model.encoder.fill(encoder_output, states)
         for index, (reply, likeliest) in enumerate(
             zip(replies, LikeliestToken.of_rows(logits), strict=True)
         ):
             reply.reader.set_precomputed(
-                reply.chosen_id, logits[index][None], readings.part(index), likeliest
+                reply.chosen_id, logits[index][None], encoder_output.of_token(index), likeliest
             )
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

@@ -27,7 +27,7 @@ from sirchat.models.captured_step import (
     DeviceRun,
     LikeliestToken,
 )
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.surprisal import PassResult
@@ -53,7 +53,7 @@ class _Precomputed:
 
     ids: Sequence[int]
     logits: Tensor  # [m, V], after each id
-    readings: Readings  # of the m ids
+    encoder_output: EncoderOutput  # of the m ids
     start: int  # slot of the first id
     likeliest: LikeliestToken | None = None  # after the id, if there is one id
     num_read: int = 0  # ids that have turned out right and been read
@@ -70,7 +70,7 @@ class Reader:
         self.model, self.cache, self.ledger = model, cache, ledger
         # Ids in one pass, to limit its memory; halved when the memory is not enough.
         self.max_pass_ids = max(1, PASS_BYTES // (4 * model.vocab_size))
-        if model.has_plain_head:
+        if model.has_linear_head:
             self.max_pass_ids = _MAX_PASS_IDS
         if cache.reads_singly:
             self.max_pass_ids = 1
@@ -102,7 +102,7 @@ class Reader:
         if sampler is None or not isinstance(step, CapturedStep):
             return
         if (choice := device_choice(sampler, step)) is not None:
-            self._device_run = DeviceRun(step, self.cache, choice, self._append_last_readings)
+            self._device_run = DeviceRun(step, self.cache, choice, self._append_last_token_vector)
 
     def end_reply(self) -> None:
         """End what `begin_reply` began; nothing that is not committed stays."""
@@ -175,18 +175,18 @@ class Reader:
             while start < count:
                 size = self.pass_size(count - start, is_observed=stats is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
-                readings = Readings(self.ledger.token_vectors.wanted)
+                encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
                 observer, mask = tracker.observer(), None
                 try:
                     if anchor_sinks is not None and part.flags[-1] & _ANCHOR:
                         mask = self._anchor_mask(size, anchor_sinks)
-                    result = self._forward(part.ids, mask, observer, readings)
+                    result = self._forward(part.ids, mask, observer, encoder_output)
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
                     self.max_pass_ids = size // 2
                     continue
-                surprisals += self._record(part, result, readings)
+                surprisals += self._record(part, result, encoder_output)
                 tracker.add(observer)
                 start += size
         return surprisals
@@ -240,11 +240,11 @@ class Reader:
         """
         if self.cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
-        readings = Readings(self.ledger.token_vectors.wanted)
+        encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
         logits = self.model.forward(
-            ids, self.cache, positions=self.next_positions(len(ids)), readings=readings
+            ids, self.cache, positions=self.next_positions(len(ids)), encoder_output=encoder_output
         )
-        self._precomputed = _Precomputed(ids, logits, readings, self.cache.length)
+        self._precomputed = _Precomputed(ids, logits, encoder_output, self.cache.length)
 
     def is_precomputed(self, token_id: int) -> bool:
         """Whether the logits after `token_id`, read next, were computed in advance."""
@@ -270,10 +270,16 @@ class Reader:
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
     def set_precomputed(
-        self, token_id: int, logits: Tensor, readings: Readings, likeliest: LikeliestToken
+        self,
+        token_id: int,
+        logits: Tensor,
+        encoder_output: EncoderOutput,
+        likeliest: LikeliestToken,
     ) -> None:
         """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
-        self._precomputed = _Precomputed([token_id], logits, readings, self.cache.length, likeliest)
+        self._precomputed = _Precomputed(
+            [token_id], logits, encoder_output, self.cache.length, likeliest
+        )
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
@@ -281,13 +287,15 @@ class Reader:
         `is_observed`: whether attention weights are recorded.
         """
         size = min(count, self.max_pass_ids)
-        if size > _MAX_NATIVE_PASS_IDS and self.model.has_plain_head:
+        if size > _MAX_NATIVE_PASS_IDS and self.model.has_linear_head:
             method = matmul_method_of(self.model.module)
             if method is not None and method.max_native_rows >= size:
                 size = _MAX_NATIVE_PASS_IDS
         if not is_observed:
             return size
-        id_bytes = 4 * self.model.heads * (self.cache.length + size)  # of its weights in a layer
+        id_bytes = (
+            4 * self.model.query_heads * (self.cache.length + size)
+        )  # of its weights in a layer
         return max(1, min(size, PASS_BYTES // id_bytes))
 
     def next_positions(self, count: int) -> Sequence[int] | None:
@@ -301,14 +309,16 @@ class Reader:
         ids: Sequence[int],
         mask: Tensor | None,
         observer: AttentionObserver | None,
-        readings: Readings,
+        encoder_output: EncoderOutput,
     ) -> PassResult:
         """Run ids [m] through the model, or take what was computed in advance."""
         precomputed = self._precomputed
         if precomputed is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_precomputed(ids[0]):
                 logits = precomputed.logits[precomputed.num_read]
-                readings.numbers = precomputed.readings.part(precomputed.num_read).numbers
+                encoder_output.token_vectors = precomputed.encoder_output.of_token(
+                    precomputed.num_read
+                ).token_vectors
                 precomputed.num_read += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._precomputed = None
@@ -318,7 +328,7 @@ class Reader:
             visible=mask,
             positions=self.next_positions(len(ids)),
             observer=observer,
-            readings=readings,
+            encoder_output=encoder_output,
         )
 
     def _recent_text_ids(self, count: int) -> list[int]:
@@ -328,14 +338,14 @@ class Reader:
         ids: list[int] = self.ledger.column("token_id")[positions].tolist()
         return ids
 
-    def _append_last_readings(self, readings: Readings) -> None:
+    def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
         """Record what is read from the newest token, which is known after the next was chosen."""
-        self._append_readings(self.ledger.seen - 1, readings)
+        self._append_token_vectors(self.ledger.seen - 1, encoder_output)
 
-    def _append_readings(self, start: int, readings: Readings) -> None:
+    def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
         vectors = self.ledger.token_vectors
-        if vectors.wanted and readings.numbers is not None:
-            vectors.append(start, readings.numbers)
+        if vectors.wanted and encoder_output.token_vectors is not None:
+            vectors.append(start, encoder_output.token_vectors)
 
     def _read_chosen(self, chunk: NewTokens, run: DeviceRun, chosen: ChosenToken) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
@@ -366,7 +376,9 @@ class Reader:
     def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
         return AttentionTracker(stats, self.model, self.cache, self.ledger)
 
-    def _record(self, chunk: NewTokens, result: PassResult, readings: Readings) -> list[float]:
+    def _record(
+        self, chunk: NewTokens, result: PassResult, encoder_output: EncoderOutput
+    ) -> list[float]:
         """Add the ids of `chunk`, which the model has read, to cache and ledger.
 
         Returns their surprisals; that of the first id comes from the logits before it.
@@ -383,7 +395,7 @@ class Reader:
         if self._precomputed is not None and len(ids) == 1:
             self._likeliest = self._precomputed.likeliest
         self._commit(chunk, surprisals)
-        self._append_readings(self.ledger.seen - len(ids), readings)
+        self._append_token_vectors(self.ledger.seen - len(ids), encoder_output)
         return surprisals
 
     def _commit(self, tokens: NewTokens, surprisals: Sequence[float]) -> None:

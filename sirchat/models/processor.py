@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from sirchat.models.devices import most_of_onednn
+from sirchat.models.devices import onednn_isa_limit
 from sirchat.models.packed import (
     UNLIMITED_ROWS,
     MatmulMethod,
@@ -37,14 +37,14 @@ class Features(NamedTuple):
 
 def processor_features() -> Features:
     """The features of this processor that may be used."""
-    is_x86, max_isa = platform.machine().lower() in ("x86_64", "amd64"), most_of_onednn()
+    is_x86, isa_limit = platform.machine().lower() in ("x86_64", "amd64"), onednn_isa_limit()
     has_amx = torch.cpu._is_amx_tile_supported()
     # oneDNN alone says that it has bfloat16 with plain AVX-512, too, where it converts to float32.
-    has_bfloat16 = has_fast_bfloat16() and max_isa not in _ISA_WITHOUT_BFLOAT16
+    has_bfloat16 = has_fast_bfloat16() and isa_limit not in _ISA_WITHOUT_BFLOAT16
     if is_x86:
         has_bfloat16 = has_bfloat16 and (torch.cpu._is_avx512_bf16_supported() or has_amx)
     capability = torch.backends.cpu.get_cpu_capability()
-    return Features(capability, has_bfloat16, has_amx and (not max_isa or "AMX" in max_isa))
+    return Features(capability, has_bfloat16, has_amx and (not isa_limit or "AMX" in isa_limit))
 
 
 def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMethod:

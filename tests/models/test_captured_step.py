@@ -201,7 +201,7 @@ def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
 
     def tried(*bodies: Any) -> Any:
         with captured(model):
-            return capture_first(bodies, model.device, model.error_of_step, model.encoder)
+            return capture_first(bodies, model.device, model.step_error, model.encoder)
 
     def right() -> LlamaStep:
         return LlamaStep(model.module, "torch")
