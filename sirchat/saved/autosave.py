@@ -93,7 +93,7 @@ class Autosave:
         session, ledger, size, before = self._session, self._session.ledger, store.size, self._head
         turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
         encoder = before and before.fields.get("encoder")
-        is_encoder = encoder == session.model.passage_encoder.check_sum
+        is_encoder = encoder == session.model.passage_encoder.checksum
         passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
         saved = session.save(start)
         head = self._make_head(saved)

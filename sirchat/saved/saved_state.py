@@ -106,7 +106,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": session.model.passage_encoder.check_sum,
+        "encoder": session.model.passage_encoder.checksum,
         "conversation": {
             **{name: getattr(conversation, name) for name in _SAME},
             "system": [conversation.system.start, conversation.system.stop],
@@ -191,7 +191,7 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
-    if not len(saved.rows) or state.encoder != encoder.check_sum:
+    if not len(saved.rows) or state.encoder != encoder.checksum:
         return
     with as_damage_errors(store.path):
         require(int(saved.rows["end"][-1]) <= state.passages <= seen)

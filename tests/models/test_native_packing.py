@@ -64,11 +64,11 @@ def test_a_matrix_has_the_bits_of_torch(
     order, native = torch.randperm(rows), NativePacking(library)
     assert native.can_read(tensor)
     q, scale = quantize_int8(unpack_floats(tensor)[order])
-    made = native.eight(tensor, order, torch.empty)
+    made = native.pack_eight_bits(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
     if kind in FIVE_BIT:
-        own = native.five(tensor, order, torch.empty)
+        own = native.pack_five_bits(tensor, order, torch.empty)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
     if kind not in FOUR_BIT:
         return
@@ -76,7 +76,7 @@ def test_a_matrix_has_the_bits_of_torch(
         for module in (blocks, packed):
             monkeypatch.setattr(module, "four_bit_layout", lambda layout=layout: layout)
         wanted = Int4Linear.of_nibbles(*(part[order] for part in split_four_bit(tensor)))
-        four = native.four(tensor, order, torch.empty)
+        four = native.pack_four_bits(tensor, order, torch.empty)
         assert torch.equal(four.packed, wanted.packed)
         assert torch.equal(four.scales, wanted.scales)
 
