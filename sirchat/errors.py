@@ -90,17 +90,19 @@ class ContextFullError(SirchatError):
     """No more tokens fit in the model's context, and the settings do not allow to evict any."""
 
 
-def terminal_has_gone(error: BaseException) -> bool:
+def is_output_closed(error: BaseException) -> bool:
     """Whether an error means that the output (a terminal or a pipe) was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
-def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.6) -> str:
-    """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
+def did_you_mean(
+    name: str, allowed: Iterable[str], prefix: str = "", *, cutoff: float = 0.6
+) -> str:
+    """The hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
 
-    X has at least the similarity `alike` (0 to 1). `prefix` (such as a slash) is put before X.
+    `cutoff` is the least similarity (0 to 1); `prefix`, such as a slash, stands before X.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=alike)
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
@@ -123,7 +125,7 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-def no_panic(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Raise ModelError where the library `tokenizers` panics, as at an expression without end."""
 
     def decorated(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -52,7 +52,7 @@ def served_dir() -> Path:
     return data_dir() / "served"
 
 
-def server_file(model: str) -> Path:
+def server_port_file(model: str) -> Path:
     """The file that says where the user's server for this model (a name or a path) answers."""
     name = sha256(_whole_name(model).encode()).hexdigest()[:12]
     return state_dir() / "servers" / f"{name}.port"
@@ -72,7 +72,7 @@ def encoder_files(model: str) -> tuple[Path, Path]:
     return data_dir() / "encoders" / file, _package() / "encoders" / file
 
 
-def encoder_attempts(model: str) -> Path:
+def encoder_attempts_file(model: str) -> Path:
     """The file about the attempts to learn a model's encoder in the background."""
     return state_dir() / "encoders" / f"{quote(_whole_name(model), safe='')}.txt"
 
@@ -98,7 +98,7 @@ def shipped_profiles_dir() -> Path:
     return packaged if packaged.is_dir() else _package().parent / "profiles"
 
 
-def tiny_dir() -> Path:
+def tiny_model_dir() -> Path:
     """The bundled model `tiny`: weights, tokenizer, model card."""
     return _package() / "tiny"
 
@@ -111,7 +111,7 @@ def memory_dir() -> str | None:
     return None
 
 
-def abbreviated(path: Path) -> str:
+def with_tilde(path: Path) -> str:
     """The path as text, with `~` for the user's home folder, which would show the user's name."""
     try:
         return f"~/{path.relative_to(Path.home())}"
@@ -119,14 +119,14 @@ def abbreviated(path: Path) -> str:
         return str(path)
 
 
-def private_dir(path: Path) -> Path:
+def make_private_dir(path: Path) -> Path:
     """Make the folder `path` and its missing parents, with mode 0700; OSError if it can't be."""
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
-def changeable_by_others(path: Path) -> Path | None:
+def find_changeable_by_others(path: Path) -> Path | None:
     """The file, which links may lead to, or a folder of it that another user may change.
 
     None if neither is; OSError if there is no file.

@@ -35,10 +35,10 @@ from sirchat.cli.chat import (
     tutorial,
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, complete_session, with_settings
-from sirchat.cli.registry import command_modules, commands, overview, with_example
-from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.cli.flags import Debug, Trust, complete_session, with_setting_flags
+from sirchat.cli.registry import add_example, command_modules, commands, overview
+from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.ui.text import displayable_line
 
 # For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
@@ -81,8 +81,8 @@ class LazyCommand(TyperGroup):
         command: Any = get_command(getattr(import_module(self._module), f"{self.name}_app"))
         command.name = self.name
         for name, subcommand in getattr(command, "commands", {}).items():
-            with_example(subcommand, f"{self.name} {name}")
-        return with_example(command, str(self.name))
+            add_example(subcommand, f"{self.name} {name}")
+        return add_example(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         return self._command.make_context(*args, **options)
@@ -115,7 +115,7 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        return command if command is None else with_example(command, cmd_name)
+        return command if command is None else add_example(command, cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["typed"] = [*args]
@@ -132,7 +132,7 @@ class _Commands(TyperGroup):
             if word != "--debug" or before in with_value  # not every command has --debug
         ]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
+            close = "" if " " in name else did_you_mean(name, self.list_commands(ctx), "sirchat ")
             if name in _OTHER_COMMANDS:
                 close = f"sirchat {_OTHER_COMMANDS[name]}"
             raise UsageError(
@@ -157,7 +157,7 @@ app.command("man")(man)
 app.command("completion")(completion)
 app.command()(tutorial)
 app.command()(ask)
-app.command()(with_settings(replay))
+app.command()(with_setting_flags(replay))
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
         exit_while_loading(leaving)
         raise
     finally:
-        leave_terminal()
+        restore_terminal()
 
 
 def _quote_for_bash() -> None:
@@ -197,7 +197,7 @@ def _settings(context: typer.Context, asked: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-@with_settings
+@with_setting_flags
 def chat_or_replay(
     context: typer.Context,
     flags: dict[str, Any],

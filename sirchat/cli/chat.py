@@ -16,11 +16,11 @@ from sirchat.cli.flags import (
     complete_session,
     open_session,
     profile_from_flags,
-    with_settings,
+    with_setting_flags,
     without_garbage_collection,
 )
 from sirchat.cli.question import read_question
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import (
@@ -28,7 +28,7 @@ from sirchat.errors import (
     SirchatError,
     TranscriptError,
     UsageError,
-    terminal_has_gone,
+    is_output_closed,
 )
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
@@ -135,7 +135,7 @@ def open_chat(
         chat(opened, profile, screen, store=store, debug=debug, trusted=trusted, tools=servers)
 
 
-@with_settings
+@with_setting_flags
 def ask(
     flags: dict[str, Any],
     question: Annotated[
@@ -211,7 +211,7 @@ def ask(
     needs_room = has_files or bool(servers.allow)
     holds_all = store is None and needs_room and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
-        from sirchat.cli.asking import ask_server
+        from sirchat.cli.ask_client import ask_server
 
         if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
             return
@@ -346,7 +346,7 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not terminal_has_gone(error):
+        if not is_output_closed(error):
             raise
         raise BrokenPipeError from error
 
@@ -391,7 +391,7 @@ def _saved_settings(
 
     trusted = trusted_policies(flags)
     named = load_profile(flags["profile"], trusted) if flags.get("profile") else {}
-    given = {key: value for key, value in named.items() if key not in FIXED}
+    given = {key: value for key, value in named.items() if key not in FIXED_SETTINGS}
     for key, value in flags.items():
         if key not in ("profile", "trust_policy"):
             given[key] = parse_value(key, value) if isinstance(value, str) else value

@@ -84,12 +84,12 @@ def show_paths() -> None:
         "compiled": paths.compiled_dir(),
         "prepared": paths.prepared_dir(),
     }
-    rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
+    rows = [(name, paths.with_tilde(path), describe_size(path)) for name, path in kept.items()]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, place, size in rows:
         typer.echo(displayable(f"{name:<{wide[0]}}  {place:<{wide[1]}}  {size}"))
     folders = dict.fromkeys([paths.config_dir(), paths.data_dir(), paths.state_dir()])
-    kept_in = ", ".join(map(paths.abbreviated, folders))
+    kept_in = ", ".join(map(paths.with_tilde, folders))
     typer.echo(
         displayable(
             f"\nTo remove sirchat: delete {kept_in}; then pip uninstall sirchat. Models from the "
@@ -123,7 +123,7 @@ def completion(
         raise UsageError(f"there is no completion for {shell!r}; allowed: {', '.join(_SHELLS)}")
     if install:
         _, path = install_script(shell, "sirchat", "_SIRCHAT_COMPLETE")
-        where = f"installed in {paths.abbreviated(path)}; it works in the next {shell}"
+        where = f"installed in {paths.with_tilde(path)}; it works in the next {shell}"
         typer.echo(displayable(where))
         return
     typer.echo(
@@ -136,7 +136,7 @@ def man() -> None:
     typer.echo("\n".join(_manual_lines()))
 
 
-def size_of(path: Path) -> str:
+def describe_size(path: Path) -> str:
     """The size and the number of files of a file or folder, as text: `1.5 MB in 3 files`."""
     if not path.exists():
         return "nothing yet"

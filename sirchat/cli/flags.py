@@ -33,7 +33,7 @@ Trust = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add a flag for every setting to a command.
 
     The command gets, as `flags`, a dictionary of the settings that the user gave, by name.
@@ -65,9 +65,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_session(incomplete: str) -> list[str]:
     """For the shell's completion: names and ids of saved chats that begin with the typed text."""
-    from sirchat.saved.session_list import MOST_LISTED, list_sessions
+    from sirchat.saved.session_list import MAX_LISTED, list_sessions
 
-    saved = list_sessions(sessions_dir(), MOST_LISTED).sessions
+    saved = list_sessions(sessions_dir(), MAX_LISTED).sessions
     names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
     return _completer(lambda: names)(incomplete)
 
@@ -102,7 +102,7 @@ def open_session(
             from sirchat.chat.session import Session
             from sirchat.models.learning import learn_in_background, tell_when_learned
 
-        model = load(profile, trust, report)
+        model = load_profile_model(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
         profile, told = with_model_defaults(profile, model), ""
@@ -130,7 +130,7 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def load(
+def load_profile_model(
     profile: Profile, trust: bool, report: "Progress | None" = None, *, for_hub: bool = False
 ) -> "LoadedModel":
     """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""

@@ -157,7 +157,7 @@ def models_default(
         return
     require_available(name)
     path = write_default_setting("model", name)
-    _say(f"{name} is now the default model ({paths.abbreviated(path)})")
+    _say(f"{name} is now the default model ({paths.with_tilde(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
         _say(f"here the environment variable SIRCHAT_MODEL still says {other}")
 
@@ -255,11 +255,11 @@ def models_prepared(
             file.path.unlink(missing_ok=True)
         if not json:
             day = local_time(file.used).strftime("%Y-%m-%d")
-            model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
+            model = paths.with_tilde(Path(file.model)) if file.model else "damaged"
             typer.echo(displayable_line(f"{in_bytes(file.size):>7}  {day}  {model}"))
     total = in_bytes(sum(file.size for file in found))
     _say(
-        f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
+        f"{'deleted' if remove else 'in all'}: {total} in {paths.with_tilde(paths.prepared_dir())}"
     )
 
 

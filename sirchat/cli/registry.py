@@ -12,7 +12,7 @@ from typing import Any
 
 from sirchat.errors import UsageError
 
-TEXT = """\
+OVERVIEW = """\
 Usage: sirchat [SETTINGS]              open a chat
        sirchat [SETTINGS] < FILE       replay a transcript
        sirchat COMMAND ...
@@ -137,7 +137,7 @@ def groups() -> dict[str, dict[str, str]]:
     }
 
 
-def laboratory(name: str) -> ModuleType:
+def lab_module(name: str) -> ModuleType:
     """A module of the laboratory; UsageError where that is not installed."""
     if find_spec("sirchat.lab") is None:
         raise UsageError("this command needs sirchat.lab, which is not installed")
@@ -164,7 +164,7 @@ def command_modules() -> dict[str, str]:
 
 def overview() -> str:
     """The text of `sirchat --help`, at most 79 columns wide."""
-    return TEXT.format(
+    return OVERVIEW.format(
         **{
             group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
             for group, commands in groups().items()
@@ -172,7 +172,7 @@ def overview() -> str:
     )
 
 
-def with_example(command: Any, name: str) -> Any:
+def add_example(command: Any, name: str) -> Any:
     """Put the example for the command `name` at the beginning of its help; returns the command."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 import typer
 
 from sirchat import paths
+from sirchat.cli.ask_port import open_ask_port
 from sirchat.cli.flags import (
     Debug,
     Trust,
-    load,
+    load_profile_model,
     profile_from_flags,
-    with_settings,
+    with_setting_flags,
     without_garbage_collection,
 )
-from sirchat.cli.own_server import own_port
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import policy_class
@@ -45,7 +45,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 @serve_app.command()
-@with_settings
+@with_setting_flags
 def serve(
     flags: dict[str, Any],
     host: Annotated[
@@ -112,7 +112,7 @@ def serve(
         )
     seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
+    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as own:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
@@ -143,7 +143,7 @@ def load_server(
             from sirchat.models.ending_thread import call_in_new_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
-            call_in_new_thread(lambda: load(profile, trust, report)),
+            call_in_new_thread(lambda: load_profile_model(profile, trust, report)),
             profile,
             Limits(**limits),
             folder=paths.served_dir(),

@@ -11,7 +11,7 @@ import typer
 
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_session
-from sirchat.cli.registry import laboratory
+from sirchat.cli.registry import lab_module
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import counted, displayable, displayable_line
@@ -43,17 +43,17 @@ def sessions_list(
 ) -> None:
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
-    from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
+    from sirchat.saved.session_list import MAX_LISTED, key_value_bytes, list_sessions
     from sirchat.ui.lists import SessionLines, in_bytes, print_sessions
     from sirchat.ui.screen import make_console
 
-    listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
+    listing = list_sessions(sessions_dir(), None if every else MAX_LISTED)
     if listing.sessions:
         print_sessions(SessionLines(listing.sessions), make_console())
     else:
         typer.echo("there are no saved chats", err=True)
-    if listing.unread:
-        typer.echo(f"and {listing.unread:,} older ones: sirchat sessions list --all", err=True)
+    if listing.more_count:
+        typer.echo(f"and {listing.more_count:,} older ones: sirchat sessions list --all", err=True)
     if size := key_value_bytes(sessions_dir()):
         limit = resolve(None, {}, os.environ).save_kv_limit
         typer.echo(
@@ -61,7 +61,7 @@ def sessions_list(
             "sirchat sessions trim SIZE makes room",
             err=True,
         )
-    for refused in listing.refused:
+    for refused in listing.errors:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 
 
@@ -73,20 +73,20 @@ def sessions_search(
     debug: Debug = False,
 ) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
-    from sirchat.saved.search import nothing_found, search_sessions
+    from sirchat.saved.search import nothing_found_error, search_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
     result = search_sessions(sessions_dir(), text)
     if not result.hits:
-        raise nothing_found(text, result)
-    lines = {hit.session.id: hit.line for hit in result.hits}
+        raise nothing_found_error(text, result)
+    lines = {hit.session.id: hit.snippet for hit in result.hits}
     chats = SessionLines([hit.session for hit in result.hits], matches=lines)
     print_sessions(chats, make_console())
-    if result.more:
+    if result.more_count:
         typer.echo(
-            f"and {result.more:,} more with a weaker match; add words to find fewer", err=True
+            f"and {result.more_count:,} more with a weaker match; add words to find fewer", err=True
         )
 
 
@@ -214,7 +214,7 @@ def sessions_map(
         raise UsageError(f"--out can't be {format_value(out.name)}: it must end in .svg or .png")
     _refuse_existing(out, force)
     with SessionStore.read(path) as store:
-        image = laboratory("pictures").picture_of_memory(store, out.suffix[1:])
+        image = lab_module("pictures").picture_of_memory(store, out.suffix[1:])
     write_private(out, image, replaces=force)
     typer.echo(displayable_line(f"wrote {out}"), err=True)
 
@@ -226,7 +226,7 @@ def _refuse_existing(file: Path, force: bool) -> None:
 
 def _description(chat: "SavedSession") -> str:
     name = f", called {format_value(chat.name)}" if chat.name else ""
-    begins = f', begins "{chat.first}"' if chat.first else ""
+    begins = f', begins "{chat.first_message}"' if chat.first_message else ""
     return displayable_line(f"{chat.id}{name}: {chat.turns:,} messages{begins}")
 
 
@@ -253,7 +253,7 @@ def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
         history.erase(lambda line: line.strip() in messages)
         typer.echo(f"{lines} erased from the input history", err=True)
     else:
-        file = displayable_line(paths.abbreviated(paths.history_file()))
+        file = displayable_line(paths.with_tilde(paths.history_file()))
         typer.echo(
             f"{lines} of this chat left in the input history, {file} (--history erases such lines)",
             err=True,

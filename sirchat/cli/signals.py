@@ -45,7 +45,7 @@ def install_exit_handlers() -> None:
         signal.signal(signal.SIGTSTP, _suspend)
 
 
-def leave_terminal() -> None:
+def restore_terminal() -> None:
     """Show the cursor, which an interrupted progress bar may have hidden; then signals end at once.
 
     This is the last step of every command, also after an error.
@@ -66,7 +66,7 @@ def exit_while_loading(leaving: SystemExit) -> None:
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(thread.name != opening.THREAD for thread in threading.enumerate()):
         return
-    leave_terminal()
+    restore_terminal()
     _exit(leaving.code if isinstance(leaving.code, int) else 0)
 
 
@@ -104,7 +104,7 @@ class _Leave:
 
     def _insist(self, number: int) -> None:
         """Send the signal again, if a library has caught the SystemExit and the program goes on."""
-        if signal.getsignal(number) is not self:  # `leave_terminal` ran; threads may take long
+        if not isinstance(signal.getsignal(number), _Leave):  # `restore_terminal` ran
             return
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11

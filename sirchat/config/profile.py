@@ -20,12 +20,12 @@ _Count = Annotated[int, Field(ge=0, le=_MANY)]
 _AtLeastOne = Annotated[int, Field(ge=1, le=_MANY)]
 
 # The settings that can't change during a conversation.
-FIXED = (
+FIXED_SETTINGS = (
     *("description", "model", "device", "device_map", "dtype", "quantize", "unpack_dtype"),
     *("cache_dtype", "compile", "threads", "recall_encoder", "learn_encoder", "seed"),
     "save",
 )
-LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
+MIN_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 # What is gone since 0.1.0, and a saved chat or profile may have: settings, which do nothing now,
 # and values, with those in their place.
 _RETIRED = {"recall_from", "recall_scope"}
@@ -265,7 +265,7 @@ class Profile(BaseModel):
     @classmethod
     def _not_nearly_zero(cls, value: float) -> float:
         """Near 0, the logits divided by it could overflow."""
-        if 0 < value < LEAST_TEMPERATURE:
+        if 0 < value < MIN_TEMPERATURE:
             raise PydanticCustomError("temperature", "nearly zero")
         return value
 

@@ -19,15 +19,15 @@ from pydantic_core import ErrorDetails
 from sirchat import paths
 from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.config.values import (
-    allowed_in_words,
     allowed_values,
+    describe_allowed,
     parse_value,
     parse_yaml,
     require_setting,
     setting_types,
     yaml_line,
 )
-from sirchat.errors import SettingError, format_value, nearest
+from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory import policies
 
 _OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
@@ -129,7 +129,7 @@ def profile_path(name_or_file: str) -> Path:
         return Path(os.path.expanduser(name_or_file))
     profiles = _named_profiles()
     if name_or_file not in profiles:
-        hint = nearest(name_or_file, profiles) or f"profiles: {', '.join(sorted(profiles))}"
+        hint = did_you_mean(name_or_file, profiles) or f"profiles: {', '.join(sorted(profiles))}"
         raise SettingError(f"there is no profile {format_value(name_or_file)}", hint=hint)
     return profiles[name_or_file]
 
@@ -168,7 +168,7 @@ def init_profile(name: str) -> Path:
         )
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
-        paths.private_dir(path.parent)
+        paths.make_private_dir(path.parent)
         text = f"{_HOW_TO_SET}\n{profile_as_yaml(Profile(), mark='#')}"
         paths.write_private(path, text, replaces=False)
     except FileExistsError:
@@ -202,7 +202,7 @@ def write_default_setting(key: str, value: object) -> Path:
             raise SettingError(
                 f"sirchat can't change {path}", hint=f"write this line into it: {line}"
             )
-        paths.private_dir(path.parent)
+        paths.make_private_dir(path.parent)
         paths.write_private(path, text, replaces=True)
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
@@ -229,12 +229,12 @@ def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
     if get_origin(setting_types(key)[0]) is not dict:
         inner = []  # pydantic names the member of a union here, not a key of a mapping
-    name, may_be, value = key, allowed_in_words(key), detail["input"]
+    name, may_be, value = key, describe_allowed(key), detail["input"]
     if inner:
         name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
     if "[key]" in inner:
         name, may_be = f"{key}: a name", "text"
-    hint = nearest(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
+    hint = did_you_mean(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
     message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
     return SettingError(message, hint=hint)
 
@@ -255,7 +255,7 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         name = variable.removeprefix("SIRCHAT_")
         if name in (variable, *known):
             continue
-        if hint := nearest(name, known, "SIRCHAT_", alike=_MISSPELT):
+        if hint := did_you_mean(name, known, "SIRCHAT_", cutoff=_MISSPELT):
             raise SettingError(f"the environment variable {variable} names no setting", hint=hint)
 
 

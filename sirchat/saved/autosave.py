@@ -22,15 +22,15 @@ from sirchat.config.profile import parse_size
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import Flag, State
-from sirchat.saved.saved_state import make_head, passages_of, session_metadata
+from sirchat.saved.saved_state import make_state_record, new_passages, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
-from sirchat.saved.segments import FEWEST, TEXT
-from sirchat.saved.session_list import branch_of, make_room, remove_session, reveals_text
-from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
+from sirchat.saved.segments import MIN_FILE_TOKENS, TEXT_COLUMNS
+from sirchat.saved.session_list import create_branch, make_room, remove_session, reveals_text
+from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
 # those of evicted tokens that are saved before that.
-KV_BYTES = 256 * 2**20
+AUTO_KV_BYTES = 256 * 2**20
 
 
 class Autosave:
@@ -44,13 +44,13 @@ class Autosave:
         self, session: Session, store: SessionStore | None = None, folder: Path | None = None
     ) -> None:
         self.name = store.name if store else ""  # given by the user; the next `save` writes it
-        self.more: dict[str, Any] = {}  # further values, as JSON, for the head
+        self.extra_fields: dict[str, Any] = {}  # further values, as JSON, for the head
         self._session, self._store = session, store
         self._folder = folder or paths.sessions_dir()
         self._family = str(store.meta.get("family", "")) if store else ""
         self._epoch, self._erasures = session.epoch, session.erasures
         self._is_replaced = False  # whether `replace_session` was called since the last save
-        self._head = store.head() if store else None  # as it is in the file
+        self._head = store.state_record() if store else None  # as it is in the file
         self._look_at_all_evicted()
 
     @property
@@ -81,7 +81,7 @@ class Autosave:
             store.rename(self.name)
         if self._erasures != session.erasures or self._is_replaced:
             facts = session_metadata(session.model, self._family) if self._is_replaced else None
-            self._head = rewrite(store, session, facts, self.more)
+            self._head = rewrite_file(store, session, facts, self.extra_fields)
             self._erasures, self._is_replaced = session.erasures, False
             self._look_at_all_evicted()
         else:
@@ -94,20 +94,20 @@ class Autosave:
         turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
         encoder = before and before.fields.get("encoder")
         is_encoder = encoder == session.model.passage_encoder.check_sum
-        passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
+        passages, end = new_passages(session, min(start, size.passages) if is_encoder else 0)
         saved = session.save(start)
-        head = self._make_head(saved)
-        turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
+        record = self._make_head(saved)
+        turns, kept = _turns_of(session, turn), Extent(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
-        if is_longer or flags or kept != size or not _is_same_state(head, before):
-            store.append(turns, saved.rows, head, passages, kept, flags)
+        if is_longer or flags or kept != size or not _is_same_state(record, before):
+            store.append(turns, saved.rows, record, passages, kept, flags)
         else:  # saved keys and values stay valid
-            store.check_place()
+            store.check_not_removed()
         if start < size.rows:
             self._look_at_all_evicted()
-        self._head = head
+        self._head = record
         _note_saved(session)
 
     def save_kv(self) -> bool:
@@ -115,7 +115,7 @@ class Autosave:
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
-        limit = KV_BYTES if mode == "auto" else None
+        limit = AUTO_KV_BYTES if mode == "auto" else None
         rows = self._session.engine.store.copy_key_values(limit, self._store.segments.written)
         if rows is None:
             self._store.kv.drop()
@@ -144,7 +144,7 @@ class Autosave:
         if self._store is not None:
             self._store.close()
 
-    def begin(self) -> None:
+    def create_file(self) -> None:
         """Create the session's file by a first save; after an error, there is no file."""
         try:
             self.save()
@@ -159,7 +159,7 @@ class Autosave:
     def branch(self, name: str) -> Autosave:
         """Copy what is saved to a new file called `name`; returns its `Autosave`."""
         assert self._store is not None
-        return Autosave(self._session, branch_of(self._store, name), self._folder)
+        return Autosave(self._session, create_branch(self._store, name), self._folder)
 
     def keep_file_after_reset(self) -> None:
         """After a reset, go on in this file; without this call, `save` begins a new one."""
@@ -196,9 +196,9 @@ class Autosave:
         is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
         self._waiting = waiting = waiting[~is_excluded]
         new = waiting[ledger.column("state")[waiting] == State.ARCHIVED]
-        if len(new) >= FEWEST:
-            text = {name: ledger.column(name) for name in TEXT}
-            limit = KV_BYTES if mode == "auto" else None
+        if len(new) >= MIN_FILE_TOKENS:
+            text = {name: ledger.column(name) for name in TEXT_COLUMNS}
+            limit = AUTO_KV_BYTES if mode == "auto" else None
             with suppress(SessionError):
                 store.segments.add(new, session.engine.store.archive.fetch, text, limit)
 
@@ -210,31 +210,31 @@ class Autosave:
         self.name, self._family, self._is_replaced = "", "", False
 
     def _new(self) -> SessionStore:
-        folder = paths.private_dir(self._folder)
+        folder = paths.make_private_dir(self._folder)
         return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
-    def _make_head(self, saved: EngineState, stamp: str = "") -> Head:
-        head = make_head(saved, self._session, stamp)
-        return replace(head, fields=head.fields | self.more)
+    def _make_head(self, saved: EngineState, stamp: str = "") -> StateRecord:
+        record = make_state_record(saved, self._session, stamp)
+        return replace(record, fields=record.fields | self.extra_fields)
 
 
-def rewrite(
+def rewrite_file(
     store: SessionStore,
     session: Session,
     facts: dict[str, Any] | None = None,
-    more: dict[str, Any] | None = None,
-) -> Head:
+    extra_fields: dict[str, Any] | None = None,
+) -> StateRecord:
     """Replace all contents of a session's file by those of `session`, and `facts` if given.
 
-    Nothing of the old contents stays in any file. `more` are further values for the head, which
-    is returned.
+    Nothing of the old contents stays in any file. `extra_fields` are further values for the
+    record, which is returned.
     """
-    passages, saved = passages_of(session)[0], session.save()
-    head = make_head(saved, session)
-    head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts, passages, held=session.state.saved)
+    passages, saved = new_passages(session)[0], session.save()
+    record = make_state_record(saved, session)
+    record = replace(record, fields=record.fields | (extra_fields or {}))
+    store.replace(_turns_of(session), saved.rows, record, facts, passages, held=session.state.saved)
     _note_saved(session)
-    return head
+    return record
 
 
 def _note_saved(session: Session) -> None:
@@ -247,10 +247,10 @@ def _turns_of(session: Session, start: int = 0) -> list[SavedTurn]:
     return [SavedTurn(at, **vars(turn)) for at, turn in enumerate(session.turns[start:], start)]
 
 
-def _is_same_state(head: Head, other: Head | None) -> bool:
+def _is_same_state(record: StateRecord, other: StateRecord | None) -> bool:
     """Whether two heads differ in nothing but the stamp of their keys and values."""
-    if other is None or head.seen != other.seen:
+    if other is None or record.seen != other.seen:
         return False
-    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
-    fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
-    return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
+    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (record, other))
+    fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (record, other)]
+    return fields[0] == fields[1] and logits == others and np.array_equal(record.held, other.held)

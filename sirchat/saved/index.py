@@ -27,10 +27,11 @@ from sirchat.saved.database import (
     connect,
     result_code,
 )
-from sirchat.saved.older_format import divided
+from sirchat.saved.older_format import split_reasoning
 
-NAME = "search.index"  # the file's name
-MARKS = "\ufdd0", "\ufdd1"  # stand around each match in a snippet; Unicode has no such characters
+INDEX_NAME = "search.index"  # the file's name
+# Stand around each match in a snippet; Unicode has no such characters.
+MATCH_MARKS = "\ufdd0", "\ufdd1"
 
 _TABLES = (
     """CREATE TABLE chats (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL,
@@ -64,7 +65,7 @@ _GAP = "\u200b"
 _Result = TypeVar("_Result")
 
 
-class Indexed(NamedTuple):
+class IndexedChat(NamedTuple):
     """A chat of the list; `family` is the id of the chat that it was branched from, else its id."""
 
     id: str
@@ -75,15 +76,15 @@ class Indexed(NamedTuple):
 class Matches(NamedTuple):
     """The chats that have all words, the best first, and all chats.
 
-    `snippets` has a piece of the text of each of the first chats, with `MARKS` around its matches.
+    `snippets` has a piece of text of each of the first chats, its matches in `MATCH_MARKS`.
     """
 
     ids: list[str]
     snippets: list[str]
-    chats: list[Indexed]
+    chats: list[IndexedChat]
 
 
-def chats_in(folder: Path) -> list[Indexed]:
+def list_chats(folder: Path) -> list[IndexedChat]:
     """All chats of `folder`, of which only changed files are read; SessionError if that fails."""
     return _with_index(folder, _chats)
 
@@ -103,7 +104,7 @@ def find_matches(folder: Path, words: str, most: int) -> Matches:
                 has = {n for (n,) in connection.execute(_WRITTEN, (query, word.casefold()))}
                 chats = [chat for chat in chats if chat[0] in has]
             snippets = [
-                connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
+                connection.execute(_SNIPPET, (*MATCH_MARKS, query, number)).fetchone()[0]
                 for number, _ in chats[:most]
             ]
             every = _chats(connection)
@@ -128,7 +129,7 @@ def remove_from_index(path: Path) -> None:
 
     If it can't be removed, the whole index is deleted; SessionError if that fails, too.
     """
-    index = path.parent / NAME
+    index = path.parent / INDEX_NAME
     if not index.exists():
         return
     with as_session_errors(index):
@@ -155,8 +156,10 @@ def _spaced(text: str) -> str:
     return _SPACELESS.sub(rf"{_GAP}\g<0>{_GAP}", unicodedata.normalize("NFKC", text))
 
 
-def _chats(connection: sqlite3.Connection) -> list[Indexed]:
-    return [Indexed(*record) for record in connection.execute("SELECT id, name, family FROM chats")]
+def _chats(connection: sqlite3.Connection) -> list[IndexedChat]:
+    return [
+        IndexedChat(*record) for record in connection.execute("SELECT id, name, family FROM chats")
+    ]
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
@@ -168,7 +171,7 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
         with closing(sqlite3.connect(":memory:")) as nothing:
             _create(nothing)
             return use(nothing)
-    path = folder / NAME
+    path = folder / INDEX_NAME
 
     def up_to_date() -> _Result:
         with _opened(path) as connection:
@@ -186,7 +189,10 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
 
 
 def _delete(index: Path) -> None:
-    for path in (index, index.with_name(f"{NAME}-journal")):  # a crash may have left a journal
+    for path in (
+        index,
+        index.with_name(f"{INDEX_NAME}-journal"),
+    ):  # a crash may have left a journal
         path.unlink(missing_ok=True)
 
 
@@ -298,7 +304,7 @@ def _read(path: Path) -> tuple[str, str, str]:
                 columns = "role, text" if is_older else "thinking, text"
                 turns = connection.execute(f"SELECT {columns} FROM turns ORDER BY turn").fetchall()
                 if is_older:
-                    turns = [divided(role, written) for role, written in turns]
+                    turns = [split_reasoning(role, written) for role, written in turns]
                 text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
             return str(json.loads(about.get("name", '""'))), str(family), text

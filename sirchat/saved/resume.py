@@ -18,7 +18,7 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import rewrite
+from sirchat.saved.autosave import rewrite_file
 from sirchat.saved.saved_state import (
     check_model,
     checked_state,
@@ -43,20 +43,20 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     With `rebuild` the model reads the saved text again. Raises SessionError if no turn is saved
     and, without `rebuild`, if the session was saved with another model or dtype.
     """
-    head = store.head()
-    if head is None:
+    record = store.state_record()
+    if record is None:
         raise SessionError(f"session {store.id} holds no message yet")
-    state = checked_state(store, head)
+    state = checked_state(store, record)
     if rebuild:
         pins = [PinnedText(*place) for place in state.pins]
         read_again(session, saved_turns(store), pins, state.conversation.unpinned)
-        rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
+        rewrite_file(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
-    saved, conversation = decode_state(store, head, state, session.model.vocab_size)
+    saved, conversation = decode_state(store, record, state, session.model.vocab_size)
     cache = _with_one_token(session.model)
     like = cache.first_written(torch.arange(1), np.arange(1))
-    rows, received, recurrent = _load_tensors(store, state.kv, like, cache.state, head.seen)
+    rows, received, recurrent = _load_tensors(store, state.kv, like, cache.state, record.seen)
     evicted = store.segments.load(saved.rows, like)
     saved = replace(saved, state=recurrent)
     session.load(saved, conversation, rows, received, evicted=evicted)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from sirchat import paths
-from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
+from sirchat.errors import DamagedSessionError, SessionError, did_you_mean, format_value
 from sirchat.saved.database import (
     SUFFIX,
     UNDECODABLE,
@@ -24,21 +24,21 @@ from sirchat.saved.database import (
     as_session_errors,
     check_format,
     connect,
+    create_session_file,
     is_session,
     lock,
-    new_file,
     not_a_session,
     refuse_missing,
     result_code,
 )
-from sirchat.saved.index import Indexed, chats_in, remove_from_index
-from sirchat.saved.segments import FOLDER, remove_segments
+from sirchat.saved.index import IndexedChat, list_chats, remove_from_index
+from sirchat.saved.segments import FOLDER_SUFFIX, remove_segments
 from sirchat.saved.store import SessionStore
 from sirchat.text.times import local_time
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
-LENGTH = 40  # characters of a session's name
-MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
+MAX_NAME_CHARS = 40  # characters of a session's name
+MAX_LISTED = 1_000  # sessions that a list shows if not asked for all
 _FIRST_LINE = 80  # characters
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _USERS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
@@ -59,8 +59,8 @@ class SavedSession:
     updated: datetime
     model: str
     turns: int  # number of messages
-    first: str  # the beginning of the first user message that is no summary, on one line
-    last: str  # the beginning of the last user message
+    first_message: str  # the beginning of the first user message that is no summary, on one line
+    last_message: str  # the beginning of the last user message
     in_use: bool  # whether a process has the session open
     family: str  # the id of the chat from which it was branched, or its own
 
@@ -69,16 +69,16 @@ class Listing(NamedTuple):
     """The saved sessions of a folder, and an error for each file that can't be read."""
 
     sessions: list[SavedSession]
-    refused: list[SessionError]
-    unread: int  # number of older files, which were not asked for
+    errors: list[SessionError]
+    more_count: int  # number of older files, which were not asked for
 
 
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
     """The saved sessions, or only the `most` newest; the one written last comes first."""
-    refused: list[SessionError] = []
+    errors: list[SessionError] = []
     files = _files(folder)
-    sessions = list(_summaries(folder, files[:most], refused))
-    return Listing(sessions, refused, len(files) - len(files[:most]))
+    sessions = list(_summaries(folder, files[:most], errors))
+    return Listing(sessions, errors, len(files) - len(files[:most]))
 
 
 def key_value_bytes(folder: Path) -> int:
@@ -106,7 +106,7 @@ def make_room(folder: Path, limit: int) -> int:
 def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
     """The files of keys and values: time of change, size, and path, the oldest first."""
     found = list[tuple[float, int, Path]]()
-    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER}/*.safetensors")):
+    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER_SUFFIX}/*.safetensors")):
         with suppress(OSError):  # it was just removed
             state = file.stat()
             found.append((state.st_mtime, state.st_size, file))
@@ -129,7 +129,7 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
     chats = _indexed(folder)
-    by_name = [chat.id for chat in chats if same_name(chat.name, ident)]
+    by_name = [chat.id for chat in chats if names_match(chat.name, ident)]
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
         how = "are called" if by_name else "begin with"
@@ -142,7 +142,7 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
         newest = f"the newest session is {ids[-1]}" if ids else "no session is saved"
         raise SessionError(
             f"there is no saved session {format_value(ident)}",
-            hint=nearest(ident, [*ids, *(chat.name for chat in chats if chat.name)]) or newest,
+            hint=did_you_mean(ident, [*ids, *(chat.name for chat in chats if chat.name)]) or newest,
         )
     return folder / f"{matches[0]}{SUFFIX}"
 
@@ -161,21 +161,21 @@ def open_saved_file(
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
-    refused: list[SessionError] = []
+    errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    for chat in _summaries(folder, [f for f in _files(folder) if f != f"{own}{SUFFIX}"], refused):
+    for chat in _summaries(folder, [f for f in _files(folder) if f != f"{own}{SUFFIX}"], errors):
         if chat.in_use:
             in_use.append(chat)
             continue
         try:
             store = SessionStore.open(chat.path)
             newer = [_open_elsewhere(other) for other in in_use[:1]]
-            return store, [*newer, *_damaged(refused)]
+            return store, [*newer, *_damaged(errors)]
         except DamagedSessionError as error:
-            refused.append(error)
+            errors.append(error)
     if in_use:
         return SessionStore.open(in_use[0].path), []  # raises what says by whom it is used
-    if damaged := _damaged(refused):
+    if damaged := _damaged(errors):
         raise damaged[-1]
     raise SessionError(f"there is no saved session in {folder}")
 
@@ -188,12 +188,12 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
     with SessionStore.read(path) as saved:
-        return branch_of(saved, name)
+        return create_branch(saved, name)
 
 
-def branch_of(store: SessionStore, name: str) -> SessionStore:
+def create_branch(store: SessionStore, name: str) -> SessionStore:
     """Copy what is saved in `store` to a branch called `name`; returns its open store."""
-    copy = new_file(store.path.parent, SUFFIX)
+    copy = create_session_file(store.path.parent, SUFFIX)
     try:
         store.copy_to(copy)
         _copy_key_values(store.path, copy)
@@ -212,7 +212,7 @@ def check_name(folder: Path, text: str, own: str) -> str:
     Raises SessionError if it is not allowed, or belongs to another session.
     """
     name = _checked_name(text)
-    others = [chat.id for chat in _indexed(folder) if same_name(chat.name, name)]
+    others = [chat.id for chat in _indexed(folder) if names_match(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
     for ident in others:
@@ -241,7 +241,7 @@ def remove_session(path: Path) -> None:
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
-        remove_segments(path.with_suffix(FOLDER))
+        remove_segments(path.with_suffix(FOLDER_SUFFIX))
         # `.open`: which process had the chat open, of an earlier version
         beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", ".open")
         for suffix in (*beside, SUFFIX):
@@ -262,7 +262,7 @@ def export_session(path: Path, stream: BinaryIO) -> None:
     )
 
 
-def summary_of(path: Path) -> SavedSession:
+def read_summary(path: Path) -> SavedSession:
     """The list entry of the session in the file `path`.
 
     A locked file, or one with an interrupted commit, is read without locks; if that fails, the
@@ -281,7 +281,7 @@ def summary_of(path: Path) -> SavedSession:
             return _unread_summary(path, in_use)
 
 
-def same_name(name: str, other: str) -> bool:
+def names_match(name: str, other: str) -> bool:
     """Whether two names are equal but for case, spaces and Unicode composition."""
     return bool(name) and _name_key(name) == _name_key(other)
 
@@ -303,28 +303,28 @@ def _open_elsewhere(chat: SavedSession) -> SessionError:
     )
 
 
-def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
-    return [error for error in refused if isinstance(error, DamagedSessionError)]
+def _damaged(errors: Iterable[SessionError]) -> list[DamagedSessionError]:
+    return [error for error in errors if isinstance(error, DamagedSessionError)]
 
 
 def _copy_key_values(path: Path, copy: Path) -> None:
     """Copy the files of keys and values of the session at `path` where that is possible."""
     files = {path.with_suffix(".safetensors"): copy.with_suffix(".safetensors")}
-    for file in path.with_suffix(FOLDER).glob("*.safetensors"):
-        files[file] = copy.with_suffix(FOLDER) / file.name
+    for file in path.with_suffix(FOLDER_SUFFIX).glob("*.safetensors"):
+        files[file] = copy.with_suffix(FOLDER_SUFFIX) / file.name
     for file, target in files.items():
         with suppress(OSError):  # an incomplete file counts as none
-            paths.private_dir(target.parent)
+            paths.make_private_dir(target.parent)
             with file.open("rb") as old, paths.open_private(target, "xb") as new:
                 shutil.copyfileobj(old, new)
 
 
-def _indexed(folder: Path) -> list[Indexed]:
+def _indexed(folder: Path) -> list[IndexedChat]:
     try:
-        return chats_in(folder)
+        return list_chats(folder)
     except SessionError:  # no index can be made there
         chats = list_sessions(folder).sessions
-        return [Indexed(chat.id, chat.name, chat.family) for chat in chats]
+        return [IndexedChat(chat.id, chat.name, chat.family) for chat in chats]
 
 
 def _files(folder: Path) -> list[str]:
@@ -339,16 +339,16 @@ def _files(folder: Path) -> list[str]:
 
 
 def _summaries(
-    folder: Path, files: Iterable[str], refused: list[SessionError]
+    folder: Path, files: Iterable[str], errors: list[SessionError]
 ) -> Iterator[SavedSession]:
-    """Yield list entries, each read when it is needed; errors are appended to `refused`."""
+    """Yield list entries, each read when it is needed; errors are appended to `errors`."""
     for path in map(folder.joinpath, files):
         try:
-            yield summary_of(path)
+            yield read_summary(path)
         except SessionError as error:
             with suppress(OSError):  # it was just removed
                 if path.stat().st_size:  # else a process was killed while it created the file
-                    refused.append(error)
+                    errors.append(error)
 
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
@@ -367,8 +367,8 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         updated=local_time(path.stat().st_mtime),
         model=str(meta.get("model", "")),
         turns=turns,
-        first=_first_line(first[0]) if first else "",
-        last=_first_line(last[0]) if last else "",
+        first_message=_first_line(first[0]) if first else "",
+        last_message=_first_line(last[0]) if last else "",
         in_use=in_use,
         family=str(meta.get("family", path.stem)),
     )
@@ -409,12 +409,14 @@ def _checked_name(text: str) -> str:
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
-    is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
+    is_text = (
+        name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= MAX_NAME_CHARS
+    )
     if is_reserved or not is_text:
         raise SessionError(
-            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
-            "characters, but not the word last, nothing that looks like an id, and no dash or "
-            "quote at the start",
+            f"a session can't be called {format_value(name)}; allowed: up to {MAX_NAME_CHARS} "
+            "visible characters, but not the word last, nothing that looks like an id, and no "
+            "dash or quote at the start",
             hint="for example /save my trip",
         )
     return name

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 from sirchat.saved.database import (
-    APPLICATION,
-    FORMAT,
+    APPLICATION_ID,
+    FORMAT_VERSION,
     SUFFIX,
     TABLES,
     as_damage_errors,
@@ -32,11 +32,11 @@ from sirchat.saved.database import (
     check_contents,
     check_format,
     connect,
-    is_older,
+    create_session_file,
+    has_older_format,
+    insert_record,
     locked,
     make_durable,
-    new_file,
-    put,
     refuse_missing,
     require,
     sync,
@@ -85,7 +85,7 @@ class SavedPassages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Head:
+class StateRecord:
     """The head of a session's file: the record of the session's state after its last turn."""
 
     seen: int  # tokens of the stream so far; each has one ledger row
@@ -97,7 +97,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Extent:
     """How many of the turns and ledger rows in the file a change leaves as they are.
 
     `passages`: those before this position stay. `held`: up to this turn, the file still says right
@@ -110,7 +110,7 @@ class Kept:
     held: int = _ALL
 
 
-_EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
+_EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 
 
 class SessionStore:
@@ -140,15 +140,15 @@ class SessionStore:
         SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
-        path = new_file(folder, SUFFIX)
+        path = create_session_file(folder, SUFFIX)
         try:
             with as_session_errors(path), locked(path) as connection:
-                connection.execute(f"PRAGMA application_id={APPLICATION}")
-                connection.execute(f"PRAGMA user_version={FORMAT}")
+                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
                 for table in TABLES.values():
                     connection.execute(table)
                 for name, value in about.items():
-                    put(connection, "about", name, json.dumps(value))
+                    insert_record(connection, "about", name, json.dumps(value))
                 make_durable(connection)
                 sync(folder)
                 return cls(path, connection)
@@ -184,7 +184,7 @@ class SessionStore:
         So it is of a file of the older format, which stays as it is. Raises SessionError as `open`.
         """
         refused = SessionError(f"{path} changed while it was read", hint="try again")
-        if not is_older(path):
+        if not has_older_format(path):
             try:
                 return cls.open(path)
             except SessionInUseError as error:
@@ -225,7 +225,7 @@ class SessionStore:
             self._connection.execute("PRAGMA journal_mode=DELETE")
         self._connection.close()
 
-    def check_place(self) -> None:
+    def check_not_removed(self) -> None:
         """Raise SessionError if the file was removed: later writes to it would be lost."""
         try:
             is_there = os.path.samestat(self._file, self.path.stat())
@@ -235,35 +235,35 @@ class SessionStore:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     @property
-    def size(self) -> Kept:
+    def size(self) -> Extent:
         """The numbers of saved turns and ledger rows, and the position where the passages end."""
         with as_session_errors(self.path):
             ((turns,),) = self._all("SELECT max(turn) + 1 FROM turns")
             ends = self._all("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
-            return Kept(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
+            return Extent(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
 
     def append(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         passages: SavedPassages = _NO_PASSAGES,
-        kept: Kept = _EVERYTHING,
+        extent: Extent = _EVERYTHING,
         flags: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Add turns, ledger rows [k], passages and a head; before that, delete all but `kept`.
+        """Add turns, ledger rows [k], passages and a head; before that, delete all but `extent`.
 
         `flags` are new ones of earlier rows, by position; else, saved rows never change: what can
         change, such as which rows are held, is in the head.
         """
         size = self.size
-        is_cut = kept.turns < size.turns or kept.rows < size.rows
+        is_cut = extent.turns < size.turns or extent.rows < size.rows
         if is_cut:
             self.kv.drop()
-            self.segments.truncate(kept.rows)
+            self.segments.truncate(extent.rows)
         with self._transaction():
             self._put_flags(flags)
-            self._put(turns, rows, head, passages, kept)
+            self._put(turns, rows, record, passages, extent)
         if is_cut:
             remove_from_index(self.path)
 
@@ -281,7 +281,7 @@ class SessionStore:
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._put_about(key, value)
         self.meta, self.name = meta, name
-        self.segments.know_as(origin.segments)
+        self.segments.copy_known_files(origin.segments)
 
     def copy_to(self, path: Path) -> None:
         """Copy what is saved to the empty file `path`."""
@@ -329,7 +329,7 @@ class SessionStore:
             require(not np.isinf(vectors).any())
             return SavedPassages(rows, vectors)
 
-    def held_after(self) -> dict[int, NDArray[np.int64]]:
+    def held_by_turn(self) -> dict[int, NDArray[np.int64]]:
         """The positions [n] of the tokens in the cache when the chat was saved after a turn.
 
         By the turn's number, ascending; a turn after which it was not saved is missing.
@@ -342,7 +342,7 @@ class SessionStore:
                 require(bool((steps > 0).all()) and known[turn][-1:].sum() < seen)
             return known
 
-    def head(self) -> Head | None:
+    def state_record(self) -> StateRecord | None:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
             records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
@@ -353,7 +353,7 @@ class SessionStore:
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         meta: Mapping[str, Any] | None = None,
         passages: SavedPassages = _NO_PASSAGES,
         held: int = 0,
@@ -366,7 +366,7 @@ class SessionStore:
         self.kv.drop()
         self.segments.drop()
         with self._transaction():
-            self._put(turns, rows, head, passages, Kept(0, 0, 0, held))
+            self._put(turns, rows, record, passages, Extent(0, 0, 0, held))
             self._put_about("erasing", True)
             if meta is not None:
                 self._put_about("meta", dict(meta))
@@ -377,7 +377,7 @@ class SessionStore:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """A transaction, rolled back on an error."""
-        self.check_place()
+        self.check_not_removed()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
             yield
@@ -394,38 +394,40 @@ class SessionStore:
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         passages: SavedPassages,
-        kept: Kept,
+        extent: Extent,
     ) -> None:
         """Write what `append` says, in a transaction."""
-        connection, start = self._connection, min(kept.rows, self._count_rows())
-        _check_count(rows, head.seen - start)
-        connection.execute("DELETE FROM turns WHERE turn >= ?", (kept.turns,))
-        connection.execute("DELETE FROM passages WHERE start >= ?", (kept.passages,))
+        connection, start = self._connection, min(extent.rows, self._count_rows())
+        _check_count(rows, record.seen - start)
+        connection.execute("DELETE FROM turns WHERE turn >= ?", (extent.turns,))
+        connection.execute("DELETE FROM passages WHERE start >= ?", (extent.passages,))
         for turn in turns:
             texts = turn.role, turn.text, turn.finish, turn.thinking
             flags = int(turn.is_summary), int(turn.is_left_out)
-            put(connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn))
+            insert_record(
+                connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
+            )
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
-            put(connection, "passages", *values, known)
+            insert_record(connection, "passages", *values, known)
         self._cut_rows(start)
         if len(rows) and not start:
             self._put_about("row", _packed(rows.dtype).descr)
         for at in range(0, len(rows), _BLOCK):
             data = rows[at : at + _BLOCK].astype(self._fields(rows.dtype)).tobytes()
-            put(connection, "rows", start + at, data)
+            insert_record(connection, "rows", start + at, data)
         connection.execute("DELETE FROM head")
-        held = np.asarray(head.held, "<i8").tobytes()
-        logits = None if head.logits is None else np.asarray(head.logits, "<f4").tobytes()
-        put(connection, "head", 0, head.seen, held, logits, json.dumps(head.fields))
+        held = np.asarray(record.held, "<i8").tobytes()
+        logits = None if record.logits is None else np.asarray(record.logits, "<f4").tobytes()
+        insert_record(connection, "head", 0, record.seen, held, logits, json.dumps(record.fields))
         last = self.size.turns - 1
-        connection.execute("DELETE FROM held WHERE turn >= ?", (min(kept.held, last),))
+        connection.execute("DELETE FROM held WHERE turn >= ?", (min(extent.held, last),))
         if last >= 0:
-            cached = head.held if head.cached is None else head.cached
+            cached = record.held if record.cached is None else record.cached
             steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
-            put(connection, "held", last, zlib.compress(steps, 1))
+            insert_record(connection, "held", last, zlib.compress(steps, 1))
 
     def _put_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""
@@ -436,7 +438,7 @@ class SessionStore:
                 position = left.pop()
                 rows["flags"][position - start] = flags[position]
             self._connection.execute("DELETE FROM rows WHERE start = ?", (start,))
-            put(self._connection, "rows", start, rows.tobytes())
+            insert_record(self._connection, "rows", start, rows.tobytes())
 
     def _cut_rows(self, seen: int) -> None:
         """Remove the rows from position `seen` on."""
@@ -444,7 +446,7 @@ class SessionStore:
             start, rows = self._block(seen)
             self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))
             if seen > start:
-                put(self._connection, "rows", start, rows[: seen - start].tobytes())
+                insert_record(self._connection, "rows", start, rows[: seen - start].tobytes())
 
     def _block(self, position: int) -> tuple[int, NDArray[Any]]:
         """A copy of the saved rows that one record has with that at `position`, and its start."""
@@ -459,7 +461,7 @@ class SessionStore:
 
     def _put_about(self, name: str, value: object) -> None:
         self._connection.execute("DELETE FROM about WHERE name = ?", (name,))
-        put(self._connection, "about", name, json.dumps(value))
+        insert_record(self._connection, "about", name, json.dumps(value))
 
     def _fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """`dtype` as rows of it are saved; SessionError if the saved rows have other fields."""
@@ -496,16 +498,16 @@ def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
-def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:
-    head = Head(
+def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> StateRecord:
+    record = StateRecord(
         seen=seen,
         held=np.frombuffer(held, "<i8").astype(np.int64),
         logits=None if logits is None else np.frombuffer(logits, "<f4").astype(np.float32),
         fields=json.loads(fields),
     )
-    require(isinstance(seen, int) and isinstance(head.fields, dict))
-    require(not len(head.held) or (head.held[0] >= 0 and head.held[-1] < seen))
-    require(bool((head.held[1:] > head.held[:-1]).all()))
+    require(isinstance(seen, int) and isinstance(record.fields, dict))
+    require(not len(record.held) or (record.held[0] >= 0 and record.held[-1] < seen))
+    require(bool((record.held[1:] > record.held[:-1]).all()))
     # A model may rule out tokens by logits of minus infinity.
-    require(head.logits is None or bool((head.logits < np.inf).all()))
-    return head
+    require(record.logits is None or bool((record.logits < np.inf).all()))
+    return record

@@ -26,12 +26,12 @@ from starlette.types import Message, Receive, Scope, Send
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
-from sirchat.paths import server_file
+from sirchat.paths import server_port_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageShape, MessagesRequest
 from sirchat.server.completions import CompletionShape, Part, Shape
@@ -47,7 +47,7 @@ from sirchat.server.requests import (
     LONGEST_NAME,
     ChatRequest,
     OwnSession,
-    nearest,
+    did_you_mean,
     notes_on,
 )
 from sirchat.server.responses import ResponsesRequest, ResponsesShape
@@ -77,7 +77,7 @@ _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing 
 _PIECE = 50_000  # characters of a text that are counted at once
 _OWN = ("description", "model", "seed", "save", "learn_encoder")  # a client may have others
 # Settings that are fixed when a model is loaded, so a request can't have others.
-_LOADED = tuple(name for name in FIXED if name not in _OWN)
+_LOADED = tuple(name for name in FIXED_SETTINGS if name not in _OWN)
 
 
 class Limits(BaseModel):
@@ -253,7 +253,7 @@ class ChatServer:
         if is_path(profile.policy):
             raise RequestError("a question can't name a policy of your own")
         other = [n for n in _LOADED if getattr(profile, n) != getattr(self._profile, n)]
-        if server_file(profile.model) != server_file(self._profile.model):
+        if server_port_file(profile.model) != server_port_file(self._profile.model):
             other.insert(0, "model")
         if other:
             value = getattr(self._profile, other[0])
@@ -271,7 +271,7 @@ class ChatServer:
         if last.role == "assistant" and last.text.strip() and asked.turns[-1][0] == "user":
             notes.append("the last message is the assistant's: the reply is another one after it")
         for name, value in settings.items():
-            settings[name] = had = nearest(name, value)
+            settings[name] = had = did_you_mean(name, value)
             if had != value:
                 notes.append(f"{name} is {had:g}")
             try:

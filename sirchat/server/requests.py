@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.config.profile import LEAST_TEMPERATURE
+from sirchat.config.profile import MIN_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
     MANY,
@@ -132,13 +132,13 @@ def notes_on(asked: Body) -> list[str]:
     return notes + [f"the tool {tool.type} is left out" for tool in hosted]
 
 
-def nearest(name: str, value: Any) -> Any:
+def did_you_mean(name: str, value: Any) -> Any:
     """The value that a setting has for a reply, if a request gives it `value`."""
     if name not in _NEAREST:
         return value
     least, most = _NEAREST[name]
-    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
-        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        return MIN_TEMPERATURE if value > MIN_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, least), most)
 
 

@@ -20,14 +20,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import fingerprint, saved_profile
-from sirchat.saved.segments import FOLDER
+from sirchat.saved.saved_state import model_fingerprint, saved_profile
+from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import KnownConversation, ServedConversation, first_words
@@ -61,7 +61,7 @@ class SavedConversation(KnownConversation):
     @staticmethod
     def read(store: SessionStore) -> SavedConversation:
         """The entry for the conversation in an open file; SessionError if it has none."""
-        head, file = store.head(), Future[Path | None]()
+        head, file = store.state_record(), Future[Path | None]()
         with as_damage_errors(store.path):
             given: Any = head and head.fields.get(_FIELD)
             known, turns = _KNOWN.validate_json(json.dumps(given)), store.turns()
@@ -83,7 +83,7 @@ class SavedConversation(KnownConversation):
         """Size of its files in bytes; 0 if they are missing or being written."""
         if (file := self.kv_file) is None:
             return 0
-        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER).glob("*"))
+        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER_SUFFIX).glob("*"))
         return sum(each.stat().st_size for each in files if each.exists())
 
 
@@ -186,9 +186,11 @@ class SavedConversations:
         """The session saved in `store`, under the server's settings and those of its own."""
         before = saved_profile(store, (self._profile.policy,))
         now = {name: getattr(self._profile, name) for name in Profile.model_fields}
-        session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
+        session = Session(
+            self._model, before.model_copy(update={n: now[n] for n in FIXED_SETTINGS})
+        )
         resume_session(session, store)
-        values = {name: now[name] for name in now if name not in (*FIXED, "system")}
+        values = {name: now[name] for name in now if name not in (*FIXED_SETTINGS, "system")}
         values |= saved.settings
         values["budget"] = max(values["budget"], saved.least_budget)
         other = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
@@ -200,10 +202,10 @@ class SavedConversations:
         """Write what is new in a conversation; after an error, its next turn tries again."""
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         about = _KNOWN.dump_python(conversation, mode="json")
-        saving.more = {_FIELD: about | {"turns": len(conversation.session.turns)}}
+        saving.extra_fields = {_FIELD: about | {"turns": len(conversation.session.turns)}}
         try:
             if conversation.saving is None:
-                saving.begin()
+                saving.create_file()
                 conversation.saving = saving
             else:
                 saving.save()
@@ -233,7 +235,7 @@ class SavedConversations:
 
         Files that a process has open, and damaged ones, are left out.
         """
-        entries, model = [], (self._model.precision, fingerprint(self._model))
+        entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:

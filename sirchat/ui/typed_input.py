@@ -91,7 +91,7 @@ def input_history(complain: Callable[[str], None], *, is_kept: bool = True) -> T
     path = paths.history_file()
     try:
         if is_kept:
-            paths.private_dir(path.parent)
+            paths.make_private_dir(path.parent)
             paths.open_private(path, "a").close()
     except OSError as error:
         complain(f"the input history is not kept: {error}")
@@ -284,7 +284,7 @@ class _Private(TypedHistory, FileHistory):
         if not self.is_kept:
             return
         with suppress(OSError):
-            paths.private_dir(paths.history_file().parent)
+            paths.make_private_dir(paths.history_file().parent)
             with _lock():
                 paths.open_private(paths.history_file(), "a").close()  # it may be gone
                 super().store_string(string)

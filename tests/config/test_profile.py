@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(name: str, text: str | bytes) -> Path:
-    path = paths.private_dir(paths.user_profiles_dir()) / f"{name}.yaml"
+    path = paths.make_private_dir(paths.user_profiles_dir()) / f"{name}.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 

@@ -63,7 +63,7 @@ def test_a_chat_that_is_open_can_be_shown_and_exported_and_its_summary_is_called
     list(pin_summary(chat.session, "Rome."))
     chat.saved_chat.save()
     (listed,) = list_sessions(sessions_dir()).sessions
-    assert listed.first == listed.last == "I live in Rome."
+    assert listed.first_message == listed.last_message == "I live in Rome."
     said = [turn.text for turn in chat.session.turns]
     for name in ("last", list_sessions(sessions_dir()).sessions[0].id):
         roles, _, texts = zip(

@@ -11,7 +11,7 @@ import pytest
 
 from chatting import session, tiny
 from fake_terminal import FakeTerminal, fake_terminal
-from sirchat.cli.asking import _print
+from sirchat.cli.ask_client import _print
 from sirchat.engine.sampling import Sampler
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen

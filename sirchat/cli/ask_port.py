@@ -23,7 +23,7 @@ _SECONDS = 2.0  # within which a server must prove itself
 _TOKEN, _CHALLENGE, _PROOF = "sirchat-token", "sirchat-challenge", "sirchat-proof"  # headers
 
 
-class OwnPort(NamedTuple):
+class AskPort(NamedTuple):
     """The port of a server for `ask`, and the token that programs of its user can read."""
 
     port: int
@@ -52,13 +52,13 @@ class OwnPort(NamedTuple):
 
 
 @contextmanager
-def own_port(model: str) -> Iterator[tuple[OwnPort, socket.socket] | None]:
+def open_ask_port(model: str) -> Iterator[tuple[AskPort, socket.socket] | None]:
     """Context manager: the port by which `ask` of the same user finds the server; its socket.
 
     None if there can be none, or if another server with this model has one.
     """
-    path, opened = paths.server_file(model), None
-    if (other := connect_to_own_server(model)) is not None:
+    path, opened = paths.server_port_file(model), None
+    if (other := connect_to_user_server(model)) is not None:
         other[0].close()
     else:
         with suppress(OSError):
@@ -75,12 +75,12 @@ def own_port(model: str) -> Iterator[tuple[OwnPort, socket.socket] | None]:
                 path.unlink()
 
 
-def connect_to_own_server(model: str) -> tuple[HTTPConnection, dict[str, str]] | None:
+def connect_to_user_server(model: str) -> tuple[HTTPConnection, dict[str, str]] | None:
     """An open connection to this user's server for the model, and headers that give access.
 
     None if there is no such server.
     """
-    own = _read(paths.server_file(model))
+    own = _read(paths.server_port_file(model))
     if own is None:
         return None
     connection, challenge = HTTPConnection(_HOST, own.port, timeout=_SECONDS), secrets.token_hex()
@@ -99,13 +99,13 @@ def connect_to_own_server(model: str) -> tuple[HTTPConnection, dict[str, str]] |
     return None
 
 
-def _open_port(path: Path) -> tuple[OwnPort, socket.socket]:
+def _open_port(path: Path) -> tuple[AskPort, socket.socket]:
     """Bind a free port, and write it to the file `path` with a new token; OSError if this fails."""
     listener = socket.socket()
     try:
         listener.bind((_HOST, 0))
-        own = OwnPort(listener.getsockname()[1], secrets.token_hex())
-        paths.private_dir(path.parent)
+        own = AskPort(listener.getsockname()[1], secrets.token_hex())
+        paths.make_private_dir(path.parent)
         paths.write_private(path, f"{own.port} {own.token}", replaces=True)
     except OSError:
         listener.close()
@@ -113,11 +113,11 @@ def _open_port(path: Path) -> tuple[OwnPort, socket.socket]:
     return own, listener
 
 
-def _read(path: Path) -> OwnPort | None:
+def _read(path: Path) -> AskPort | None:
     try:
         port, token = path.read_text("ascii").split()
-        if paths.changeable_by_others(path) is not None:  # it may lead to a server of theirs
+        if paths.find_changeable_by_others(path) is not None:  # it may lead to a server of theirs
             return None
-        return OwnPort(int(port), token)
+        return AskPort(int(port), token)
     except (OSError, ValueError):
         return None

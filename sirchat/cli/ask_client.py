@@ -8,7 +8,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from sirchat.cli.own_server import connect_to_own_server
+from sirchat.cli.ask_port import connect_to_user_server
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import is_path
@@ -34,7 +34,7 @@ def ask_server(
     """
     if server != "auto":
         connection, access = _connection(server), dict[str, str]()
-    elif is_path(profile.policy) or (found := connect_to_own_server(profile.model)) is None:
+    elif is_path(profile.policy) or (found := connect_to_user_server(profile.model)) is None:
         return False
     else:
         connection, access = found
