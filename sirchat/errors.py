@@ -29,8 +29,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
-_LONGEST = 1000  # characters of an error message: a longer one is cut
+_CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
+_MAX_MESSAGE_CHARS = 1000  # characters of an error message: a longer one is cut
 
 
 class SirchatError(Exception):
@@ -111,14 +111,14 @@ def format_value(value: object) -> str:
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()
-    text = _CONTROLS.sub(_escape, text)
+    text = _CONTROL_CHARS.sub(_escape, text)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def on_one_line(text: str) -> str:
     """A text for an error message: in one line, without controls, and not too long."""
-    line = _CONTROLS.sub(_escape, " ".join(text.split()))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    line = _CONTROL_CHARS.sub(_escape, " ".join(text.split()))
+    return line if len(line) <= _MAX_MESSAGE_CHARS else f"{line[: _MAX_MESSAGE_CHARS - 1]}…"
 
 
 def _escape(match: re.Match[str]) -> str:

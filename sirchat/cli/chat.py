@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
 
 # Settings that flags change before a saved chat is loaded; others change after that.
-_AT_ONCE = (
+_SETTINGS_BEFORE_LOADING = (
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
     *("compile", "learn_encoder", "save", "save_kv"),
 )
-_SHOWN = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
+_DISPLAY_SETTINGS = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
 
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 Feed = Annotated[
@@ -110,7 +110,7 @@ def open_chat(
     if resume is None:
         profile, store = profile_from_flags(flags), None
     else:
-        first = () if rebuild else (*_AT_ONCE, *_SHOWN)
+        first = () if rebuild else (*_SETTINGS_BEFORE_LOADING, *_DISPLAY_SETTINGS)
         profile, store, later, skipped = _saved_settings(resume, flags, first, branch=branch)
         for error in skipped:
             went_on = f"continuing with session {store.name or store.id}"
@@ -129,7 +129,7 @@ def open_chat(
         with without_garbage_collection():
             with interruptible_imports():
                 import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
-            return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
+            return _open_chat_session(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
         chat(opened, profile, screen, store=store, debug=debug, trusted=trusted, tools=servers)
@@ -178,7 +178,7 @@ def ask(
     """
     resume = "last" if is_last and resume is None else resume
     text, source, has_files = read_question(
-        question or [], file or [], has_input=not no_input, note=_note
+        question or [], file or [], has_input=not no_input, note=_print_remark
     )
     from sirchat.tools.config import ToolFlags
 
@@ -195,7 +195,7 @@ def ask(
         if source and "temperature" not in profile.model_fields_set:
             profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
     else:
-        profile, store, later, skipped = _saved_settings(resume, flags, _AT_ONCE)
+        profile, store, later, skipped = _saved_settings(resume, flags, _SETTINGS_BEFORE_LOADING)
         if skipped:
             store.close()
             raise skipped[0]
@@ -221,13 +221,13 @@ def ask(
         from sirchat.ui.tool_use import tools_of
 
     with loading_bar(screen, profile.model) as report:
-        session = _open_saved(profile, trust_remote_code, report, store, {})
-    with tools_of(servers, session, screen), _in_saved_chat(session, screen, store, later):
+        session = _open_chat_session(profile, trust_remote_code, report, store, {})
+    with tools_of(servers, session, screen), _within_saved_chat(session, screen, store, later):
         print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
 
 
 @contextmanager
-def _in_saved_chat(
+def _within_saved_chat(
     session: "Session", screen: "Screen", store: "SessionStore | None", later: dict[str, Any]
 ) -> Iterator[None]:
     """Context manager: what is asked belongs to the chat in `store`, if any, under `later`."""
@@ -276,7 +276,7 @@ def replay(
     trusted = trusted_policies(flags)
     with stream:
         items = iter_turns(stream, name, format)
-        if _is_file(stream):  # it can be checked before loading
+        if _is_regular_file(stream):  # it can be checked before loading
             items = iter(read := list(items))
             if switches := [item for item in read if isinstance(item, SettingsSwitch)]:
                 from sirchat.chat.settings import checked_switches
@@ -303,7 +303,7 @@ def replay(
             )
 
 
-def _is_file(stream: BinaryIO) -> bool:
+def _is_regular_file(stream: BinaryIO) -> bool:
     with suppress(OSError):
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     return False
@@ -351,13 +351,13 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
         raise BrokenPipeError from error
 
 
-def _note(text: str) -> None:
+def _print_remark(text: str) -> None:
     """Print a remark while no screen is there yet."""
     sys.stderr.write(f"{displayable_line(text)}\n")
     sys.stderr.flush()
 
 
-def _open_saved(
+def _open_chat_session(
     profile: Profile,
     trust: bool,
     report: "Progress | None",

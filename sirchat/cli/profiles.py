@@ -33,7 +33,7 @@ def profiles_list() -> None:
 
     table = Table("name", "description", "from", box=None)
     for profile in list_profiles():
-        cells = (profile.name, profile.description, "sirchat" if profile.shipped else "you")
+        cells = (profile.name, profile.description, "sirchat" if profile.is_shipped else "you")
         table.add_row(*(Text(displayable_line(cell)) for cell in cells))
     make_console().print(table)
 

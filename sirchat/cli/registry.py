@@ -124,7 +124,7 @@ EXAMPLES: dict[str, str] = {
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
 
-_LAB = ("compare", "eval", "bench", "train")
+_LAB_COMMANDS = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
@@ -132,7 +132,7 @@ def groups() -> dict[str, dict[str, str]]:
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
-        group: {name: line for name, line in commands.items() if name not in _LAB}
+        group: {name: line for name, line in commands.items() if name not in _LAB_COMMANDS}
         for group, commands in GROUPS.items()
     }
 
@@ -157,7 +157,7 @@ def command_modules() -> dict[str, str]:
         "models": "sirchat.cli.models",
         "policies": "sirchat.cli.profiles",
         "profiles": "sirchat.cli.profiles",
-        **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
+        **{name: f"sirchat.lab.commands.{name}" for name in _LAB_COMMANDS},
     }
     return {name: module for name, module in modules.items() if name in commands()}
 

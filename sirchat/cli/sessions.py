@@ -128,14 +128,14 @@ def sessions_rm(
             raise UsageError(
                 f"{path.stem} is not deleted: deleting needs a confirmation", hint="add --yes"
             )
-        typer.echo(_description(chat) if chat else f"{path.stem}, which can't be read", err=True)
+        typer.echo(_describe_chat(chat) if chat else f"{path.stem}, which can't be read", err=True)
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)
             raise typer.Exit(1)
-    messages = _messages_of_user(path)
+    messages = _user_messages(path)
     remove_session(path)
     typer.echo(displayable_line(f"removed chat {path.stem}"), err=True)
-    _tell_or_erase_typed_lines(messages, erases=history)
+    _handle_typed_lines(messages, erases=history)
     family = [other for other in listed if chat and other.family == chat.family and other != chat]
     if family:
         left = counted(len(family), "chat")
@@ -224,13 +224,13 @@ def _refuse_existing(file: Path, force: bool) -> None:
         raise UsageError(f"{file} exists", hint="--force replaces it")
 
 
-def _description(chat: "SavedSession") -> str:
+def _describe_chat(chat: "SavedSession") -> str:
     name = f", called {format_value(chat.name)}" if chat.name else ""
     begins = f', begins "{chat.first_message}"' if chat.first_message else ""
     return displayable_line(f"{chat.id}{name}: {chat.turns:,} messages{begins}")
 
 
-def _messages_of_user(path: Path) -> set[str]:
+def _user_messages(path: Path) -> set[str]:
     """What the user said in a saved chat; empty if the file can't be read."""
     from sirchat.saved.store import SessionStore
 
@@ -239,7 +239,7 @@ def _messages_of_user(path: Path) -> set[str]:
     return set()
 
 
-def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
+def _handle_typed_lines(messages: set[str], *, erases: bool) -> None:
     """Say how many of these messages are lines of the input history; erase them there if asked."""
     if not paths.history_file().is_file():
         return

@@ -19,7 +19,7 @@ from sirchat.memory import policies
 from sirchat.memory.registry import RETRIEVERS
 
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-_MOST_BRACKETS = 100  # in one value; many within each other take PyYAML seconds
+_MAX_BRACKETS = 100  # in one value; many within each other take PyYAML seconds
 _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
@@ -77,7 +77,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 def parse_scalar(text: str) -> object:
     """One value in YAML, such as a number; the text itself if it is empty or not valid."""
-    if sum(map(text.count, "[{")) > _MOST_BRACKETS:
+    if sum(map(text.count, "[{")) > _MAX_BRACKETS:
         return text
     try:
         value: object = yaml.load(text, Loader=Loader)

@@ -42,11 +42,13 @@ _OLDER_TURNS = """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NU
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
 
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
-_TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
+_ID_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
+_LOCK_TIMEOUT_S = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
-def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
+def connect(
+    path: Path, options: str = "mode=rw", timeout: float = _LOCK_TIMEOUT_S
+) -> sqlite3.Connection:
     """Open a connection to an existing SQLite file, in which transactions begin explicitly.
 
     `timeout` is the longest wait for a lock, in seconds. Threads may use it one after the other.
@@ -201,7 +203,7 @@ def create_session_file(folder: Path, suffix: str) -> Path:
     try:
         paths.make_private_dir(folder)
         while True:
-            letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
+            letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(4))
             path = folder / f"{created}-{letters}{suffix}"
             try:
                 paths.open_private(path, "xb").close()

@@ -35,9 +35,18 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 # The fields of `ConversationState` that are saved as they are.
-_SAME = ("round", "in_round", "prompt", "tools", "heads", "asked", "pending_ids", "attempt")
+_COPIED_FIELDS = (
+    "round",
+    "in_round",
+    "prompt",
+    "tools",
+    "heads",
+    "asked",
+    "pending_ids",
+    "attempt",
+)
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
-_VOLATILE = (
+_IGNORED_CONFIG_KEYS = (
     "_name_or_path",
     "architectures",
     "transformers_version",
@@ -108,7 +117,7 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
         "passages": int(session.recall.search.passages.state()["until"][0]),
         "encoder": session.model.passage_encoder.check_sum,
         "conversation": {
-            **{name: getattr(conversation, name) for name in _SAME},
+            **{name: getattr(conversation, name) for name in _COPIED_FIELDS},
             "system": [conversation.system.start, conversation.system.stop],
             "reply": asdict(conversation.reply),
             "totals": asdict(conversation.totals),
@@ -156,7 +165,7 @@ def decode_state(
             reply=TurnStats(**chat.reply.model_dump()),
             totals=TurnStats(**chat.totals.model_dump()),
             unpinned=chat.unpinned,
-            **{name: getattr(chat, name) for name in _SAME},
+            **{name: getattr(chat, name) for name in _COPIED_FIELDS},
         )
         return saved, conversation
 
@@ -229,7 +238,7 @@ def model_fingerprint(model: LoadedModel) -> str:
     """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights."""
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
-    for name in _VOLATILE:
+    for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)
     digest.update(repr(sorted(config.items(), key=str)).encode())
     digest.update(str(len(model.tokenizer)).encode())

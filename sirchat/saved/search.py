@@ -13,7 +13,7 @@ from sirchat.saved.session_list import SavedSession, names_match, read_summary
 
 MAX_HITS = 20  # chats that a search returns
 
-_LEAD = 24  # characters of a line before its first match
+_MAX_LEAD_CHARS = 24  # characters of a line before its first match
 _HINT = "fewer words find more; sirchat sessions lists all chats"
 
 
@@ -31,7 +31,7 @@ class Hit(NamedTuple):
     snippet: tuple[SnippetPart, ...]
 
 
-class SearchResult(NamedTuple):
+class ChatSearchResult(NamedTuple):
     """The best chats, the number of further ones, and the ids of chats whose name was searched for.
 
     `hint` says what to do if nothing was found.
@@ -43,7 +43,7 @@ class SearchResult(NamedTuple):
     hint: str
 
 
-def search_sessions(folder: Path, words: str) -> SearchResult:
+def search_sessions(folder: Path, words: str) -> ChatSearchResult:
     """Find the saved chats with all `words`: the best (bm25) first, of equals the newest.
 
     Raises UsageError if `words` has no word, and SessionError if the index can't be used.
@@ -57,28 +57,30 @@ def search_sessions(folder: Path, words: str) -> SearchResult:
     hits = []
     for ident, snippet in zip(ids, snippets, strict=False):
         with suppress(SessionError):  # the chat was removed, or damaged, just now
-            hits.append(Hit(read_summary(folder / f"{ident}{SUFFIX}"), _parts(snippet)))
+            hits.append(Hit(read_summary(folder / f"{ident}{SUFFIX}"), _parse_snippet(snippet)))
     ids_by_name = [chat.id for chat in chats if names_match(chat.name, words)]
     hint = (
         ""
         if ids_by_name or ids
         else did_you_mean(words, (chat.name for chat in chats if chat.name))
     )
-    return SearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint or _HINT)
+    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint or _HINT)
 
 
-def nothing_found_error(words: str, found: SearchResult) -> SessionError:
+def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
     """Make the SessionError for a search of `words` that found no chat; `found` is its result."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )
 
 
-def _parts(snippet: str) -> tuple[SnippetPart, ...]:
+def _parse_snippet(snippet: str) -> tuple[SnippetPart, ...]:
     begin, end = MATCH_MARKS
     before, *marked = " ".join(snippet.split()).split(begin)
-    if len(before) > _LEAD:
-        before = f"…{before[before.find(' ', -_LEAD) + 1 or len(before) - _LEAD :]}"
+    if len(before) > _MAX_LEAD_CHARS:
+        before = (
+            f"…{before[before.find(' ', -_MAX_LEAD_CHARS) + 1 or len(before) - _MAX_LEAD_CHARS :]}"
+        )
     parts = [SnippetPart(before, False)]
     for piece in marked:
         match, _, after = piece.partition(end)

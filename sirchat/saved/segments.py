@@ -52,10 +52,10 @@ class SavedSegments:
             self._is_written.resize(2 * most + 1, refcheck=False)
         return np.unique(positions[~self._is_written[positions]])
 
-    def load(self, rows: NDArray[np.void], like: KeyValues) -> Iterator[KeyValues]:
+    def load(self, rows: NDArray[np.void], example: KeyValues) -> Iterator[KeyValues]:
         """Yield the contents of each file; `rows` are the ledger rows of the chat's text.
 
-        A file that is damaged, of another text, or does not fit `like`, of the chat's model, is
+        A file that is damaged, of another text, or does not fit `example`, of the chat's model, is
         deleted.
         """
         from sirchat.saved.saved_tensors import key_values_fit, pop_key_values
@@ -65,11 +65,11 @@ class SavedSegments:
             try:
                 number, text = int(file.stem), int(tensors.pop("text"))
                 tokens = pop_key_values(tensors)
-                fits = key_values_fit(tokens, like, len(rows))
+                fits = key_values_fit(tokens, example, len(rows))
             except (LookupError, TypeError, ValueError):
                 fits = False
             if fits and text == _text_sum(rows, tokens.positions):
-                self._note(number, tokens)
+                self._add_file(number, tokens)
                 yield tokens
             else:
                 with suppress(OSError):
@@ -102,7 +102,7 @@ class SavedSegments:
             named = key_value_tensors(tokens)
             named["text"] = torch.tensor(_text_sum(text, tokens.positions))
             KeysAndValues(self._folder / f"{number:06}").save(named, _STAMP)
-            self._note(number, tokens)
+            self._add_file(number, tokens)
         self._is_written[new] = True  # after an error, the chat's end saves the others
         while limit is not None and sum(size for _, size in self._files.values()) > limit:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
@@ -125,7 +125,7 @@ class SavedSegments:
         with as_session_errors(self._folder):
             remove_segments(self._folder)
 
-    def _note(self, number: int, tokens: KeyValues) -> None:
+    def _add_file(self, number: int, tokens: KeyValues) -> None:
         self._files[number] = tokens.positions, tokens.nbytes
         self._is_written[self.unwritten(tokens.positions)] = True
 

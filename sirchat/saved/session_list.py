@@ -39,10 +39,10 @@ from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 MAX_NAME_CHARS = 40  # characters of a session's name
 MAX_LISTED = 1_000  # sessions that a list shows if not asked for all
-_FIRST_LINE = 80  # characters
-_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-_USERS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
-_LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
+_MAX_EXCERPT_CHARS = 80  # characters
+_SELECT_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
+_SELECT_USER_TEXTS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
+_ID_PATTERN = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Listing(NamedTuple):
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
     """The saved sessions, or only the `most` newest; the one written last comes first."""
     errors: list[SessionError] = []
-    files = _files(folder)
+    files = _session_files(folder)
     sessions = list(_summaries(folder, files[:most], errors))
     return Listing(sessions, errors, len(files) - len(files[:most]))
 
@@ -120,15 +120,15 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
     is open in another process, unless `may_be_open`.
     """
     if ident == "last":
-        for chat in _summaries(folder, _files(folder), []):
+        for chat in _summaries(folder, _session_files(folder), []):
             if chat.in_use and not may_be_open:
                 raise _open_elsewhere(chat)
             return chat.path
         raise SessionError(f"there is no saved session in {folder}")
-    ids = sorted(name.removesuffix(SUFFIX) for name in _files(folder))
+    ids = sorted(name.removesuffix(SUFFIX) for name in _session_files(folder))
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
-    chats = _indexed(folder)
+    chats = _list_indexed(folder)
     by_name = [chat.id for chat in chats if names_match(chat.name, ident)]
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
@@ -148,22 +148,24 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
 
 
 def is_prefix_of_id(folder: Path, ident: str) -> bool:
-    return any(name.removesuffix(SUFFIX).startswith(ident) for name in _files(folder))
+    return any(name.removesuffix(SUFFIX).startswith(ident) for name in _session_files(folder))
 
 
 def open_saved_file(
-    folder: Path, ident: str, own: str = ""
+    folder: Path, ident: str, own_id: str = ""
 ) -> tuple[SessionStore, list[SessionError]]:
     """Open the session `ident` (see `find_session`); for "last", the newest that can be opened.
 
-    It is not `own`, the id of the session open here. Returns also the errors of newer sessions: of
-    damaged ones, and of the newest that is open elsewhere. SessionError if none can be opened.
+    It is not `own_id`, the session open here. Also returns errors for the newer sessions that were
+    passed over, damaged or open elsewhere. Raises SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
     errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    for chat in _summaries(folder, [f for f in _files(folder) if f != f"{own}{SUFFIX}"], errors):
+    for chat in _summaries(
+        folder, [f for f in _session_files(folder) if f != f"{own_id}{SUFFIX}"], errors
+    ):
         if chat.in_use:
             in_use.append(chat)
             continue
@@ -206,17 +208,17 @@ def create_branch(store: SessionStore, name: str) -> SessionStore:
         raise
 
 
-def check_name(folder: Path, text: str, own: str) -> str:
-    """Check a name for the session with the id `own` (empty for a new session) and normalize it.
+def check_name(folder: Path, text: str, own_id: str) -> str:
+    """Check a name for the session with the id `own_id` (empty for a new session) and normalize it.
 
     Raises SessionError if it is not allowed, or belongs to another session.
     """
-    name = _checked_name(text)
-    others = [chat.id for chat in _indexed(folder) if names_match(chat.name, name)]
+    name = _normalize_name(text)
+    others = [chat.id for chat in _list_indexed(folder) if names_match(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
     for ident in others:
-        if ident != own:
+        if ident != own_id:
             raise SessionError(
                 f"session {ident} is called {format_value(name)}; allowed: a name that no "
                 "other session has",
@@ -227,7 +229,7 @@ def check_name(folder: Path, text: str, own: str) -> str:
 
 def branches_of(folder: Path, family: str) -> list[SavedSession]:
     """The entries of the chat `family` (an id) and of its branches, the last written first."""
-    files = [f"{chat.id}{SUFFIX}" for chat in _indexed(folder) if chat.family == family]
+    files = [f"{chat.id}{SUFFIX}" for chat in _list_indexed(folder) if chat.family == family]
     chats = _summaries(folder, files, [])
     return sorted(chats, key=lambda chat: chat.updated, reverse=True)
 
@@ -278,7 +280,7 @@ def read_summary(path: Path) -> SavedSession:
         try:
             return _summary(path, "immutable=1", in_use=in_use)
         except (sqlite3.Error, SessionError, *UNDECODABLE):
-            return _unread_summary(path, in_use)
+            return _fallback_summary(path, in_use)
 
 
 def names_match(name: str, other: str) -> bool:
@@ -286,14 +288,14 @@ def names_match(name: str, other: str) -> bool:
     return bool(name) and _name_key(name) == _name_key(other)
 
 
-def reveals_text(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name reveals the erased text `said`: whether it contains this text.
+def reveals_text(name: str, erased_text: str, *, whole: bool) -> bool:
+    """Whether a name reveals the erased text `erased_text`: whether it contains this text.
 
-    With `whole`, `said` is all of a turn, and a name that is a part of it reveals it, too.
+    With `whole`, `erased_text` is all of a turn, and a name that is a part of it reveals it, too.
     """
-    name_key, said_key = _name_key(name), _name_key(said)
-    repeats = said_key in name_key or (whole and name_key in said_key)
-    return bool(name_key and said_key) and repeats
+    name_key, text_key = _name_key(name), _name_key(erased_text)
+    repeats = text_key in name_key or (whole and name_key in text_key)
+    return bool(name_key and text_key) and repeats
 
 
 def _open_elsewhere(chat: SavedSession) -> SessionError:
@@ -319,7 +321,7 @@ def _copy_key_values(path: Path, copy: Path) -> None:
                 shutil.copyfileobj(old, new)
 
 
-def _indexed(folder: Path) -> list[IndexedChat]:
+def _list_indexed(folder: Path) -> list[IndexedChat]:
     try:
         return list_chats(folder)
     except SessionError:  # no index can be made there
@@ -327,7 +329,7 @@ def _indexed(folder: Path) -> list[IndexedChat]:
         return [IndexedChat(chat.id, chat.name, chat.family) for chat in chats]
 
 
-def _files(folder: Path) -> list[str]:
+def _session_files(folder: Path) -> list[str]:
     """The names of the session files in a folder, the last written one first."""
     files = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -353,8 +355,10 @@ def _summaries(
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        users = _USERS.format("" if check_format(connection, path) else " AND NOT is_summary")
-        about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
+        users = _SELECT_USER_TEXTS.format(
+            "" if check_format(connection, path) else " AND NOT is_summary"
+        )
+        about = {name: json.loads(value) for name, value in connection.execute(_SELECT_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
         first = connection.execute(f"{users} LIMIT 1").fetchone()
         last = connection.execute(f"{users} DESC LIMIT 1").fetchone()
@@ -367,14 +371,14 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         updated=local_time(path.stat().st_mtime),
         model=str(meta.get("model", "")),
         turns=turns,
-        first_message=_first_line(first[0]) if first else "",
-        last_message=_first_line(last[0]) if last else "",
+        first_message=_excerpt(first[0]) if first else "",
+        last_message=_excerpt(last[0]) if last else "",
         in_use=in_use,
         family=str(meta.get("family", path.stem)),
     )
 
 
-def _unread_summary(path: Path, in_use: bool) -> SavedSession:
+def _fallback_summary(path: Path, in_use: bool) -> SavedSession:
     updated = local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
@@ -383,9 +387,9 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", "", in_use, path.stem)
 
 
-def _first_line(text: str) -> str:
+def _excerpt(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _FIRST_LINE else f"{line[: _FIRST_LINE - 1]}…"
+    return line if len(line) <= _MAX_EXCERPT_CHARS else f"{line[: _MAX_EXCERPT_CHARS - 1]}…"
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
@@ -402,13 +406,13 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
             raise
 
 
-def _checked_name(text: str) -> str:
+def _normalize_name(text: str) -> str:
     """The name with spaces and Unicode composition normalized.
 
     Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
-    is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
+    is_reserved = re.fullmatch(_ID_PATTERN, name) or _name_key(name) == "last"
     is_text = (
         name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= MAX_NAME_CHARS
     )

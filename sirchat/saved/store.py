@@ -48,10 +48,10 @@ from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import RoleName
 
 _ROLES = get_args(RoleName)
-_ALL = 2**62  # larger than every index
-_BLOCK = 1024  # most ledger rows in a record
-_COPIES = 20  # most tries to copy a session that is being written
-_PAUSE = 0.05  # seconds between two tries
+_NO_LIMIT = 2**62  # larger than every index
+_ROWS_PER_RECORD = 1024  # most ledger rows in a record
+_MAX_COPY_TRIES = 20  # most tries to copy a session that is being written
+_COPY_PAUSE_S = 0.05  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Extent:
     which tokens were held.
     """
 
-    turns: int = _ALL
-    rows: int = _ALL
-    passages: int = _ALL
-    held: int = _ALL
+    turns: int = _NO_LIMIT
+    rows: int = _NO_LIMIT
+    passages: int = _NO_LIMIT
+    held: int = _NO_LIMIT
 
 
 _EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
@@ -127,10 +127,10 @@ class SessionStore:
         self.segments = SavedSegments(path)
         with as_damage_errors(path):
             self._file = path.stat()
-            self.meta: dict[str, Any] = dict(self._about("meta"))
+            self.meta: dict[str, Any] = dict(self._about_value("meta"))
             require(all(isinstance(value, str) for value in self.meta.values()))
-            self.name = str(self._about("name") or "")
-            self.created = float(self._about("created") or 0)
+            self.name = str(self._about_value("name") or "")
+            self.created = float(self._about_value("created") or 0)
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
@@ -189,23 +189,23 @@ class SessionStore:
                 return cls.open(path)
             except SessionInUseError as error:
                 refused = error
-        for _ in range(_COPIES):
+        for _ in range(_MAX_COPY_TRIES):
             copy = sqlite3.connect(":memory:", isolation_level=None)
             with (
                 suppress(DamagedSessionError),
                 as_damage_errors(path),
                 closing(connect(path, "immutable=1")) as saved,
             ):
-                before = _last_written(path)
+                before = _file_times(path)
                 saved.backup(copy)
-                if before and before == _last_written(path):
+                if before and before == _file_times(path):
                     was_older = check_format(copy, path)
                     check_contents(copy, path)
                     if was_older:
                         convert(copy)
                     return cls(path, copy)
             copy.close()
-            time.sleep(_PAUSE)  # the other process was writing
+            time.sleep(_COPY_PAUSE_S)  # the other process was writing
         raise refused
 
     @property
@@ -238,8 +238,8 @@ class SessionStore:
     def size(self) -> Extent:
         """The numbers of saved turns and ledger rows, and the position where the passages end."""
         with as_session_errors(self.path):
-            ((turns,),) = self._all("SELECT max(turn) + 1 FROM turns")
-            ends = self._all("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
+            ((turns,),) = self._fetch("SELECT max(turn) + 1 FROM turns")
+            ends = self._fetch("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
             return Extent(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
 
     def append(
@@ -262,15 +262,15 @@ class SessionStore:
             self.kv.drop()
             self.segments.truncate(extent.rows)
         with self._transaction():
-            self._put_flags(flags)
-            self._put(turns, rows, record, passages, extent)
+            self._write_flags(flags)
+            self._write(turns, rows, record, passages, extent)
         if is_cut:
             remove_from_index(self.path)
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
         with self._transaction():
-            self._put_about("name", name)
+            self._write_about("name", name)
         self.name = name
         remove_from_index(self.path)
 
@@ -279,7 +279,7 @@ class SessionStore:
         meta = {"family": origin.id, **self.meta}
         with self._transaction():
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
-                self._put_about(key, value)
+                self._write_about(key, value)
         self.meta, self.name = meta, name
         self.segments.copy_known_files(origin.segments)
 
@@ -291,7 +291,7 @@ class SessionStore:
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
             turns = list[SavedTurn]()
-            for record in self._all("SELECT * FROM turns ORDER BY turn"):
+            for record in self._fetch("SELECT * FROM turns ORDER BY turn"):
                 *values, is_summary, is_left_out, torn, _ = record
                 told: dict[str, Any] = {"torn": tuple(json.loads(torn))}
                 told |= {"is_summary": bool(is_summary), "is_left_out": bool(is_left_out)}
@@ -306,8 +306,8 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of `dtype`; SessionError if the saved ones have other fields."""
         with as_damage_errors(self.path):
-            parts = self._all("SELECT data FROM rows ORDER BY start")
-            saved = np.frombuffer(b"".join(data for (data,) in parts), self._fields(dtype))
+            parts = self._fetch("SELECT data FROM rows ORDER BY start")
+            saved = np.frombuffer(b"".join(data for (data,) in parts), self._file_dtype(dtype))
             _check_count(saved, self._count_rows())
             return saved.astype(dtype)
 
@@ -315,7 +315,7 @@ class SessionStore:
         """The passages of the chat."""
         with as_damage_errors(self.path):
             query = "SELECT start, end, turn, role, vector FROM passages ORDER BY start"
-            records, seen = self._all(query), self._count_rows()
+            records, seen = self._fetch(query), self._count_rows()
             rows = np.array([tuple(record[:4]) for record in records], PASSAGE)
             known = [np.frombuffer(data or b"", "<f2") for *_, data in records]
             size = max((len(one) for one in known), default=0)
@@ -336,7 +336,7 @@ class SessionStore:
         """
         with as_damage_errors(self.path):
             known, seen = dict[int, NDArray[np.int64]](), self._count_rows()
-            for turn, data in self._all("SELECT turn, positions FROM held ORDER BY turn"):
+            for turn, data in self._fetch("SELECT turn, positions FROM held ORDER BY turn"):
                 steps = np.frombuffer(zlib.decompressobj().decompress(data, 4 * seen + 4), "<i4")
                 known[turn] = np.cumsum(steps, dtype=np.int64) - 1
                 require(bool((steps > 0).all()) and known[turn][-1:].sum() < seen)
@@ -345,9 +345,9 @@ class SessionStore:
     def state_record(self) -> StateRecord | None:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
-            records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
+            records = self._fetch("SELECT seen, held, logits, fields FROM head LIMIT 1")
             require(bool(records) or not self.size.turns)
-            return _head(*records[0]) if records else None
+            return _parse_state_record(*records[0]) if records else None
 
     def replace(
         self,
@@ -366,10 +366,10 @@ class SessionStore:
         self.kv.drop()
         self.segments.drop()
         with self._transaction():
-            self._put(turns, rows, record, passages, Extent(0, 0, 0, held))
-            self._put_about("erasing", True)
+            self._write(turns, rows, record, passages, Extent(0, 0, 0, held))
+            self._write_about("erasing", True)
             if meta is not None:
-                self._put_about("meta", dict(meta))
+                self._write_about("meta", dict(meta))
                 self.meta = dict(meta)
         self._finish_erasing()
         remove_from_index(self.path)
@@ -382,15 +382,15 @@ class SessionStore:
             self._connection.execute("BEGIN")
             yield
 
-    def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+    def _fetch(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
 
     def _count_rows(self) -> int:
         """The number of ledger rows (one per token) in the file."""
-        records = self._all("SELECT seen FROM head")
+        records = self._fetch("SELECT seen FROM head")
         return int(records[0][0]) if records else 0
 
-    def _put(
+    def _write(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
@@ -414,9 +414,9 @@ class SessionStore:
             insert_record(connection, "passages", *values, known)
         self._cut_rows(start)
         if len(rows) and not start:
-            self._put_about("row", _packed(rows.dtype).descr)
-        for at in range(0, len(rows), _BLOCK):
-            data = rows[at : at + _BLOCK].astype(self._fields(rows.dtype)).tobytes()
+            self._write_about("row", _packed(rows.dtype).descr)
+        for at in range(0, len(rows), _ROWS_PER_RECORD):
+            data = rows[at : at + _ROWS_PER_RECORD].astype(self._file_dtype(rows.dtype)).tobytes()
             insert_record(connection, "rows", start + at, data)
         connection.execute("DELETE FROM head")
         held = np.asarray(record.held, "<i8").tobytes()
@@ -429,11 +429,11 @@ class SessionStore:
             steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
             insert_record(connection, "held", last, zlib.compress(steps, 1))
 
-    def _put_flags(self, flags: Mapping[int, int]) -> None:
+    def _write_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""
         left = sorted(flags, reverse=True)
         while left:
-            start, rows = self._block(left[-1])
+            start, rows = self._row_record(left[-1])
             while left and left[-1] < start + len(rows):
                 position = left.pop()
                 rows["flags"][position - start] = flags[position]
@@ -443,30 +443,30 @@ class SessionStore:
     def _cut_rows(self, seen: int) -> None:
         """Remove the rows from position `seen` on."""
         if seen < self._count_rows():
-            start, rows = self._block(seen)
+            start, rows = self._row_record(seen)
             self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))
             if seen > start:
                 insert_record(self._connection, "rows", start, rows[: seen - start].tobytes())
 
-    def _block(self, position: int) -> tuple[int, NDArray[Any]]:
+    def _row_record(self, position: int) -> tuple[int, NDArray[Any]]:
         """A copy of the saved rows that one record has with that at `position`, and its start."""
         query = "SELECT start, data FROM rows WHERE start <= ? ORDER BY start DESC LIMIT 1"
-        ((start, data),) = self._all(query, position)
-        fields = np.dtype([(name, kind) for name, kind in self._about("row")])
+        ((start, data),) = self._fetch(query, position)
+        fields = np.dtype([(name, kind) for name, kind in self._about_value("row")])
         return start, np.frombuffer(data, fields).copy()
 
-    def _about(self, name: str) -> Any:
-        records = self._all("SELECT value FROM about WHERE name = ?", name)
+    def _about_value(self, name: str) -> Any:
+        records = self._fetch("SELECT value FROM about WHERE name = ?", name)
         return json.loads(records[0][0]) if records else None
 
-    def _put_about(self, name: str, value: object) -> None:
+    def _write_about(self, name: str, value: object) -> None:
         self._connection.execute("DELETE FROM about WHERE name = ?", (name,))
         insert_record(self._connection, "about", name, json.dumps(value))
 
-    def _fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def _file_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """`dtype` as rows of it are saved; SessionError if the saved rows have other fields."""
         packed = _packed(dtype)
-        if self._about("row") not in (None, [list(field) for field in packed.descr]):
+        if self._about_value("row") not in (None, [list(field) for field in packed.descr]):
             raise SessionError(
                 f"{self.path} has ledger rows with fields that this sirchat does not know",
                 hint="open the chat with the version of sirchat that wrote it",
@@ -476,12 +476,12 @@ class SessionStore:
     def _finish_erasing(self) -> None:
         """Rewrite the file after text was deleted; a mark has this done even after a crash."""
         with as_session_errors(self.path):
-            if self._about("erasing"):
+            if self._about_value("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
 
 
-def _last_written(path: Path) -> tuple[int, ...]:
+def _file_times(path: Path) -> tuple[int, ...]:
     """Sizes and times of a session's file and its journal; empty while they are being written."""
     files = [file.stat() for file in (path, Path(f"{path}-journal")) if file.exists()]
     is_written = any(file.st_size for file in files[1:])
@@ -498,7 +498,7 @@ def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
-def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> StateRecord:
+def _parse_state_record(seen: int, held: bytes, logits: bytes | None, fields: str) -> StateRecord:
     record = StateRecord(
         seen=seen,
         held=np.frombuffer(held, "<i8").astype(np.int64),

@@ -161,7 +161,7 @@ class SavedChat:
         if ident != "last" and find_session(sessions_dir(), ident).stem == self._saving.id:
             self._screen.note(f"session {self._saving.id} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), ident, own=self._saving.id)
+        store, skipped = open_saved_file(sessions_dir(), ident, own_id=self._saving.id)
         for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:

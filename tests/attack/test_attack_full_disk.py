@@ -91,7 +91,7 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
 def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_TIMEOUT", 0.01)
+    monkeypatch.setattr(index, "_LOCK_TIMEOUT_S", 0.01)
     chat = Chat()
     chat.say(*SAYINGS[:2])
     assert len(search_sessions(folder, "words").hits) == 1

@@ -28,7 +28,7 @@ from command import Done, refused, run
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
 from serving import Served, served
-from sirchat.cli.ask_client import _events, _print
+from sirchat.cli.ask_client import _events, _print_reply
 from sirchat.cli.ask_port import open_ask_port
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SirchatError
@@ -251,7 +251,7 @@ def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
 def test_a_schema_that_can_not_be_used_is_refused_before_the_model_is_loaded(
     written: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.cli.chat._open_saved", None)  # which loads it
+    monkeypatch.setattr("sirchat.cli.chat._open_chat_session", None)  # which loads it
     file = tmp_path / "schema.json"
     if written is not None:
         file.write_text(written, encoding="utf-8")
@@ -474,7 +474,7 @@ def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() ->
 )  # fmt: skip
 def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
     with pytest.raises(SirchatError, match="is not one of sirchat serve"):
-        _print(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
+        _print_reply(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
 from sirchat.chat.pinned_summary import pin_summary
-from sirchat.cli.app import _with_last_chat
+from sirchat.cli.app import _complete_resume_flag
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.saved_chat import show_resumed_chat
@@ -177,12 +177,12 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(
 
 
 def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
-    assert _with_last_chat(["--resume"]) == ["--resume=last"]
-    assert _with_last_chat(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
-    assert _with_last_chat(["--resume", "x"]) == ["--resume", "x"]
-    assert _with_last_chat(["--resume", "ask", "x"]) == ["--resume=last", "ask", "x"]
-    assert _with_last_chat(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
-    assert _with_last_chat([]) == []
+    assert _complete_resume_flag(["--resume"]) == ["--resume=last"]
+    assert _complete_resume_flag(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _complete_resume_flag(["--resume", "x"]) == ["--resume", "x"]
+    assert _complete_resume_flag(["--resume", "ask", "x"]) == ["--resume=last", "ask", "x"]
+    assert _complete_resume_flag(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _complete_resume_flag([]) == []
 
 
 def _typed(*lines: str) -> list[str]:

@@ -113,10 +113,10 @@ def test_names_and_branches_are_found_without_reading_every_chat(
     for chat in (path, other):
         os.utime(chat, ns=(soon, soon))
     assert find_session(tmp_path, "my trip") == path
-    monkeypatch.setattr("sirchat.saved.index._read", fail)
+    monkeypatch.setattr("sirchat.saved.index._read_chat", fail)
     assert find_session(tmp_path, "MY TRIP") == path
     with pytest.raises(SessionError, match="allowed: a name that no other session has"):
-        check_name(tmp_path, "my trip", own="")
+        check_name(tmp_path, "my trip", own_id="")
     assert [chat.path for chat in branches_of(tmp_path, path.stem)] == [path]
 
 

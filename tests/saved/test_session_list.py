@@ -90,7 +90,8 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
 def test_a_session_in_use_is_listed_as_it_was_saved_last(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
-        show = "s = list_sessions(path).sessions[0]; print(s.turns, s.first_message, s.model, s.in_use)"
+        show = "s = list_sessions(path).sessions[0]\n"
+        show += "print(s.turns, s.first_message, s.model, s.in_use)"
         assert printed(show, tmp_path) == "2 one tiny True\n"
 
 
@@ -101,7 +102,7 @@ def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_o
     assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
     assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
     with monkeypatch.context() as patch:  # as if it had been killed
-        patch.setattr("sirchat.saved.store.put", lambda *_: sys.exit(1))
+        patch.setattr("sirchat.saved.store.insert_record", lambda *_: sys.exit(1))
         with pytest.raises(SystemExit):
             SessionStore.create(tmp_path, {})
     assert len([*tmp_path.glob("*.sqlite")]) == 1
@@ -138,7 +139,7 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
     assert abs(newest.created.timestamp() - time.time()) < 60
     assert newest.first_message.startswith("first of a first of a")
     assert newest.first_message.endswith("…")
-    assert len(newest.first_message) == session_list._FIRST_LINE
+    assert len(newest.first_message) == session_list._MAX_EXCERPT_CHARS
     assert not refused
     assert find_session(tmp_path, "last") == paths[0]
 
