@@ -10,8 +10,8 @@ from contextlib import suppress
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
 from sirchat.text.transcript import MOST_BYTES
-from sirchat.ui.attaching import load_attached, mentioned_names
-from sirchat.ui.text import counted, shorten
+from sirchat.ui.attaching import load_attachments, mentioned_names
+from sirchat.ui.text import pluralize, shorten
 
 _QUIET_SECONDS = 2.0  # seconds without input after which a line says what is waited for
 _STDIN_NAME = "standard input"
@@ -33,12 +33,12 @@ def read_question(
     words = " ".join(question[1:] if "-" in question[:1] else question)
     blocks = list[str]()
     for name in dict.fromkeys(file for file in files if file != "-"):
-        attached = load_attached(name)
+        attached = load_attachments(name)
         blocks += [file.block for file in attached]
         if (names := [file.name for file in attached]) != [name]:
             note(
                 shorten(
-                    f"{name}: {counted(len(names), 'file')}, {', '.join(names)}", _MAX_LIST_CHARS
+                    f"{name}: {pluralize(len(names), 'file')}, {', '.join(names)}", _MAX_LIST_CHARS
                 )
             )
     has_question = bool(words.strip() or files) and not is_named

@@ -64,7 +64,9 @@ def restore_terminal() -> None:
 def exit_while_loading(exit_request: SystemExit) -> None:
     """End the process at once if a thread still loads a model, as Python can't stop it."""
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
-    if opening is None or all(thread.name != opening.THREAD for thread in threading.enumerate()):
+    if opening is None or all(
+        thread.name != opening.LOADER_THREAD for thread in threading.enumerate()
+    ):
         return
     restore_terminal()
     _exit(exit_request.code if isinstance(exit_request.code, int) else 0)
