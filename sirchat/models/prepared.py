@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sirchat.models.names import part_names
-from sirchat.paths import prepared_dir, private_dir
+from sirchat.paths import make_private_dir, prepared_dir
 from sirchat.version import __version__
 
 MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
@@ -109,7 +109,7 @@ def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
 
 def make_room(path: Path, size: int) -> bool:
     """Make room for a file of `size` bytes at `path`; False if it would be too large."""
-    folder, now = private_dir(path.parent), time.time()
+    folder, now = make_private_dir(path.parent), time.time()
     for unfinished in folder.glob(f"*{UNFINISHED_SUFFIX}"):
         if now - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
             unfinished.unlink(missing_ok=True)

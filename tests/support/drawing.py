@@ -15,9 +15,9 @@ from rich.style import Style
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
 from sirchat.chat.words import without_template, words_at
-from sirchat.ui.theme import theme_named
+from sirchat.ui.theme import find_theme
 
-DARK, LIGHT, NONE = (theme_named(name, {}) for name in ("dark", "light", "none"))
+DARK, LIGHT, NONE = (find_theme(name, {}) for name in ("dark", "light", "none"))
 THEMES = {theme.name: theme for theme in (DARK, LIGHT, NONE)}
 
 SAID: list[tuple[str, str]] = [
