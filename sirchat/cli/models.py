@@ -68,7 +68,7 @@ def models_list(
     allocate at its budget. The last column is the largest budget, in tokens, for which the free
     memory suffices; sirchat models fit NAME tells more.
     """
-    from sirchat.chat.model_defaults import most_rows
+    from sirchat.chat.model_defaults import max_held_tokens
     from sirchat.models.fit import fit_of
     from sirchat.models.listing import find_model, find_models
     from sirchat.models.shape import cache_bytes, free_memory
@@ -89,7 +89,7 @@ def models_list(
         if shape is None or shape.context_length is None:
             models.append(ListedModel(model, None, None, is_default=is_default))
             continue
-        rows, largest = most_rows(profile, model.name, shape.context_length), None
+        rows, largest = max_held_tokens(profile, model.name, shape.context_length), None
         with suppress(ModelError):  # the weights can't be read
             largest = fit_of(model, profile, free).choices[0].largest_budget
         cache = cache_bytes(shape, profile, rows)

@@ -91,11 +91,11 @@ class Autosave:
     def _append(self, store: SessionStore) -> None:
         """Write what is new, in place of what has changed."""
         session, ledger, size, before = self._session, self._session.ledger, store.size, self._head
-        turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
+        turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         encoder = before and before.fields.get("encoder")
         is_encoder = encoder == session.model.passage_encoder.check_sum
         passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
-        saved = session.save(start)
+        saved = session.engine.save(start)
         head = self._make_head(saved)
         turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
@@ -122,7 +122,7 @@ class Autosave:
             return False
         stamp = secrets.token_hex(8)
         received = self._session.ledger.attention.checkpoint(rows.positions)
-        saved = self._session.save(self._session.seen)
+        saved = self._session.engine.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
         self._head = self._make_head(saved, stamp)
@@ -229,17 +229,19 @@ def rewrite(
     Nothing of the old contents stays in any file. `more` are further values for the head, which
     is returned.
     """
-    passages, saved = passages_of(session)[0], session.save()
+    passages, saved = passages_of(session)[0], session.engine.save()
     head = make_head(saved, session)
     head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts, passages, held=session.state.saved)
+    store.replace(
+        _turns_of(session), saved.rows, head, facts, passages, held=session.state.saved_turns
+    )
     _note_saved(session)
     return head
 
 
 def _note_saved(session: Session) -> None:
     """Note in the session that all of it is saved."""
-    session.state.saved = len(session.turns)
+    session.state.saved_turns = len(session.turns)
     session.ledger.saved, session.ledger.flagged = session.seen, set()
 
 

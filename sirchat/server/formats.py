@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.chat.formats import MOST_CALLS, ModelFormats
+from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import SettingError
@@ -31,7 +31,7 @@ def format_of(
     is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
     # A small model would go on with calls of all other tools.
     is_one |= bool(called) and "parallel_tool_calls" not in asked.model_fields_set
-    most = 1 if is_one else MOST_CALLS
+    most = 1 if is_one else MAX_CALLS_PER_REPLY
     try:
         if is_free:
             return formats.strict(session, param, notes, named)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import copied_beginning
+from sirchat.chat.rereading import copy_system_prompt
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
@@ -271,7 +271,7 @@ class ConversationPool:
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             same = {"budget": max(own.budget, new.least_budget), **new.settings}
             own = own.model_copy(update=same)
-            new.session = copied_beginning(source.session, own) or Session(self.model, own)
+            new.session = copy_system_prompt(source.session, own) or Session(self.model, own)
         return new
 
     def _load_beginning(self, history: History) -> ServedConversation | None:

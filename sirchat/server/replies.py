@@ -259,7 +259,7 @@ def _read_message(
     if role not in ("user", "tool"):
         return session.read_reply(said, gone, given)
     take = session.read_question if role == "user" else session.read_user
-    return take(said, gone, before=following, given=given)
+    return take(said, gone, next_role=following, given=given)
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
@@ -302,7 +302,7 @@ def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | No
             results = results_from_json(text)
             return "\n".join(one["content"] for one in results), template.results(results)
         said, calls = calls_from_key(text)
-        given = template.calls(said, calls, session.state.header)
+        given = template.calls(said, calls, session.state.reply_header)
         return calls_as_text(said, [call["function"] for call in calls]), given
 
 

@@ -104,7 +104,7 @@ def show_reply(
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])
-            session.state.reply.tokens_out += 1
+            session.state.last_reply_stats.tokens_out += 1
             for piece in splitter.push(chunk, is_end=i + 1 == len(chunks)):
                 view.show(Delta(piece.text, piece.part))
 
