@@ -132,7 +132,15 @@ def open_chat(
             return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        chat(opened, profile, screen, store=store, debug=debug, trusted=trusted, tools=servers)
+        chat(
+            opened,
+            profile,
+            screen,
+            store=store,
+            debug=debug,
+            trusted_policies=trusted,
+            tools=servers,
+        )
 
 
 @with_settings
@@ -330,12 +338,12 @@ def tutorial(
     with loading_bar(screen, "tiny"), without_garbage_collection(), interruptible_imports():
         from sirchat.chat.session import Session
         from sirchat.models.load import load_model
-        from sirchat.ui.tutorial import SETTINGS, run_tutorial
+        from sirchat.ui.tutorial import TUTORIAL_SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
         # Only those of the user's settings are used that do not change what is shown.
         model = load_model("tiny", device="cpu", threads=profile.threads, progress=report)
-        return Session(model, Profile(save=False, theme=profile.theme, **SETTINGS))
+        return Session(model, Profile(save=False, theme=profile.theme, **TUTORIAL_SETTINGS))
 
     waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()
     if not run_tutorial(opened, screen, waits=waits) and not waits:

@@ -16,8 +16,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
-from sirchat.ui.lists import in_bytes
-from sirchat.ui.text import counted, displayable
+from sirchat.ui.lists import format_bytes
+from sirchat.ui.text import displayable, pluralize
 
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -142,7 +142,7 @@ def size_of(path: Path) -> str:
         return "nothing yet"
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    return f"{in_bytes(size)} in {counted(len(files), 'file')}"
+    return f"{format_bytes(size)} in {pluralize(len(files), 'file')}"
 
 
 def _manual_lines() -> Iterator[str]:

@@ -14,7 +14,7 @@ from sirchat.cli.flags import Debug, complete_session
 from sirchat.cli.registry import laboratory
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir, write_private
-from sirchat.ui.text import counted, displayable, displayable_line
+from sirchat.ui.text import displayable, displayable_line, pluralize
 
 if TYPE_CHECKING:
     from sirchat.saved.session_list import SavedSession
@@ -44,7 +44,7 @@ def sessions_list(
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
     from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
-    from sirchat.ui.lists import SessionLines, in_bytes, print_sessions
+    from sirchat.ui.lists import SessionLines, format_bytes, print_sessions
     from sirchat.ui.screen import make_console
 
     listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
@@ -57,7 +57,7 @@ def sessions_list(
     if size := key_value_bytes(sessions_dir()):
         limit = resolve(None, {}, os.environ).save_kv_limit
         typer.echo(
-            f"keys and values take {in_bytes(size)} of at most {limit} (--save-kv-limit); "
+            f"keys and values take {format_bytes(size)} of at most {limit} (--save-kv-limit); "
             "sirchat sessions trim SIZE makes room",
             err=True,
         )
@@ -138,7 +138,7 @@ def sessions_rm(
     _tell_or_erase_typed_lines(messages, erases=history)
     family = [other for other in listed if chat and other.family == chat.family and other != chat]
     if family:
-        left = counted(len(family), "chat")
+        left = pluralize(len(family), "chat")
         typer.echo(
             f"other chats of its family stay ({left}): sirchat sessions lists all chats", err=True
         )
@@ -152,15 +152,15 @@ def sessions_trim(
     """Delete the oldest saved keys and values above a size, of all chats; every text stays."""
     from sirchat.config.profile import parse_size
     from sirchat.saved.session_list import key_value_bytes, make_room
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
 
     limit = 0 if size == "0" else parse_size(size)
     if limit is None:
         raise UsageError(f"{format_value(size)} is no size", hint="such as 512MiB, or 0")
     freed = make_room(sessions_dir(), limit)
-    left = in_bytes(key_value_bytes(sessions_dir()))
+    left = format_bytes(key_value_bytes(sessions_dir()))
     typer.echo(
-        f"deleted {in_bytes(freed)} of keys and values, {left} stay; every text stays", err=True
+        f"deleted {format_bytes(freed)} of keys and values, {left} stay; every text stays", err=True
     )
 
 
@@ -243,10 +243,10 @@ def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
     """Say how many of these messages are lines of the input history; erase them there if asked."""
     if not paths.history_file().is_file():
         return
-    from sirchat.ui.typed_input import input_history
+    from sirchat.ui.typed_input import open_history
 
-    history = input_history(lambda complaint: None)
-    lines = counted(sum(line.strip() in messages for line in history.lines()), "line")
+    history = open_history(lambda complaint: None)
+    lines = pluralize(sum(line.strip() in messages for line in history.lines()), "line")
     if lines.startswith("0 "):
         return
     if erases:

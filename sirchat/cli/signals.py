@@ -64,7 +64,9 @@ def leave_terminal() -> None:
 def exit_while_loading(leaving: SystemExit) -> None:
     """End the process at once if a thread still loads a model, as Python can't stop it."""
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
-    if opening is None or all(thread.name != opening.THREAD for thread in threading.enumerate()):
+    if opening is None or all(
+        thread.name != opening.LOADER_THREAD for thread in threading.enumerate()
+    ):
         return
     leave_terminal()
     _exit(leaving.code if isinstance(leaving.code, int) else 0)
@@ -104,7 +106,7 @@ class _Leave:
 
     def _insist(self, number: int) -> None:
         """Send the signal again, if a library has caught the SystemExit and the program goes on."""
-        if signal.getsignal(number) is not self:  # `leave_terminal` ran; threads may take long
+        if not isinstance(signal.getsignal(number), _Leave):  # `leave_terminal` ran
             return
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11

@@ -304,7 +304,7 @@ class Recall:
         encoder = self._model.encoder
         if query.model_vector is None or not len(encoder.question):
             return True
-        return encoder.asks_back(torch.from_numpy(query.model_vector))
+        return encoder.asks_about_past(torch.from_numpy(query.model_vector))
 
     def query_of(self, ids: Sequence[int], roles: Sequence[Role]) -> PassageQuery:
         """What is looked for in a turn; its vector is that of its text, read by itself."""

@@ -11,10 +11,10 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
-from sirchat.ui.pasted import as_typed
+from sirchat.ui.pasted import escape_message
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable_line
+from sirchat.ui.text import displayable_line, pluralize
 from sirchat.ui.typed_input import TypedHistory
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
@@ -22,7 +22,7 @@ _MOST_NAMED = 5  # such words of an erased turn that stand in other turns
 _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
-class Erasing:
+class EraseCommand:
     """Runs the command `/erase` in one chat, and remembers what `/erase` showed last."""
 
     def __init__(
@@ -62,10 +62,10 @@ class Erasing:
         mine, others = self._count_typed_lines(target)
         if not (tokens or turns or mine or others):
             self._session.tokens_to_erase(target)  # raises the error that says what is missing
-        parts = [f"{counted(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
+        parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
         if mine:
-            parts.append(counted(mine, "typed line"))
-        of_others = f"{counted(others, 'typed line')} of other chats"
+            parts.append(pluralize(mine, "typed line"))
+        of_others = f"{pluralize(others, 'typed line')} of other chats"
         if others and everywhere:
             parts.append(of_others)
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
@@ -95,7 +95,7 @@ class Erasing:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
                 self._screen.note(
-                    f"{counted(event.tokens, 'token')} erased; the cache holds {holds}"
+                    f"{pluralize(event.tokens, 'token')} erased; the cache holds {holds}"
                 )
         if (file := self._saved_chat.outdated_file) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
@@ -107,7 +107,7 @@ class Erasing:
             )
         else:
             if typed:
-                self._screen.note(f"{counted(typed, 'typed line')} erased")
+                self._screen.note(f"{pluralize(typed, 'typed line')} erased")
         self._point_out(telling)
         self._point_out_branches(said)
 
@@ -140,7 +140,7 @@ class Erasing:
         """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
         mine = {turn.text.strip() for turn in turns if turn.role == "user"}
-        mine |= self._history.typed_now | set(map(as_typed, mine))
+        mine |= self._history.new_lines | set(map(escape_message, mine))
         turn = self._turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
@@ -152,8 +152,8 @@ class Erasing:
             return lambda line: is_meant(line) and bool(pattern.search(line))
         said = turns[turn] if 0 <= turn < len(turns) else None
         message = said.text.strip() if said is not None and said.role == "user" else ""
-        message = self._history.typed_for.get(message, message)
-        return lambda line: bool(message) and line.strip() in (message, as_typed(message))
+        message = self._history.typed_by_message.get(message, message)
+        return lambda line: bool(message) and line.strip() in (message, escape_message(message))
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
@@ -207,7 +207,7 @@ class Erasing:
 
     def _point_out_branches(self, text: str) -> None:
         """Print which other branches of this chat have the erased text, and keep it."""
-        if names := self._saved_chat.branches_with(text):
+        if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
 

@@ -18,19 +18,24 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, UsageError
 from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.keys import terminal_keys
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_compact_panel
-from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.prompt import InputLine, Prompt
 from sirchat.ui.repl import make_stop_check
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.typed_input import InMemory, Keyboard, ask_background, prompt_output
+from sirchat.ui.typed_input import (
+    InMemoryTypedHistory,
+    Keyboard,
+    ask_background,
+    create_prompt_output,
+)
 
 # At the tutorial's start: the budget is so small that two messages fill it.
-SETTINGS: Final[dict[str, Any]] = {
+TUTORIAL_SETTINGS: Final[dict[str, Any]] = {
     "policy": "sink",
     "budget": 48,
     "temperature": 0.0,
@@ -38,7 +43,7 @@ SETTINGS: Final[dict[str, Any]] = {
 }
 
 # Commands allowed in the tutorial: they change or show the chat's memory, and write no file.
-COMMANDS: Final = {
+ALLOWED_COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
     *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
@@ -46,7 +51,7 @@ COMMANDS: Final = {
 
 
 @dataclass(frozen=True)
-class Effect:
+class ExpectedEffect:
     """Whether `word` must be in the reply, or in the text of the held tokens; None: unchecked."""
 
     word: str
@@ -61,32 +66,32 @@ class TutorialStep:
     before: str  # shown first
     line: str  # what Enter sends
     after: str = ""  # shown after `line` was run, if all effects were observed
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[ExpectedEffect, ...] = ()
     shows_panel: bool = False  # `after` explains the compact panel
 
 
 _SCRIPT = yaml.safe_load(Path(__file__).with_name("tutorial.yaml").read_text(encoding="utf-8"))
 
 STEPS: Final = tuple(
-    TutorialStep(**{**step, "effects": tuple(Effect(**e) for e in step.get("effects", ()))})
+    TutorialStep(**{**step, "effects": tuple(ExpectedEffect(**e) for e in step.get("effects", ()))})
     for step in _SCRIPT["steps"]
 )
-MORE: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
+FURTHER_COMMANDS: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
 
 if TYPE_CHECKING:
-    from sirchat.ui.startup import Open
+    from sirchat.ui.startup import OpenSession
 
 # Takes the suggested line; returns the line that the user enters, or None if the user leaves.
-Read = Callable[[str], Line | None]
+Read = Callable[[str], InputLine | None]
 
 # Takes the flag for Ctrl-C; returns a function that says whether to stop the reply.
-Stops = Callable[[Interrupt], Interrupted]
+Stops = Callable[[InterruptFlag], Interrupted]
 
 
-def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
+def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> bool:
     """Load the model and run all steps; return False if an effect was not observed.
 
     If `waits`, each step waits for Enter, at a terminal. Raises KeyboardInterrupt for Ctrl-C.
@@ -99,16 +104,18 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
             session = open_session(report)
         if keys is None or keyboard is None:
             return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
-        keyboard.keep_typed()  # the terminal may have told its background meanwhile
-        output = prompt_output(screen)
-        prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
+        keyboard.pass_keys_to_prompt()  # the terminal may have told its background meanwhile
+        output = create_prompt_output(screen)
+        prompt = Prompt(
+            keys, output, history=InMemoryTypedHistory(), has_colours=lambda: screen.has_colours
+        )
         prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)
 
-        def read(suggested: str) -> Line | None:
-            keyboard.keep_typed()
+        def read(suggested: str) -> InputLine | None:
+            keyboard.pass_keys_to_prompt()
             return prompt.read(suggested)
 
-        def stops(interrupt: Interrupt) -> Interrupted:
+        def stops(interrupt: InterruptFlag) -> Interrupted:
             return make_stop_check(interrupt, keyboard, False)
 
         return _Tutorial(session, screen, read, stops).run()
@@ -117,9 +124,9 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 def _echo(screen: Screen) -> Read:
     """Without a user: prints the suggested line, and returns it."""
 
-    def read(suggested: str) -> Line:
+    def read(suggested: str) -> InputLine:
         screen.line(f"> {suggested}")
-        return Line(suggested, is_command=suggested.startswith("/"))
+        return InputLine(suggested, is_command=suggested.startswith("/"))
 
     return read
 
@@ -130,7 +137,9 @@ class _Tutorial:
     def __init__(self, session: Session, screen: Screen, read: Read, stops: Stops) -> None:
         self._session, self._screen = session, screen
         self._read, self._stops = read, stops
-        self._commands = Commands(session, screen, InMemory(), SavedChat(session, screen))
+        self._commands = Commands(
+            session, screen, InMemoryTypedHistory(), SavedChat(session, screen)
+        )
         self._has_own_lines = False
 
     def run(self) -> bool:
@@ -168,13 +177,13 @@ class _Tutorial:
                 return True
             self._has_own_lines = True
 
-    def _send(self, line: Line) -> Action | None:
+    def _send(self, line: InputLine) -> Action | None:
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
             if line.is_command:
                 return self._run(line.text)
-            with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
+            with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
                 for event in self._session.ask(line.text, self._stops(interrupt)):
                     view.show(event)
             if interrupt():
@@ -185,7 +194,7 @@ class _Tutorial:
 
     def _run(self, text: str) -> Action | None:
         name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
-        if name in Commands.names() and name not in COMMANDS:
+        if name in Commands.names() and name not in ALLOWED_COMMANDS:
             raise UsageError(
                 f"/{name} does not work in the tutorial", hint="sirchat alone opens a chat"
             )
@@ -204,7 +213,7 @@ class _Tutorial:
             self._explain(step.after)
         return not wrong
 
-    def _fault(self, effect: Effect) -> str:
+    def _fault(self, effect: ExpectedEffect) -> str:
         """Say in words how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
@@ -221,12 +230,12 @@ class _Tutorial:
             self._explain(f"{missing} of the steps did not go as they should.")
         else:
             self._explain("Evicted, held, and restored.")
-        width = max(map(len, MORE))
-        rows = [f"{name:<{width}}  {does}" for name, does in MORE.items()]
+        width = max(map(len, FURTHER_COMMANDS))
+        rows = [f"{name:<{width}}  {does}" for name, does in FURTHER_COMMANDS.items()]
         self._explain("\n".join([_SCRIPT["goodbye"], *rows]))
 
     def _head(self, title: str) -> None:
-        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.rest))
+        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.empty))
 
     def _explain(self, text: str) -> None:
         """Print an explanation, with a bar at the left of each line."""
@@ -234,7 +243,7 @@ class _Tutorial:
         width = min(screen.width - 3, _MOST_COLUMNS)
         for row in Text(text).wrap(screen.console, width):
             row.rstrip()
-            screen.show(Text.assemble(("│ ", screen.theme.rest), row))
+            screen.show(Text.assemble(("│ ", screen.theme.empty), row))
 
 
 def _held_text(session: Session) -> str:

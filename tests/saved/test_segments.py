@@ -19,7 +19,7 @@ from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import State
 from sirchat.saved import autosave
 from sirchat.saved.session_list import copy_session, list_sessions, make_room, remove_session
-from sirchat.ui.lists import in_bytes
+from sirchat.ui.lists import format_bytes
 
 LONG = "some words and more of them, " * 24  # fills a file
 FEWEST = 64  # tokens in a file
@@ -90,7 +90,7 @@ def test_files_are_private_listed_trimmed_and_go_with_the_chat(
     parts = files(folder)
     assert [part.stat().st_mode & 0o777 for part in parts] == [0o600] * len(parts)
     assert parts[0].parent.stat().st_mode & 0o777 == 0o700
-    size = in_bytes(sum(file.stat().st_size for file in parts))
+    size = format_bytes(sum(file.stat().st_size for file in parts))
     sessions_list()
     assert f"keys and values take {size} of at most 4GiB" in capsys.readouterr().err
     with pytest.raises(UsageError, match="is no size"):

@@ -122,5 +122,5 @@ def fake_terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
 @contextmanager
 def every_frame_drawn() -> Iterator[None]:
     """Within, a live view draws after every event, however fast they come."""
-    with patch("sirchat.ui.live.Pace.is_due", lambda self: True):
+    with patch("sirchat.ui.live.FramePacer.is_due", lambda self: True):
         yield

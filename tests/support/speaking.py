@@ -38,6 +38,6 @@ def saying(text: str) -> Callable[..., int]:
 if __name__ == "__main__":
     said = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
     Sampler.pick = saying(said)  # type: ignore[method-assign]
-    live.TIME_SHARE = 1.0  # frames come as often on a slow machine
+    live.MAX_TIME_SHARE = 1.0  # frames come as often on a slow machine
     sys.argv[0] = "sirchat"
     main()

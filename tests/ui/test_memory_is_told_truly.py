@@ -23,7 +23,7 @@ from sirchat.chat import summary
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.ui.live import LiveView
-from sirchat.ui.panel import draw_memory
+from sirchat.ui.panel import draw_prompt_panel
 
 NAMES = ["Anna", "Rome", "Luna", "Oslo", "Rex", "Paul", "green", "Berta", "Lisbon"]
 # By what they are about: a later one about the same may be called newer
@@ -318,7 +318,7 @@ class Talk:
             found = session.facts()
         except SirchatError:
             found, facts = [], []
-        panel = lines(draw_memory(session.snapshot(strongest=0), found, NONE, 4000, 1), 4000)
+        panel = lines(draw_prompt_panel(session.snapshot(strongest=0), found, NONE, 4000, 1), 4000)
         names = {"held": "held, of what you told", "partly held": "held in part"}
         names["evicted"] = "evicted, of what you told"
         for how, name in names.items():
