@@ -24,7 +24,7 @@ from sirchat.chat.settings import has_effect
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.chat.token_rows import is_measured, policy_scores, token_rows
 from sirchat.config.profile import Profile
-from sirchat.config.values import as_typed
+from sirchat.config.values import format_setting
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import EvictedRows, RestoredRows
 from sirchat.memory.key_values import Positions
@@ -167,7 +167,9 @@ class EventBuilder:
             restored = 0
             if not has_effect(after, name):
                 options = after.policy_options
-                policy = f"{after.policy} with {as_typed(options)}" if options else after.policy
+                policy = (
+                    f"{after.policy} with {format_setting(options)}" if options else after.policy
+                )
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
         return [*events, *map(Notice, self._unsuited(model, after, changed, template))]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sirchat.config.profile import LEAST_TEMPERATURE, Profile
-from sirchat.config.values import as_typed
+from sirchat.config.profile import MIN_TEMPERATURE, Profile
+from sirchat.config.values import format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.names import BUNDLED
@@ -50,7 +50,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 def sampling_in_words(profile: Profile) -> dict[str, str]:
     """By name, the value of each sampling setting, and what has set it, such as `0.7 (model)`."""
     return {
-        name: f"{as_typed(getattr(profile, name))} ({profile.origin(name)})"
+        name: f"{format_setting(getattr(profile, name))} ({profile.origin(name)})"
         for name in SAMPLING_PARAMETERS
     }
 
@@ -94,7 +94,7 @@ def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
     if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
     temperature = values.get("temperature")
-    if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+    if isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE:
         values["temperature"] = 0.0  # as some write "the likeliest"
     try:
         Profile.model_validate(values, strict=True)

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sirchat.paths import private_dir, state_dir
+from sirchat.paths import make_private_dir, state_dir
 
 if sys.platform != "win32":
     import fcntl
@@ -31,7 +31,7 @@ def lock(name: str = _WRITING) -> int | None:
     It is free once the returned descriptor is closed, here and where it was inherited by a fork.
     """
     with suppress(OSError):
-        private_dir(state_dir())
+        make_private_dir(state_dir())
         descriptor = os.open(lock_file(name), os.O_CREAT | os.O_RDWR, 0o600)
         try:
             if sys.platform != "win32":

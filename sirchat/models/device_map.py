@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sirchat.config.values import parse_yaml
-from sirchat.errors import ModelError, format_value, nearest
+from sirchat.errors import ModelError, did_you_mean, format_value
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.models.devices import (
@@ -176,7 +176,7 @@ class DeviceMap:
                 what = "has no such module, or has it within a layer"
                 raise ModelError(
                     f"the device map names {format_value(name)}; {self.model} {what}",
-                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
+                    hint=did_you_mean(name, known, cutoff=0.7) or f"its first layer is {layers[0]}",
                 )
         placement = ModuleDevices()
         for part in parts:

@@ -27,7 +27,7 @@ from sirchat.models.devices import (
 from sirchat.models.load import MIN_RESERVED_ROWS, load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.processor import processor
-from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
+from sirchat.paths import config_dir, data_dir, state_dir, with_tilde
 
 _LIBRARIES = (
     "torch",
@@ -91,10 +91,10 @@ def _gpu() -> str:
 
 
 def _folder(name: str, folder: Path) -> Finding:
-    shown = abbreviated(folder)
+    shown = with_tilde(folder)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        return Finding(name, shown, f"{abbreviated(there)} can't be written")
+        return Finding(name, shown, f"{with_tilde(there)} can't be written")
     if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         return Finding(name, shown, "other users can open this folder; chmod 700 prevents that")
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")

@@ -105,7 +105,7 @@ class Encoder:
     def save(self, path: Path) -> None:
         """Write the map into a file, wholly or not at all; ModelError if it can't be written."""
         try:
-            paths.private_dir(path.parent)
+            paths.make_private_dir(path.parent)
             stored = self._stored()
             about = {**self.about, "layers": json.dumps(self.layers), "sum": _sum(stored)}
             paths.write_private(path, save(stored, about), replaces=True)

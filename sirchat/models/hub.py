@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from sirchat.errors import ModelError, nearest
+from sirchat.errors import ModelError, did_you_mean
 from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggestion
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
@@ -164,7 +164,7 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
     ggufs = [path for path in sizes if path.lower().endswith(".gguf")]
     if file is not None:
         if file not in ggufs:
-            hint = nearest(file, ggufs) or _file_hint(ggufs)
+            hint = did_you_mean(file, ggufs) or _file_hint(ggufs)
             raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
         parts = part_names(file)
         if missing := [path for path in parts if path not in sizes]:

@@ -53,8 +53,8 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
     if (lock := background.lock(_LOCK)) is None:
         return ""
     try:
-        file = paths.encoder_attempts(name)
-        paths.private_dir(file.parent)
+        file = paths.encoder_attempts_file(name)
+        paths.make_private_dir(file.parent)
         lines = "".join(f"{line}\n" for line in (__version__, *said, _START))
         paths.write_private(file, lines, replaces=True)
         os.truncate(lock, 0)
@@ -78,7 +78,7 @@ def announce_learned(name: str) -> str:
     if _START not in said or said[-1] == _TOLD:
         return ""
     try:
-        with paths.encoder_attempts(name).open("a", encoding="utf-8") as file:
+        with paths.encoder_attempts_file(name).open("a", encoding="utf-8") as file:
             file.write(f"{_TOLD}\n")
     except OSError:  # it would be told at each start
         return ""
@@ -119,7 +119,7 @@ def why_no_encoder(name: str) -> str:
     if background.is_running(_LOCK):
         with suppress(OSError):
             file = background.lock_file(_LOCK).read_text("utf-8")
-            if file == paths.encoder_attempts(name).name:
+            if file == paths.encoder_attempts_file(name).name:
                 return f"none yet, it is learned in the background{f': {last}' * (last != _START)}"
     if last.startswith(_ERROR):
         return f"none, it can't be learned: {last.removeprefix(_ERROR)}; {by_hand} tries again"
@@ -134,7 +134,7 @@ def _is_final(line: str) -> bool:
 def _said(name: str) -> list[str]:
     """The lines about this version's attempts to learn a model's encoder, without the first."""
     with suppress(OSError, ValueError):
-        version, *lines = paths.encoder_attempts(name).read_text("utf-8").splitlines()
+        version, *lines = paths.encoder_attempts_file(name).read_text("utf-8").splitlines()
         if version == __version__:
             return lines
     return []

@@ -44,7 +44,9 @@ class FoundModel:
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
     """List all models on this machine, including those in the given `folders`."""
-    models = [_inspect_model(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
+    models = [
+        _inspect_model(name, "bundled", paths.tiny_model_dir().parent / name) for name in BUNDLED
+    ]
     for name in PACKAGED:
         try:
             models.append(_inspect_model(name, "package", packaged_gguf(name)))

@@ -145,7 +145,7 @@ def loading_error(name: str, error: Exception) -> ModelError:
 
 def _located(name: str) -> tuple[str, dict[str, str]]:
     if name in BUNDLED:
-        return str(paths.tiny_dir().parent / name), {}
+        return str(paths.tiny_model_dir().parent / name), {}
     path = packaged_gguf(name) if name in PACKAGED else _find_own_path(name)
     if path.suffix.lower() == ".gguf" or (path.is_file() and _begins_as_gguf(path)):
         if not path.is_file():

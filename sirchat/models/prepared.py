@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sirchat.models.names import part_names
-from sirchat.paths import prepared_dir, private_dir
+from sirchat.paths import make_private_dir, prepared_dir
 from sirchat.version import __version__
 
 MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
@@ -106,7 +106,7 @@ def prepared_path(model: Path, how: tuple[str, ...]) -> Path | None:
 
 def make_room(path: Path, size: int) -> bool:
     """Make room for a file of `size` bytes at `path`; False if it would be too large."""
-    folder, begun = private_dir(path.parent), time.time()
+    folder, begun = make_private_dir(path.parent), time.time()
     for left in folder.glob(f"*{UNFINISHED_SUFFIX}"):
         if begun - left.stat().st_mtime > _LEFT_AFTER:
             left.unlink(missing_ok=True)

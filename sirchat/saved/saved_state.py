@@ -29,13 +29,13 @@ from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
 from sirchat.saved.database import as_damage_errors, require
-from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore, StateRecord
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# The fields of `ConversationState` that are saved as they are, by the names in the file.
-_SAME = {
+# The fields of `ConversationState` that are saved as they are, by their names in the file.
+_COPIED_FIELDS = {
     "round": "round",
     "in_round": "in_round",
     "tools": "tools_json",
@@ -45,7 +45,7 @@ _SAME = {
     "attempt": "attempt",
 }
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
-_VOLATILE = (
+_IGNORED_CONFIG_KEYS = (
     "_name_or_path",
     "architectures",
     "transformers_version",
@@ -100,7 +100,7 @@ class SavedState(BaseModel):
     conversation: _Conversation
 
 
-def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
+def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
     """Make the head that saves the state of `session`.
 
     `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
@@ -116,7 +116,7 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "passages": int(session.recall.search.passages.state()["until"][0]),
         "encoder": session.model.passage_encoder.check_sum,
         "conversation": {
-            **{name: getattr(conversation, field) for name, field in _SAME.items()},
+            **{name: getattr(conversation, field) for name, field in _COPIED_FIELDS.items()},
             "system": [system.start, system.stop],
             "prompt": conversation.system.text,
             "reply": asdict(conversation.last_reply_stats),
@@ -125,17 +125,17 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         },
     }
     cached = session.ledger.held_positions.copy()
-    return Head(session.seen, saved.held, saved.logits, fields, cached)
+    return StateRecord(session.seen, saved.held, saved.logits, fields, cached)
 
 
-def checked_state(store: SessionStore, head: Head) -> SavedState:
+def checked_state(store: SessionStore, record: StateRecord) -> SavedState:
     """The fields of the head of `store`; raises SessionError if they are damaged."""
     with as_damage_errors(store.path):
-        return SavedState.model_validate_json(json.dumps(head.fields))  # where tuples are lists
+        return SavedState.model_validate_json(json.dumps(record.fields))  # where tuples are lists
 
 
 def decode_state(
-    store: SessionStore, head: Head, state: SavedState, vocabulary: int
+    store: SessionStore, record: StateRecord, state: SavedState, vocabulary: int
 ) -> tuple[EngineState, ConversationState]:
     """The engine's state and the conversation; `state` has the head's fields.
 
@@ -145,17 +145,17 @@ def decode_state(
     with as_damage_errors(store.path):
         turns, chat, rows = saved_turns(store), state.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), state.round, vocabulary)
-        require(chat.system[0] <= chat.system[1] <= head.seen)
-        require(head.logits is None or len(head.logits) == vocabulary)
+        require(chat.system[0] <= chat.system[1] <= record.seen)
+        require(record.logits is None or len(record.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
-        require(max([*chat.heads, *chat.asked], default=-1) < head.seen)
+        require(max([*chat.heads, *chat.asked], default=-1) < record.seen)
         require(chat.round == state.round)
         saved = EngineState(
             rows=rows,
-            held=head.held,
+            held=record.held,
             log_decay=state.log_decay,
             unknown_surprisal=state.unknown_surprisal,
-            logits=head.logits,
+            logits=record.logits,
             round=state.round,
         )
         conversation = ConversationState(
@@ -165,7 +165,7 @@ def decode_state(
             last_reply_stats=TurnStats(**chat.reply.model_dump()),
             totals=TurnStats(**chat.totals.model_dump()),
             unpinned_sentences=chat.unpinned,
-            **{field: getattr(chat, name) for name, field in _SAME.items()},
+            **{field: getattr(chat, name) for name, field in _COPIED_FIELDS.items()},
         )
         return saved, conversation
 
@@ -180,7 +180,7 @@ def saved_turns(store: SessionStore) -> list[Turn]:
     return turns
 
 
-def passages_of(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
+def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
     """The passages of complete turns that end after the stream position `saved`.
 
     Also returns where those before them end. There are none where none has a vector.
@@ -219,9 +219,9 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     Raises SettingError for a policy of the user's own, `module:Class`, that is not in `trusted`,
     and SessionError if this version of sirchat does not know all settings.
     """
-    head = store.head()
+    record = store.state_record()
     try:
-        saved = head.fields.get("profile") if head else {}
+        saved = record.fields.get("profile") if record else {}
         known = rename_old_settings(saved) if isinstance(saved, dict) else saved
         profile = Profile.model_validate(known)
         profile = profile.with_origins(dict.fromkeys(profile.model_fields_set, "saved chat"))
@@ -234,11 +234,11 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     return profile
 
 
-def fingerprint(model: LoadedModel) -> str:
+def model_fingerprint(model: LoadedModel) -> str:
     """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights."""
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
-    for name in _VOLATILE:
+    for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)
     digest.update(repr(sorted(config.items(), key=str)).encode())
     digest.update(str(len(model.tokenizer)).encode())
@@ -256,7 +256,7 @@ def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
     return {
         **({"family": family} if family else {}),
         "model": model.name,
-        "fingerprint": fingerprint(model),
+        "fingerprint": model_fingerprint(model),
         "dtype": model.precision,
         "sirchat": __version__,
         "torch": torch.__version__,
@@ -276,7 +276,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
         )
-    if meta["fingerprint"] != fingerprint(model):
+    if meta["fingerprint"] != model_fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",

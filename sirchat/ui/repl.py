@@ -11,7 +11,7 @@ from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_sum
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary, omitted_facts
-from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.errors import SirchatError, is_output_closed
 from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -177,7 +177,7 @@ class Chat:
         except KeyboardInterrupt:
             self._screen.note("stopped")
         except Exception as error:
-            if self._debug or terminal_has_gone(error):
+            if self._debug or is_output_closed(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True

@@ -17,7 +17,7 @@ from sirchat.chat.plain_reply import (
 )
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import calls_in, read_result
-from sirchat.config.values import as_typed
+from sirchat.config.values import format_setting
 from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
 from sirchat.text.tool_calls import ToolCall, call_id
@@ -190,7 +190,7 @@ def _switch(session: Session, switch: SettingsSwitch, options: ReplayOptions) ->
     with InterruptFlag() as interrupted:
         events = session.switch(source, interrupted, **new)
     yield from events
-    same = ", ".join(f"{name} is already {as_typed(value)}" for name, value in new.items())
+    same = ", ".join(f"{name} is already {format_setting(value)}" for name, value in new.items())
     if not options.json and (moved := describe_switch(events, session, same)):
         yield Notice(moved)
     _stop_if(interrupted)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox, tools_prompt_size
 from sirchat.chat.turn import Interrupted, never
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.tools.servers import ToolServers, plain_name
@@ -155,7 +155,7 @@ class ToolUse(Toolbox):
         if server not in self._names:
             raise UsageError(
                 f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
-                hint=nearest(server, self._names),
+                hint=did_you_mean(server, self._names),
             )
         return server
 

@@ -20,7 +20,7 @@ from sirchat.chat.retry import (
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
-from sirchat.errors import UndoError, UsageError, format_value, nearest
+from sirchat.errors import UndoError, UsageError, did_you_mean, format_value
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
@@ -112,7 +112,7 @@ def parse_sampling_settings(words: str) -> dict[str, Any]:
             raise UsageError(
                 f"/retry: {format_value(flag)} is not allowed; allowed: full, recall, "
                 f"{', '.join(allowed)}",
-                hint=nearest(flag, ["full", "recall", *allowed]),
+                hint=did_you_mean(flag, ["full", "recall", *allowed]),
             )
         if value is None:
             raise UsageError(

@@ -222,7 +222,7 @@ class Talk:
         saving.close()
         again = Session(self.model, chat.profile)
         with SessionStore.open(path) as store:
-            head = store.head()
+            head = store.state_record()
             assert head is not None
             has_rows = store.kv.load(head.fields["kv"]) is not None
             resume_session(again, store)

@@ -30,7 +30,7 @@ from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.recall.recall import search
 from small_models import build_small, causal_families
 
@@ -44,7 +44,7 @@ fast = pytest.mark.parametrize("name", ["lfm2", "bamba"])
 @cache
 def hybrid(name: str) -> LoadedModel:
     """A small hybrid model with random weights and the bundled tokenizer; it never ends a reply."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
     if name in HYBRIDS:
         module = build(name, {**HYBRIDS[name], **sizes})

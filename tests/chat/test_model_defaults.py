@@ -137,8 +137,8 @@ def test_the_budget_is_half_of_the_context(context: int, budget: int, model: Loa
 
 def test_a_chat_says_which_settings_it_took() -> None:
     """The bundled model by its folder is any model."""
-    from sirchat.paths import tiny_dir
+    from sirchat.paths import tiny_model_dir
 
-    done = run("--json", "--model", str(tiny_dir()))
+    done = run("--json", "--model", str(tiny_model_dir()))
     assert f'"temperature": {FALLBACK_SAMPLING["temperature"]}' in done.stdout.splitlines()[0]
     assert '"temperature": 0.0' in run("--json").stdout.splitlines()[0]

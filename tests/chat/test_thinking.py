@@ -20,7 +20,7 @@ from sirchat.chat.state import GeneratedReply
 from sirchat.engine.sampling import Sampler
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.store import SavedTurn, SessionStore, StateRecord
 from speaking import saying
 from template_shapes import template, with_template
 
@@ -156,7 +156,7 @@ def test_a_reply_and_its_reasoning_are_saved_as_they_are(tmp_path: Path) -> None
         for n, (text, thinking) in enumerate(said)
     ]
     with SessionStore.create(tmp_path, {}) as store:
-        store.append(turns, np.zeros(0), Head(0, np.zeros(0, np.int64), None, {}))
+        store.append(turns, np.zeros(0), StateRecord(0, np.zeros(0, np.int64), None, {}))
         assert store.turns() == turns
 
 

@@ -179,7 +179,7 @@ class Chat:
         self.autosave.save()
         assert digest_is(self.chat, before), "changed by saving"
         if (store := self.autosave._store) is not None:
-            head = store.head()
+            head = store.state_record()
             assert head is not None
             assert head.held.tolist() == held.tolist()
             assert (

@@ -298,7 +298,7 @@ def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewest: int
 ) -> None:
     """Also where keys and values were saved while they were exact."""
-    monkeypatch.setattr("sirchat.saved.autosave.FEWEST", fewest)
+    monkeypatch.setattr("sirchat.saved.autosave.MIN_FILE_TOKENS", fewest)
     chat = session(babbler(), archive_limit=str(LIMIT), **SMALL)
     saving = Autosave(chat, folder=tmp_path)
     for text in SAID:

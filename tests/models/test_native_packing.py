@@ -27,7 +27,7 @@ from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.packed import Int4Linear, PackedLinear, quantize_int8
-from sirchat.paths import compiled_dir, private_dir
+from sirchat.paths import compiled_dir, make_private_dir
 
 pytestmark = has_library
 
@@ -93,7 +93,7 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
         return "F32" if len(shape) < 2 else "Q6_K" if "down" in name else "Q5_0"
 
-    private_dir(compiled_dir())
+    make_private_dir(compiled_dir())
     (compiled_dir() / products.library_name()).symlink_to(built_library())
     monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}

@@ -77,7 +77,7 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
     )
     return SimpleNamespace(
         profile=Profile(panel=panel, **settings),  # type: ignore[arg-type]
-        state=SimpleNamespace(reply=SimpleNamespace(tokens_out=0)),
+        state=SimpleNamespace(last_reply_stats=SimpleNamespace(tokens_out=0)),
         budget=64,
         seen=1,
         snapshot=lambda strongest=None: view,
