@@ -8,7 +8,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.config.profile import FIXED_SETTINGS, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_value
@@ -107,7 +107,7 @@ def build_sampling(profile: Profile) -> Sampling:
 
 
 def build_sampler(
-    profile: Profile, reply: Reply | None, attempt: int, allowed: Allowed | None
+    profile: Profile, reply: GeneratedReply | None, attempt: int, allowed: Allowed | None
 ) -> tuple[Sampler, int]:
     """The sampler of a reply, and how many ids it may choose at most.
 

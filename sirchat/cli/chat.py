@@ -242,12 +242,14 @@ def _within_saved_chat(
     if store is None:
         yield
         return
-    from sirchat.chat.retry import temporarily
+    from sirchat.chat.retry import temporary_settings
     from sirchat.ui.saved_chat import SavedChat
 
     saved_chat = SavedChat(session, screen, store)
     try:
-        with temporarily(session, "ask", later):  # they are for this question, not for the chat
+        with temporary_settings(
+            session, "ask", later
+        ):  # they are for this question, not for the chat
             yield
     finally:
         saved_chat.close()

@@ -220,15 +220,17 @@ class Commands:
     def _show_recalled(self) -> bool:
         """Show what was restored for the last message, or else what fits it and was held."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
-        held, held_turns = recall.held_anyway()
+        held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
             screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
             more = pluralize(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
-        if recall.nothing and not shown:
-            screen.note(f"nothing was restored for your last message: {recall.nothing}")
+        if recall.nothing_restored_reason and not shown:
+            screen.note(
+                f"nothing was restored for your last message: {recall.nothing_restored_reason}"
+            )
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)

@@ -129,7 +129,7 @@ class Switching:
         before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, around):
             self._report(event)
-        now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
+        now, asked = set(session.ledger.held_positions.tolist()), session.state.restored_by_user
         came, aside = len((now - before).intersection(asked)), len(before - now)
         how = "restored" if came else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
@@ -318,7 +318,9 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
             new = Session(model, self._profile(session, model, name))
-            read_again(new, session.turns, pinned_text(session), session.state.unpinned, report)
+            read_again(
+                new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
+            )
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._report(session, new)

@@ -133,7 +133,9 @@ def talk(model: LoadedModel) -> list[Any]:
     told: list[Any] = []
 
     def note() -> None:
-        told.append(([turn.text for turn in chat.turns], chat.save().held.tolist(), rows_of(chat)))
+        told.append(
+            ([turn.text for turn in chat.turns], chat.engine.save().held.tolist(), rows_of(chat))
+        )
 
     def say(text: str) -> None:
         list(chat.ask(text))
@@ -161,7 +163,7 @@ def talk(model: LoadedModel) -> list[Any]:
     chat.erase("Lisbon")
     note()
     again = Session(model, chat.profile)
-    seen = chat.save()
+    seen = chat.engine.save()
     again.load(
         seen,
         chat.state,

@@ -48,10 +48,10 @@ def test_passages_and_messages_have_the_vectors_of_their_text(
     np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
     turn = chat.template.opening("Which vehicle is mine?")[1]
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 40)
-    assert found.message.vector is not None
-    asked = own.vectors([found.message.text])[0].numpy()
-    np.testing.assert_allclose(found.message.vector, asked, atol=1e-5)
-    assert len(found.message.vector) == SIZE
+    assert found.query.vector is not None
+    asked = own.vectors([found.query.text])[0].numpy()
+    np.testing.assert_allclose(found.query.vector, asked, atol=1e-5)
+    assert len(found.query.vector) == SIZE
 
 
 @pytest.mark.usefixtures("own_home")
@@ -83,7 +83,7 @@ def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> 
     turn = again.template.opening("Where does my sister live?")[1]
     found = again.recall.find(NewTurn(turn.ids, turn.roles), 40)
     texts = [passages.texts(again.ledger, at, at + 1)[0] for at in found.passages]
-    assert found.message.vector is not None
+    assert found.query.vector is not None
     assert "My sister Anna lives in Rome" in texts[0]
 
 
