@@ -26,12 +26,12 @@ from starlette.types import Message, Receive, Scope, Send
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
-from sirchat.paths import server_file
+from sirchat.paths import server_port_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer, MessagesRequest
 from sirchat.server.completions import ChatCompletionSerializer, Part, ReplySerializer
@@ -85,7 +85,7 @@ _CLIENT_SETTINGS = (
     "learn_encoder",
 )  # a client may have others
 # Settings that are fixed when a model is loaded, so a request can't have others.
-_MODEL_SETTINGS = tuple(name for name in FIXED if name not in _CLIENT_SETTINGS)
+_MODEL_SETTINGS = tuple(name for name in FIXED_SETTINGS if name not in _CLIENT_SETTINGS)
 
 
 class Limits(BaseModel):
@@ -287,7 +287,7 @@ class ChatServer:
             for name in _MODEL_SETTINGS
             if getattr(profile, name) != getattr(self._profile, name)
         ]
-        if server_file(profile.model) != server_file(self._profile.model):
+        if server_port_file(profile.model) != server_port_file(self._profile.model):
             different.insert(0, "model")
         if different:
             value = getattr(self._profile, different[0])

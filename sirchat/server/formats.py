@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.chat.formats import MOST_CALLS, ModelFormats
+from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import SettingError
@@ -31,7 +31,7 @@ def reply_format(
     is_single = isinstance(request.tool_choice, NamedTool) or not request.parallel_tool_calls
     # A small model would go on with calls of all other tools.
     is_single |= bool(required) and "parallel_tool_calls" not in request.model_fields_set
-    max_calls = 1 if is_single else MOST_CALLS
+    max_calls = 1 if is_single else MAX_CALLS_PER_REPLY
     try:
         if is_free_reply:
             return formats.strict(session, param, notes, tool_schemas)

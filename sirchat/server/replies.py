@@ -264,7 +264,7 @@ def _read_message(
     if role not in ("user", "tool"):
         return session.read_reply(stored_text, is_cancelled, ids)
     read = session.read_question if role == "user" else session.read_user
-    return read(stored_text, is_cancelled, before=next_role, given=ids)
+    return read(stored_text, is_cancelled, next_role=next_role, given=ids)
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
@@ -307,7 +307,7 @@ def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, T
             results = results_from_json(text)
             return "\n".join(turn["content"] for turn in results), template.results(results)
         answer, calls = calls_from_key(text)
-        ids = template.calls(answer, calls, session.state.header)
+        ids = template.calls(answer, calls, session.state.reply_header)
         return calls_as_text(answer, [call["function"] for call in calls]), ids
 
 

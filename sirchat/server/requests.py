@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.config.profile import LEAST_TEMPERATURE
+from sirchat.config.profile import MIN_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
     MAX_MESSAGES,
@@ -137,8 +137,8 @@ def clamped_setting(name: str, value: Any) -> Any:
     if name not in _SETTING_RANGES:
         return value
     low, high = _SETTING_RANGES[name]
-    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
-        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        return MIN_TEMPERATURE if value > MIN_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, low), high)
 
 

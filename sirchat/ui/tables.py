@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.evicted_text import EvictedText
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
+from sirchat.chat.evicted_text import EvictedTurn
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
@@ -140,7 +140,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
+def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
     """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
@@ -168,14 +168,16 @@ def draw_histogram(
         f" ◂ held from {threshold:.2f} nats on"
         if threshold is not None and low <= threshold < high
         else ""
-        for low, high in pairwise(EDGES)
+        for low, high in pairwise(SURPRISAL_EDGES)
     ]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
     scale = min(
         (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
     )
-    for (low, high), (held, evicted), mark in zip(pairwise(EDGES), counts, marks, strict=True):
+    for (low, high), (held, evicted), mark in zip(
+        pairwise(SURPRISAL_EDGES), counts, marks, strict=True
+    ):
         runs = [
             StyledRun(_bin(bin_label(low, high), f"{held:,}", f"{evicted:,}"), Style.null()),
             StyledRun("━" * _length(held * scale), theme.filled),

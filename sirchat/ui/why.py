@@ -221,9 +221,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
         return f"; policy {policy} gives it no rank{_since(best)}."
-    if best.leaves and best.rank <= best.held // 2:
+    if best.is_evicted_next and best.rank <= best.held // 2:
         return ", but will be evicted next: what ranks lower is pinned, or among the newest."
-    if best.leaves:
+    if best.is_evicted_next:
         return f", but will be evicted next: {higher}."
     if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
         return f" only because it is new: {higher}."

@@ -37,7 +37,7 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
 from sirchat.ui.cells import (
     COMBINING_BASE,
     StyledRun,
@@ -141,7 +141,7 @@ def test_any_text_keeps_panels_straight_and_controls_no_terminal(
 
 
 def test_histogram_counts_what_has_a_colour_and_marks_the_threshold() -> None:
-    assert EDGES[1:] == BUCKET_LIMITS
+    assert SURPRISAL_EDGES[1:] == BUCKET_LIMITS
     held, evicted = (5, 0, 1, 0, 200), (900, 1, 0, 0, 0)
     drawn = draw_histogram(Histogram(held, evicted), 2.25, DARK, 60)
     bars = [line.plain for line in drawn[1:]]
