@@ -24,8 +24,8 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import short_number
-from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.config.values import format_number
+from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
@@ -163,7 +163,7 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_FORMER[word]}")
             return _FORMER[word]
         if word not in self.names():
-            close = _ELSEWHERE.get(word) or nearest(word, self.names(), "/")
+            close = _ELSEWHERE.get(word) or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 close = "@ before a path sends the file's text"
             raise UsageError(
@@ -220,15 +220,17 @@ class Commands:
     def _show_recalled(self) -> bool:
         """Show what was restored for the last message, or else what fits it and was held."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
-        held, held_turns = recall.held_anyway()
+        held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
             screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
             more = pluralize(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
-        if recall.nothing and not shown:
-            screen.note(f"nothing was restored for your last message: {recall.nothing}")
+        if recall.nothing_restored_reason and not shown:
+            screen.note(
+                f"nothing was restored for your last message: {recall.nothing_restored_reason}"
+            )
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
@@ -241,7 +243,7 @@ class Commands:
         try:
             return bool(self._session.why(rest))
         except UsageError:
-            return not nearest(rest, names)
+            return not did_you_mean(rest, names)
 
     def do_set(self, rest: str) -> None:
         name, value = [*rest.split(None, 1), "", ""][:2]
@@ -295,7 +297,7 @@ class Commands:
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {short_number(session.profile.decay)}"
+            f"decay {format_number(session.profile.decay)}"
         )
         self._screen.note(describe_memory(session))
 
@@ -452,7 +454,7 @@ def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
     if word not in allowed:
         raise SettingError(
             f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
-            hint=nearest(word, allowed),
+            hint=did_you_mean(word, allowed),
         )
 
 

@@ -20,8 +20,8 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.words import is_mark, split_words, without_template
-from sirchat.config.values import short_number
+from sirchat.chat.words import is_punctuation, split_words, without_template
+from sirchat.config.values import format_number
 from sirchat.ui.cells import StyledRun, cut, join_runs, known_width_line, wrap_runs
 from sirchat.ui.tables import (
     NOTHING_HELD,
@@ -178,7 +178,7 @@ def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableT
 
 
 def _title(snapshot: Snapshot) -> str:
-    name = " · ".join((snapshot.policy, f"decay {short_number(snapshot.decay)}", snapshot.model))
+    name = " · ".join((snapshot.policy, f"decay {format_number(snapshot.decay)}", snapshot.model))
     return known_width_line(displayable_line(name))
 
 
@@ -275,7 +275,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
             slots[rows[0].position],
             [StyledRun(known_width_line(row.text), theme.token_style(row)) for row in rows],
             # Punctuation is not counted: a word of nothing else comes last.
-            max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
+            max((row.rank_key for row in rows if not is_punctuation(row.text)), default=-math.inf),
         )
         for rows in split_words(without_template(snapshot.rows))
     ]

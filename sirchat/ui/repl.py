@@ -10,8 +10,8 @@ from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import left_out_of, make_summary
-from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.chat.summary import make_summary, omitted_facts
+from sirchat.errors import SirchatError, is_output_closed
 from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -177,7 +177,7 @@ class Chat:
         except KeyboardInterrupt:
             self._screen.note("stopped")
         except Exception as error:
-            if self._debug or terminal_has_gone(error):
+            if self._debug or is_output_closed(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
@@ -250,7 +250,7 @@ class Chat:
             nonlocal text
             text = make_summary(self._session, facts := self._session.facts())
             yield Delta(text)
-            yield from left_out_of(facts, text)
+            yield from omitted_facts(facts, text)
 
         self._turn(made)
         if text and self._screen.terminal is not None:

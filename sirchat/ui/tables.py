@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.evicted_text import EvictedText
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
+from sirchat.chat.evicted_text import EvictedTurn
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
@@ -71,7 +71,7 @@ def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> Re
         ],
         **_token_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in ranks],
-        **{name: [format_number(rank.factors[name]) for rank in ranks] for name in factors},
+        **{name: [format_three_digits(rank.factors[name]) for rank in ranks] for name in factors},
         **_token_columns(rows, theme, "score"),
         "rank": ["-" if rank.rank is None else f"{rank.rank:,} of {rank.held:,}" for rank in ranks],
     }
@@ -153,7 +153,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     return table
 
 
-def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
+def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
     """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
@@ -177,7 +177,7 @@ def draw_histogram(
     A mark shows the `threshold`: the score, in nats, from which on tokens are held.
     """
     header = _histogram_cells("", "held", "evicted")
-    bins = list(pairwise(EDGES))
+    bins = list(pairwise(SURPRISAL_EDGES))
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
     marks = [
         f" ◂ held from {threshold:.2f} nats on"
@@ -226,10 +226,10 @@ def _format_surprisal(nats: float | None) -> str:
 
 
 def _format_score(score: float | None) -> str:
-    return "-" if score is None else format_number(score)
+    return "-" if score is None else format_three_digits(score)
 
 
-def format_number(number: float) -> str:
+def format_three_digits(number: float) -> str:
     """The number with three significant digits, such as 0.0123, 12,300 or 1.23e+09."""
     text = f"{number:#.3g}".removesuffix(".")
     return f"{float(text):,.0f}" if "e+" in text and abs(number) < 1e9 else text
@@ -287,7 +287,7 @@ def _token_cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
         case "score":
             return _format_score(row.score)
         case "attention":
-            return format_number(row.attention or 0.0)
+            return format_three_digits(row.attention or 0.0)
         case "flags":
             return " ".join(row.flags)
         case _:

@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
+from sirchat.chat.tool_loop import ChatTool, Toolbox, tools_prompt_size
 from sirchat.chat.turn import Interrupted, never
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.tools.servers import ToolServers, plain_name
@@ -135,8 +135,8 @@ class ToolUse(Toolbox):
         tools = {one.name: one for one in listed if is_all or self._matches(pattern, one.name, one)}
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
-        told = Toolbox((self.tools | tools).values()).told
-        tokens = size_of_tools(session, told) if session else 0  # or it raises an error
+        told = Toolbox((self.tools | tools).values()).tools_json
+        tokens = tools_prompt_size(session, told) if session else 0  # or it raises an error
         self._take(tools)
         return len(tools), tokens
 
@@ -148,14 +148,14 @@ class ToolUse(Toolbox):
             if name == server:
                 self._screen.note(f"{sign} {tool.name}: {about}")
             elif self._matches(name, tool.name, tool):
-                self._screen.note(f"{sign} {_readable(Toolbox([tool]).told)}")
+                self._screen.note(f"{sign} {_readable(Toolbox([tool]).tools_json)}")
 
     def _server_of(self, name: str) -> str:
         server = name if name in self._names else self._named(name) or name.partition("__")[0]
         if server not in self._names:
             raise UsageError(
                 f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
-                hint=nearest(server, self._names),
+                hint=did_you_mean(server, self._names),
             )
         return server
 

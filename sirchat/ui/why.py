@@ -231,9 +231,9 @@ def _why_held(best: TokenRank, policy: str, query_words: Mapping[int, Sequence[s
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
         return _no_rank(best, policy)
-    if best.leaves and best.rank <= best.held // 2:
+    if best.is_evicted_next and best.rank <= best.held // 2:
         return ", but will be evicted next: what ranks lower is pinned, or among the newest."
-    if best.leaves:
+    if best.is_evicted_next:
         return f", but will be evicted next: {higher_ranked}."
     if _is_below_threshold(best):
         return f" only because it is new: {higher_ranked}."

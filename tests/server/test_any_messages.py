@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer
 from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, step
-from sirchat.engine.sampling import Continued, Sampling
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request
-from sirchat.server.pieces import ReplyOptions
+from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import AnsweredRequest
+from sirchat.server.replies import ReplyGenerator
 from sirchat.server.requests import ChatRequest
 from template_shapes import WEATHER, tool_tiny
 
@@ -92,7 +92,9 @@ def reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model always give the same reply."""
     ids = tool_tiny().tokenizer
     written = [*ids.encode(REPLY, add_special_tokens=False), ids.eos_token_id]
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: Continued(written, Sampling()))
+    monkeypatch.setattr(
+        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(written, Sampling())
+    )
 
 
 def ask(
@@ -105,7 +107,7 @@ def ask(
     assert conversation is not None
     asked = count(1)
     gone = (lambda: False) if leaves is None else (lambda: next(asked) >= leaves)
-    parts, done = AnsweredRequest(conversation, history, ReplyOptions(), gone).parts(), None
+    parts, done = ReplyGenerator(conversation, history, ReplyOptions(), gone).parts(), None
     with suppress(StopIteration):
         while True:
             part = parts.send(done)
