@@ -85,7 +85,7 @@ def token_ranks(
     rows = token_rows(engine, positions, texts, sinks, asked_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
-    for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
+    for index in np.flatnonzero(np.isin(positions, engine.store.rereadable(positions))).tolist():
         states[index] = "lost"
     leaving, measured = set(now.evicted_next), is_measured(engine, positions)
     factors = {  # surprisal and decay have columns of their own

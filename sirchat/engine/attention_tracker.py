@@ -94,7 +94,7 @@ class AttentionTracker:
     def observer(self) -> PassWeights | HeadWeights:
         """A new observer for the next forward pass."""
         config, layers = self._config, len(self._cache.row_layers)
-        counted = config.counted_layers(layers, self._model.sliding_layers)
+        counted = config.recorded_layers(layers, self._model.sliding_layers)
         return HeadWeights(counted, config.window) if config.per_head else PassWeights(counted)
 
     def add(self, observed: PassWeights | HeadWeights) -> None:

@@ -67,7 +67,7 @@ class Evictor:
 
         Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_of(self._store.placement.chosen, round)
+        return self.view_of(self._store.placement.held_without_recalled, round)
 
     def view_of(
         self, at: Positions, round: int | None = None, division: Division | None = None
@@ -101,7 +101,7 @@ class Evictor:
         policy, evicted = self.settings.policy, list[EvictedRows]()
         if policy.compacts_at_anchors and self._ends_at_anchor():
             now = self._store.placement
-            own = now.own
+            own = now.policy_positions
             stays = policy.reduce(self.view_of(own))
             if stays is not None:
                 gone = np.setdiff1d(own, own[stays.numpy()], assume_unique=True)
@@ -202,7 +202,7 @@ class Evictor:
         """
         if not self._store.has_recall:
             return []
-        own, stays = self._store.placement.own, self.held_without_recall(count)
+        own, stays = self._store.placement.policy_positions, self.held_without_recall(count)
         self._place(Placement(stays))
         gone = np.setdiff1d(own, stays, assume_unique=True)
         return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
@@ -221,13 +221,13 @@ class Evictor:
         now = self._store.placement
         if not now.has_recall:
             return now.held
-        return self._at_most(now.own, self.divide_budget().hard_bound - count)
+        return self._at_most(now.policy_positions, self.divide_budget().hard_bound - count)
 
     @contextmanager
     def holding(self, placement: Placement) -> Iterator[None]:
         """Context manager: tokens are where `placement` says in its block, and then as before."""
         before = self._store.placement
-        with self._store.unlimited():
+        with self._store.without_limit():
             self._place(placement)
             try:
                 yield
@@ -252,7 +252,7 @@ class Evictor:
             return _NONE
         leaves = np.ones(len(rows), bool)
         leaves[self._choose_rows(rows, len(rows) - count).numpy()] = False
-        return self._store.placement.chosen[leaves]
+        return self._store.placement.held_without_recalled[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
         """Change the settings; the new policy chooses among all tokens held or archived.
@@ -285,7 +285,7 @@ class Evictor:
 
     def reread(self, positions: Positions) -> None:
         """Compute again, and archive, the keys and values of lost tokens at these positions."""
-        lost = self._store.lost(positions)
+        lost = self._store.rereadable(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
             for rows in read_apart(self._reader, lost, sinks):
@@ -315,7 +315,7 @@ class Evictor:
         Raises SettingError, changing nothing, if the pins would leave too little room, even if
         `freed` tokens were no longer pinned.
         """
-        held = np.intersect1d(positions, self._store.placement.chosen)
+        held = np.intersect1d(positions, self._store.placement.held_without_recalled)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
         self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
         self._ledger.pin(held, True)
@@ -424,7 +424,7 @@ class Evictor:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
         reachable = self._reachable()
         pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
-        return bool(np.isin(pinned, placement.chosen).all())
+        return bool(np.isin(pinned, placement.held_without_recalled).all())
 
     def _last_pass_if_unread(self) -> _LastPass | None:
         """The state noted after the last pass; None if there is none, or tokens were read since."""
@@ -485,7 +485,7 @@ class Evictor:
         Those of earlier rounds step aside as the policy says, then go those that recall wants.
         """
         now, rounds = self._store.placement, self._ledger.column("round")
-        own = now.chosen
+        own = now.held_without_recalled
         fixed = self.view_of(own).protected.numpy() | (rounds[own] == self.round)
         is_wanted = np.isin(own, now.wanted)
         stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)

@@ -110,7 +110,7 @@ def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[Key
             model.read(ids[part].tolist(), cache, positions=part.tolist() if is_absolute else None)
             cache.commit(len(part), part)
         rows = torch.from_numpy(np.searchsorted(at, passage))
-        yield cache.first_written(rows, passage)
+        yield cache.first_written_rows(rows, passage)
 
 
 def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:

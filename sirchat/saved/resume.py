@@ -55,7 +55,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     check_model(store, session.model)
     saved, conversation = decode_state(store, head, state, session.model.vocab_size)
     cache = _with_one_token(session.model)
-    like = cache.first_written(torch.arange(1), np.arange(1))
+    like = cache.first_written_rows(torch.arange(1), np.arange(1))
     rows, received, recurrent = _load_tensors(store, state.kv, like, cache.state, head.seen)
     evicted = store.segments.load(saved.rows, like)
     saved = replace(saved, state=recurrent)

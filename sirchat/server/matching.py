@@ -20,7 +20,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, KnownConversation, ServedConversation
-from sirchat.text.reply_marks import shared
+from sirchat.text.reply_marks import shared_prefix_length
 from sirchat.text.template import TurnIds
 
 # Least characters of texts, after what left a chat, by which it is known: two chats may have the
@@ -43,7 +43,7 @@ def matched(known: KnownConversation, history: History) -> dict[int, int]:
     new, found = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(new):
         return found
-    same = shared(marks, new)
+    same = shared_prefix_length(marks, new)
     found |= {number: number for number in range(same)}
     for at, number, size in SequenceMatcher(None, marks[same:], new[same:]).get_matching_blocks():
         numbers = range(same + number, same + number + size)
@@ -55,7 +55,9 @@ def matched(known: KnownConversation, history: History) -> dict[int, int]:
     after = {history.messages[number] for number, at in found.items() if at >= (gone or 0)}
     size = sum(len(text) for role, text in after if role != "calls")
     if not (is_sure or is_whole) and size < SURE:  # then what both begin with
-        found = {number: number for number in range(shared(keys, history.keys[:-1]) - 1)}
+        found = {
+            number: number for number in range(shared_prefix_length(keys, history.keys[:-1]) - 1)
+        }
         _end_with_reply(found, history)
     return found if len(found) > 1 else {}
 
@@ -155,7 +157,7 @@ class _Edit:
             return None
         ids = self._first
         if number:
-            ids = session.template.user(text, after_user=_kind(now, number - 1) == "user")
+            ids = session.template.user_turn(text, after_user=_kind(now, number - 1) == "user")
         after = (None, "assistant") if _kind(now, number + 1) == "assistant" else ("user",)
         own, first = self._ids[rows].tolist(), session.ledger.of_turn(self._numbers[0])
         for wanted in (session.template.followed_by(ids, following).ids for following in after):
@@ -178,9 +180,9 @@ class _Edit:
         if ids is None:
             return []
         own = self._ids[rows].tolist()
-        same = min(shared(ids.ids, own), len(ids.ids) - 1)
+        same = min(shared_prefix_length(ids.ids, own), len(ids.ids) - 1)
         # Such as tools behind another time; at least one id between is read.
-        tail = shared(ids.ids[same + 1 :][::-1], own[same:][::-1])
+        tail = shared_prefix_length(ids.ids[same + 1 :][::-1], own[same:][::-1])
         tail = tail if tail >= _LEAST_TAIL else 0
         self._conversation.has_exact_prompt &= tail == 0
         end = len(ids.ids) - tail

@@ -156,7 +156,7 @@ class Pieces:
         if said.part == "thinking":
             return ReplyText("", thinking=said.text)
         calls = self._calls
-        if said.part == "call" and calls is not None and calls.holds(said.text):
+        if said.part == "call" and calls is not None and calls.hold_back(said.text):
             return None
         return self._add(*((said.text, []) if calls is None else calls.push(said.text)))
 
@@ -166,7 +166,7 @@ class Pieces:
         if calls is None:
             return ReplyText(self._rest())
         lead = self._session.template.marks.call_lead
-        last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
+        last = self._add(*calls.finish(lead, is_short=is_short)) or ReplyText("")
         rest = self._rest()
         self.said += rest
         return replace(last, text=last.text + rest)

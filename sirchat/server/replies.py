@@ -300,9 +300,9 @@ def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | No
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            return "\n".join(one["content"] for one in results), template.results(results)
+            return "\n".join(one["content"] for one in results), template.tool_results_turn(results)
         said, calls = calls_from_key(text)
-        given = template.calls(said, calls, session.state.header)
+        given = template.tool_calls_turn(said, calls, session.state.header)
         return calls_as_text(said, [call["function"] for call in calls]), given
 
 

@@ -344,8 +344,8 @@ class ChatRequest(SamplingFields, Body):
         ids = [call.id for turn in self._turns for call in turn.calls]
         used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
         names = {tool.function.name: tool.function.parameters for tool in self.tools}
-        only_one = not self.parallel_tool_calls
-        return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
+        single_call = not self.parallel_tool_calls
+        return CallParser(names, max(used, default=-1) + 1, single_call=single_call)
 
     @property
     def system(self) -> str | None:

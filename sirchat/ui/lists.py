@@ -235,7 +235,7 @@ def memory_in_words(session: Session) -> str:
         f"{counted(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'} ({in_bytes(size)})"
         for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
     ]
-    if lost := session.ledger.lost_count:
+    if lost := session.ledger.rereadable_count:
         parts.append(f"{counted(lost, 'token')} as text alone")
     devices = list[str]()
     for memory in session.memory:

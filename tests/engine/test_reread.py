@@ -39,7 +39,7 @@ def reopened(chat: Session) -> Session:
 
 
 def lost_of(chat: Session) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.flatnonzero(chat.ledger.column("state") == State.GONE)
+    return np.flatnonzero(chat.ledger.column("state") == State.NOT_STORED)
 
 
 def keys_and_values(model: LoadedModel, ids: list[int], last: int) -> list[Tensor]:
